@@ -1,0 +1,36 @@
+# Every target makes the virtual environment it needs; nothing has to be installed before.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint bench format clean
+.DEFAULT_GOAL := demo
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip hatchling
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(READY)  ## train the five rules on Adult; print accuracy per group and ε
+	$(BIN)/python examples/adult.py
+
+test: $(READY)  ## the whole test suite
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: $(READY)  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## step time beside plain SGD and Opacus; writes benchmarks/results/step.json
+	$(BIN)/python benchmarks/step.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,35 @@
+"""Small named checks; each raises a sentence that says what was given, what is expected, what to do."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["fraction", "natural", "positive"]
+
+
+def positive(**named: float) -> None:
+    """Raise unless every value is a finite number above 0; the keyword is the name in the message.
+
+    >>> positive(C0=1.0)
+    >>> positive(C0=-1.0)
+    Traceback (most recent call last):
+    ...
+    ValueError: C0 is -1.0; it must be a finite number above 0.
+    """
+    for name, value in named.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} is {value}; it must be a finite number above 0.")
+
+
+def natural(**named: int) -> None:
+    """Raise unless every value is a whole number of at least 1."""
+    for name, value in named.items():
+        if isinstance(value, bool) or int(value) != value or value < 1:
+            raise ValueError(f"{name} is {value}; it must be a whole number of at least 1.")
+
+
+def fraction(**named: float) -> None:
+    """Raise unless every value lies above 0 and at most at 1."""
+    for name, value in named.items():
+        if not 0 < value <= 1:
+            raise ValueError(f"{name} is {value}; it must lie above 0 and at most at 1.")

@@ -1,0 +1,42 @@
+"""Per-sample gradient norms and weighted sums of any `nn.Module`, from one forward and one backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from evenclip.gradients.losses import Loss
+from evenclip.gradients.plan import ModelError, plan
+from evenclip.gradients.tape import Layout, PerSample, Tape, WholeTape
+
+__all__ = ["Layout", "ModelError", "PerSample", "Tape", "WholeTape", "per_sample_gradients", "per_sample_norms", "plan"]
+
+
+def per_sample_gradients(model: nn.Module, loss: Loss, x: Any, y: Any) -> PerSample:
+    """Every sample's loss and gradient, the gradients as norms and weighted sums. The model is left as it was.
+
+    Args:
+        model: any module whose samples do not influence each other.
+        loss: loss(output, y); averaging, summing or per sample. The loss of a sample is the loss of a batch of that one.
+        x: the model's input [sample, ...], or a tuple or a dict of its inputs.
+        y: the targets, [sample, ...].
+
+    Raises:
+        ModelError: where samples influence each other; the message names the module.
+    """
+    with plan(model, loss, x, y).listening() as tape:
+        return tape(x, y)
+
+
+def per_sample_norms(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tensor:
+    """‖g_i‖ over all trainable parameters, never underestimated.  # [sample], float64
+
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> _ = torch.nn.init.zeros_(model.weight)
+    >>> x, y = torch.tensor([[3.0, 4.0], [0.0, 1.0]]), torch.tensor([[0.5], [-1.0]])
+    >>> per_sample_norms(model, torch.nn.functional.mse_loss, x, y)  # 2·|y|·‖x‖
+    tensor([5.0000, 2.0000], dtype=torch.float64)
+    """
+    return per_sample_gradients(model, loss, x, y).norms()

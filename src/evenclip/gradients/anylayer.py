@@ -1,0 +1,134 @@
+"""Any module with parameters, by `torch.func`: recurrent layers, attention, somebody's own.
+
+The gradient of sample i is that of ⟨output_i, δ_i⟩ with respect to the module's parameters, for the sample alone. It is mapped over
+the samples; where PyTorch refuses to map over shared parameters (recurrent layers write in place), each sample gets its own copy of
+them; where it refuses that too, one sample at a time.
+"""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from evenclip.gradients.axis import Axis
+
+__all__ = ["AnyLayer", "Mode"]
+
+_TENSOR = object()  # stands for a tensor among the constants of a call
+
+
+class Mode(enum.Enum):
+    """How a module is taken apart into samples, fastest first."""
+
+    SHARED = "mapped over samples, parameters shared"
+    COPIES = "mapped over samples, each with its own copy of the parameters"
+    LOOP = "one sample at a time"
+
+
+@dataclass(frozen=True)
+class AnyLayer:
+    """Per-sample gradients of `module`, for calls whose samples lie where `inputs` and `outputs` say.
+
+    Attributes:
+        module: the module.
+        inputs: axis of each tensor among the inputs, in `tree_flatten` order.
+        outputs: axis of each output that takes a gradient.
+        picks: which of the tensors among the outputs those are.
+        mode: how it is mapped.
+    """
+
+    module: nn.Module
+    inputs: tuple[Axis, ...]
+    outputs: tuple[Axis, ...]
+    picks: tuple[int, ...]
+    mode: Mode
+
+    def __call__(
+        self, inputs: Any, deltas: Sequence[Tensor], names: Sequence[str], n: int
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Name -> every sample's gradient [sample, *parameter], and ⟨output_i, δ_i⟩ [sample].
+
+        Args:
+            inputs: (args, kwargs) of the call.
+            deltas: δ for each output in `outputs`.
+            names: the parameters asked for, by the module's own names.
+            n: number of samples.
+        """
+        own = dict(self.module.named_parameters())
+        parameters = {name: own[name].detach() for name in names}
+        leaves, spec = tree_flatten(inputs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        call = _Call(self, [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        if self.mode is Mode.LOOP:
+            return self._loop(call, parameters, tensors, deltas, n)
+        return self._mapped(call, parameters, tensors, deltas, n)
+
+    def _mapped(
+        self, call: _Call, parameters: dict[str, Tensor], tensors: list[Tensor], deltas: Sequence[Tensor], n: int
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        copies = self.mode is Mode.COPIES
+        if copies:
+            parameters = {name: p.expand(n, *p.shape) for name, p in parameters.items()}
+        dims = (0 if copies else None, [a.at for a in self.inputs], [a.at for a in self.outputs])
+        with warnings.catch_warnings():
+            # Some operations are mapped by a loop inside torch. Slow, not wrong.
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            each = vmap(grad_and_value(call), in_dims=dims, randomness="different")
+            return each(parameters, tensors, list(deltas))  # type: ignore[no-any-return]
+
+    def _loop(
+        self, call: _Call, parameters: dict[str, Tensor], tensors: list[Tensor], deltas: Sequence[Tensor], n: int
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        rows = [
+            _alone(call, parameters, _sample(tensors, self.inputs, i), _sample(deltas, self.outputs, i)) for i in range(n)
+        ]
+        gradients = {name: torch.stack([g[name] for g, _ in rows]) for name in parameters}
+        return gradients, torch.stack([value for _, value in rows])
+
+
+class _Call:
+    """⟨output, δ⟩ of one sample, as a function of the parameters."""
+
+    def __init__(self, layer: AnyLayer, constants: list[Any], spec: Any) -> None:
+        self._layer, self._constants, self._spec = layer, constants, spec
+
+    def __call__(self, parameters: dict[str, Tensor], tensors: list[Tensor], deltas: list[Tensor]) -> Tensor:
+        layer = self._layer
+        given = iter(
+            t if axis.at is None else t.unsqueeze(axis.at) for t, axis in zip(tensors, layer.inputs, strict=True)
+        )
+        leaves = [next(given) if constant is _TENSOR else constant for constant in self._constants]
+        args, kwargs = self._spec.unflatten(leaves)
+        output = functional_call(layer.module, parameters, args, kwargs)
+        found = [o for o in tree_leaves(output) if isinstance(o, Tensor)]
+        products = [
+            (found[pick].squeeze(axis.at) * delta).sum()
+            for pick, axis, delta in zip(layer.picks, layer.outputs, deltas, strict=True)
+        ]
+        return torch.stack(products).sum()
+
+
+def _sample(tensors: Sequence[Tensor], axes: Sequence[Axis], i: int) -> list[Tensor]:
+    """The i-th sample of each."""
+    return [t if axis.at is None else t.select(axis.at, i) for t, axis in zip(tensors, axes, strict=True)]
+
+
+def _alone(
+    call: _Call, parameters: dict[str, Tensor], tensors: list[Tensor], deltas: list[Tensor]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Gradient and value for one sample, by ordinary autograd."""
+    with torch.enable_grad():
+        leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+        value = call(leaves, tensors, deltas)
+    found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+    zeros = (torch.zeros_like(p) for p in leaves.values())
+    filled = [z if g is None else g for g, z in zip(found, zeros, strict=True)]
+    return dict(zip(leaves, filled, strict=True)), value.detach()

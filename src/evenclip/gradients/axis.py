@@ -1,0 +1,61 @@
+"""Where the samples lie in a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Axis"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The samples lie along axis `at`, `each` consecutive entries a sample; nowhere (`at` is None) if all share the tensor.
+
+    >>> Axis(1).first(torch.zeros(7, 3), n=3).shape  # position first, as recurrent layers like it
+    torch.Size([3, 7])
+    >>> Axis(0, each=5).first(torch.zeros(15, 2), n=3).shape  # positions folded into the batch
+    torch.Size([3, 5, 2])
+    >>> Axis(None).first(torch.zeros(5, 2), n=3).shape  # a table of positions
+    torch.Size([3, 5, 2])
+    """
+
+    at: int | None = 0
+    each: int = 1
+
+    def first(self, x: Tensor, n: int) -> Tensor:
+        """`x` with an axis of the n samples in front."""
+        if self.at is None:
+            own = x.shape[1:] if x.ndim and x.shape[0] == 1 else x.shape
+            return x.expand(n, *own)
+        x = x.movedim(self.at, 0)
+        return x if self.each == 1 else x.reshape(n, self.each, *x.shape[1:])
+
+    def zeroed(self, x: Tensor, keep: Tensor) -> Tensor:
+        """`x` with 0 in the places of the samples that are not kept.  keep: [sample], bool"""
+        if self.at is None or not x.is_floating_point():
+            return x
+        places = keep.repeat_interleave(self.each)
+        return torch.where(places.view([-1 if axis == self.at else 1 for axis in range(x.ndim)]), x, 0.0)
+
+    @staticmethod
+    def between(three: torch.Size, two: torch.Size) -> Axis | None:
+        """The axis that tells a batch of three samples from one of two; None if there is no single such axis.
+
+        >>> Axis.between(torch.Size([3, 4]), torch.Size([2, 4]))
+        Axis(at=0, each=1)
+        >>> Axis.between(torch.Size([7, 12]), torch.Size([7, 8]))
+        Axis(at=1, each=4)
+        """
+        if len(three) != len(two):
+            return None
+        differ = [axis for axis, (a, b) in enumerate(zip(three, two, strict=True)) if a != b]
+        if not differ:
+            return Axis(None)
+        at = differ[0]
+        each, rest = divmod(three[at], 3)
+        if len(differ) > 1 or rest or two[at] != 2 * each or each == 0:
+            return None
+        return Axis(at, each)

@@ -1,0 +1,58 @@
+"""Embeddings: a gradient that touches only the rows of the tokens a sample has.
+
+A token that occurs several times in one sample adds its δ up before the square, so with the rows of sample i collected by token,
+
+    ‖g_i‖² = Σ_tokens ‖Σ_{t: token_t = token} δ_it‖²
+
+`padding_idx` takes no gradient. `max_norm` (which rewrites the weights while looking) and `scale_grad_by_freq` (which lets the
+samples of a batch influence each other) are refused before training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from evenclip.gradients.layers.layer import LayerGradient, square_sums
+
+__all__ = ["gradient"]
+
+
+def gradient(module: nn.Embedding, a: Tensor, delta: Tensor, names: Collection[str]) -> LayerGradient:
+    """The gradients of an Embedding.  a: [sample, ...] of tokens, delta: [sample, ..., width]"""
+    del names  # the weight is all there is
+    n = len(a)
+    tokens = a.reshape(n, -1)
+    delta = delta.reshape(n, tokens.shape[1], -1)
+    if module.padding_idx is not None:
+        delta = torch.where((tokens == module.padding_idx).unsqueeze(-1), 0.0, delta)
+    return EmbeddingGradient(tokens, delta, module.num_embeddings)
+
+
+class EmbeddingGradient(LayerGradient):
+    """Rows of δ collected by token."""
+
+    def __init__(self, tokens: Tensor, delta: Tensor, rows: int) -> None:
+        self._tokens, self._delta, self._rows = tokens, delta, rows  # [sample, position], [sample, position, width]
+
+    def square_norms(self) -> Tensor:  # noqa: D102
+        n, T, width = self._delta.shape
+        owner = torch.arange(n, device=self._tokens.device).repeat_interleave(T)
+        place = owner * self._rows + self._tokens.flatten()
+        found, where = torch.unique(place, return_inverse=True)  # (sample, token) pairs
+        rows = self._delta.new_zeros(len(found), width, dtype=torch.float64)
+        rows.index_add_(0, where, self._delta.reshape(-1, width).double())
+        total = rows.new_zeros(n)
+        return total.index_add_(0, found // self._rows, square_sums(rows)) if len(found) else total
+
+    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:  # noqa: D102
+        weighted = self._delta * weights.to(self._delta.dtype).view(-1, 1, 1)
+        total = weighted.new_zeros(self._rows, weighted.shape[-1])
+        return {"weight": total.index_add_(0, self._tokens.flatten(), weighted.reshape(-1, weighted.shape[-1]))}
+
+    def per_sample(self) -> dict[str, Tensor]:  # noqa: D102
+        n, T, width = self._delta.shape
+        each = self._delta.new_zeros(n, self._rows, width)
+        return {"weight": each.scatter_add_(1, self._tokens.unsqueeze(-1).expand(n, T, width), self._delta)}

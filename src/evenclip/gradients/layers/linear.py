@@ -1,0 +1,104 @@
+"""Linear layers, over any number of positions.
+
+With a [sample, position, in] and δ [sample, position, out], the gradient of sample i is δ_iᵀ a_i for the weight and Σ_t δ_it for
+the bias, and
+
+    one position:   ‖δ_i‖² (‖a_i‖² + 1)                                       (Goodfellow 2015)
+    T positions:    Σ_{s,t} ⟨a_is, a_it⟩ ⟨δ_is, δ_it⟩   when 2T² ≤ in · out    (Li et al. 2022; Bu et al. 2022)
+                    ‖δ_iᵀ a_i‖²                         otherwise, formed
+
+The sum over positions can cancel (nearly constant inputs, δ that add up to nearly nothing). The Gram form is therefore computed
+in float64, and where a formed product is measured but not kept, the sum that is added later rounds differently: by at most
+T·u·Σ_t ‖a_t‖‖δ_t‖ (u the unit roundoff), which is added to the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from evenclip.gradients.layers.layer import LayerGradient, square_sums
+
+__all__ = ["gradient", "product_square_norms"]
+
+# Numbers in a block of per-sample products that are formed only to be measured: 64 MiB in float32.
+_BLOCK = 2**24
+
+
+def gradient(module: nn.Linear, a: Tensor, delta: Tensor, names: Collection[str]) -> LayerGradient:
+    """The gradients of a Linear layer.  a: [sample, ..., in], delta: [sample, ..., out]"""
+    del module
+    n, d, p = len(a), a.shape[-1], delta.shape[-1]
+    return LinearGradient(a.reshape(n, -1, d), delta.reshape(n, -1, p), names)
+
+
+class LinearGradient(LayerGradient):
+    """δᵀa for the weight, Σ_t δ_t for the bias, formed only where that is the cheapest way to a norm."""
+
+    def __init__(self, a: Tensor, delta: Tensor, names: Collection[str]) -> None:
+        self._a, self._delta = a, delta  # [sample, position, in], [sample, position, out]
+        self._names = frozenset(names)
+
+    def square_norms(self) -> Tensor:  # noqa: D102
+        total = self._a.new_zeros(len(self._a), dtype=torch.float64)
+        if "weight" in self._names:
+            total = product_square_norms(self._a, self._delta)
+        if "bias" in self._names:
+            total = total + square_sums(_over_positions(self._delta))
+        return total
+
+    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:  # noqa: D102
+        weighted = self._delta * weights.to(self._delta.dtype).view(-1, 1, 1)
+        weighted = weighted.reshape(-1, weighted.shape[-1])  # [sample · position, out]
+        out = {}
+        if "weight" in self._names:
+            out["weight"] = weighted.T @ self._a.reshape(-1, self._a.shape[-1])
+        if "bias" in self._names:
+            out["bias"] = weighted.sum(dim=0)
+        return out
+
+    def per_sample(self) -> dict[str, Tensor]:  # noqa: D102
+        out = {}
+        if "weight" in self._names:
+            out["weight"] = self._delta.mT @ self._a
+        if "bias" in self._names:
+            out["bias"] = _over_positions(self._delta)
+        return out
+
+
+def product_square_norms(a: Tensor, delta: Tensor) -> Tensor:
+    """‖δ_iᵀ a_i‖², never below that of the sum that is formed later.  a: [sample, position, in], delta: [sample, position, out]"""
+    T = a.shape[1]
+    if T == 1:
+        return square_sums(a) * square_sums(delta)
+    if 2 * T**2 <= a.shape[2] * delta.shape[2]:
+        square = _gram_square_norms(a, delta)
+    else:
+        square = _formed_square_norms(a, delta)
+    unit_roundoff = torch.finfo(a.dtype).eps / 2
+    sizes = torch.linalg.vector_norm(a, dim=2, dtype=torch.float64) * torch.linalg.vector_norm(
+        delta, dim=2, dtype=torch.float64
+    )  # ‖a_t‖‖δ_t‖  [sample, position]
+    return (square.sqrt() + T * unit_roundoff * sizes.sum(dim=1)).square()
+
+
+def _gram_square_norms(a: Tensor, delta: Tensor) -> Tensor:
+    """Σ_{s,t} ⟨a_s, a_t⟩⟨δ_s, δ_t⟩ in float64; rounding may leave a hair below 0."""
+    a, delta = a.double(), delta.double()
+    return ((a @ a.mT) * (delta @ delta.mT)).sum(dim=(1, 2)).clamp(min=0.0)
+
+
+def _formed_square_norms(a: Tensor, delta: Tensor) -> Tensor:
+    """‖δᵀa‖² by forming the products, a block of samples at a time."""
+    block = max(1, _BLOCK // (a.shape[2] * delta.shape[2]))
+    if len(a) <= block:
+        return square_sums(delta.mT @ a)
+    parts = [square_sums(d.mT @ x) for x, d in zip(a.split(block), delta.split(block), strict=True)]
+    return torch.cat(parts)
+
+
+def _over_positions(delta: Tensor) -> Tensor:
+    """Σ_t δ_t.  # [sample, out]"""
+    return delta[:, 0] if delta.shape[1] == 1 else delta.sum(dim=1)

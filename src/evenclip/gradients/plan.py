@@ -1,0 +1,359 @@
+"""How a model is taken apart, and whether it may be trained privately at all.
+
+Before training, a few samples go through the model to learn, and to check, what cannot be read off it:
+
+1. which modules are units (a layer with a formula; any other module with parameters of its own, through `torch.func`);
+2. where the samples lie in each unit's inputs and outputs: the axis that differs between a batch of three and one of two;
+3. that no sample influences another: one sample is changed, no other sample's loss may move;
+4. that the gradients taken apart are those of autograd, sample by sample. If not (a parameter used behind its layer's back),
+   the whole model goes through `torch.func` instead; if that fails too, the model is refused.
+
+A model is refused in a sentence that names the module and what to do instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from evenclip.gradients.anylayer import Mode
+from evenclip.gradients.axis import Axis
+from evenclip.gradients.layers import formula
+from evenclip.gradients.losses import Loss, per_sample
+from evenclip.gradients.tape import PerSample, Tape, Unit, WholeTape, call, count
+
+__all__ = ["ModelError", "plan"]
+
+
+class ModelError(ValueError):
+    """A model that cannot be trained privately as it is; the message says why and what to do."""
+
+
+def plan(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tape | WholeTape:
+    """The tape for this model and loss, chosen and checked on a few samples.
+
+    Args:
+        model: in the mode (train or eval) in which it will be used.
+        loss: see `evenclip.gradients.losses`.
+        x: some samples' inputs, at least one; the first three are used.
+        y: their targets.
+    """
+    refuse_stateful(model)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ModelError("The model has no trainable parameter; set requires_grad=True on what is to be trained.")
+    loss = per_sample(loss)
+    x, y = _rows(x, 3), _rows(y, 3)
+    with _undisturbed(model):
+        reference = _forward_without_traces(model, loss, x, y)
+        _refuse_mixing(model, loss, x, y, reference)
+        for tape in _candidates(model, loss, x, y):
+            with tape.listening(), _checkable(tape, model):
+                if _agrees(tape, model, loss, x, y):
+                    return tape
+    raise ModelError(
+        f"The per-sample gradients of {type(model).__name__} could not be verified against autograd on three samples. "
+        "Is its forward pass random in a way that does not come from torch's generator, or does it change its own state?"
+    )
+
+
+# --- what is refused outright --------------------------------------------------------------------------------------------
+
+
+def refuse_stateful(model: nn.Module) -> None:
+    """Raise for layers that are known to mix samples or to keep statistics of the data."""
+    for path, module in model.named_modules():
+        where = f"{path or 'the model'} ({type(module).__name__})"
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ModelError(
+                f"{where} computes its statistics over the batch, so every sample influences every other and no per-sample "
+                "gradient exists. Replace it by nn.GroupNorm, nn.LayerNorm or nn.InstanceNorm (without running statistics)."
+            )
+        if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+            raise ModelError(
+                f"{where} keeps running statistics of the data, which leave the training without noise. "
+                "Build it with track_running_stats=False."
+            )
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            raise ModelError(f"{where} rewrites its weights on every look-up (max_norm). Build it without max_norm.")
+        if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
+            raise ModelError(
+                f"{where} scales gradients by how often a token occurs in the batch, so samples influence each other. "
+                "Build it without scale_grad_by_freq."
+            )
+
+
+def _forward_without_traces(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tensor:
+    """The losses; raises if computing them leaves a trace in a buffer."""
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    losses = _forward(model, loss, x, y)
+    for name, buffer in model.named_buffers():
+        if not torch.equal(buffer, before[name]):
+            raise ModelError(
+                f"The forward pass changes the buffer {name!r}: what it keeps of the data leaves the training without noise. "
+                "Build that layer without running statistics, or call .eval() on it in a copy that stays in that mode."
+            )
+    return losses
+
+
+def _refuse_mixing(model: nn.Module, loss: Loss, x: Any, y: Any, reference: Tensor) -> None:
+    """Change one sample; no other sample's loss may move, and no buffer either."""
+    changed = _forward(model, loss, tree_map(_first_changed, x), tree_map(_first_changed_target, y))
+    if _same(changed[1:], reference[1:]):
+        return
+    path = _mixing_module(model, x)
+    raise ModelError(
+        f"The samples of a batch influence each other in {path}: changing one sample changed another's loss. Private training "
+        "needs samples that are computed independently; use a layer that normalises or attends within one sample."
+    )
+
+
+def _mixing_module(model: nn.Module, x: Any) -> str:
+    """The first module, in order of completion, whose output for an unchanged sample moved; with it, the culprit."""
+    before, after = _outputs(model, x), _outputs(model, tree_map(_first_changed, x))
+    for (path, module, one), (_, _, other) in zip(before, after, strict=False):
+        for a, b in zip(one, other, strict=False):
+            if a.shape == b.shape and a.ndim and len(a) == count(x) and not _same(a[1:], b[1:]):
+                return f"{path or 'the model itself'} ({type(module).__name__})"
+    return f"the model itself ({type(model).__name__})"
+
+
+# --- taking apart --------------------------------------------------------------------------------------------------------
+
+
+def _candidates(model: nn.Module, loss: Loss, x: Any, y: Any) -> Iterator[Tape | WholeTape]:
+    """Ways to take the model apart, fastest first."""
+    found = _located(model, _partition(model, ""), x, y)
+    if found is not None:
+        opaque = [unit for unit in found if unit.formula is None]
+        for mode in Mode if opaque else (Mode.SHARED,):
+            yield Tape(model, loss, [replace(unit, mode=mode) for unit in found])
+    for mode in Mode:
+        yield WholeTape(model, loss, len(tree_leaves((x, y))), mode)
+
+
+def _partition(module: nn.Module, path: str) -> list[Unit]:
+    """The units below this module: layers with a formula, and modules with parameters of their own."""
+    own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+    known = formula(module)
+    if not own and known is None and not hasattr(module, "parametrizations"):
+        children = module.named_children()
+        return list(itertools.chain.from_iterable(_partition(m, f"{path}.{name}".lstrip(".")) for name, m in children))
+    names = [name for name, p in module.named_parameters() if p.requires_grad]
+    parameters = {name: f"{path}.{name}".lstrip(".") for name in names}
+    return [Unit(path, module, known, parameters)] if names else []
+
+
+def _located(model: nn.Module, units: Sequence[Unit], x: Any, y: Any) -> list[Unit] | None:
+    """The units with their sample axes filled in and parameters by one name each; None where that cannot be told."""
+    three, two = _Shapes(model, units).of(x), _Shapes(model, units).of(tree_map(_first_two, x))
+    located = []
+    for unit, calls, fewer in zip(units, three, two, strict=True):
+        seen = {_located_call(a, b) for a, b in zip(calls, fewer, strict=False)}
+        if len(calls) != len(fewer) or None in seen or len(seen) > 1:
+            return None  # called differently from call to call
+        for inputs, outputs, picks in filter(None, seen):
+            folded = any(axis.each > 1 for axis in inputs + outputs)
+            if unit.formula is None and (folded or any(axis.at is None for axis in outputs)):
+                return None
+            if unit.formula is not None and (not inputs or len(outputs) != 1):
+                return None
+            located.append(replace(unit, inputs=inputs, outputs=outputs, picks=picks))
+    return _named_once(model, located)
+
+
+def _located_call(three: Any, two: Any) -> tuple[tuple[Axis, ...], tuple[Axis, ...], tuple[int, ...]] | None:
+    """The axes of one call's inputs and outputs, from its shapes for three samples and for two."""
+    (inputs3, outputs3, picks), (inputs2, outputs2, _) = three, two
+    if len(inputs3) != len(inputs2) or len(outputs3) != len(outputs2):
+        return None
+    inputs = [Axis.between(a, b) for a, b in zip(inputs3, inputs2, strict=True)]
+    outputs = [Axis.between(a, b) for a, b in zip(outputs3, outputs2, strict=True)]
+    if None in inputs or None in outputs:
+        return None
+    return tuple(a for a in inputs if a), tuple(a for a in outputs if a), picks
+
+
+def _named_once(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """A parameter that several modules share goes by the first of its names, which is the one the model lists."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    every = dict(model.named_parameters(remove_duplicate=False))
+    return [
+        replace(unit, parameters={own: first[id(every[full])] for own, full in unit.parameters.items()}) for unit in units
+    ]
+
+
+class _Shapes:
+    """The shapes that go in and out of each unit, call by call."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        self._model, self._units = model, units
+        self._found: list[list[Any]] = [[] for _ in units]
+
+    def of(self, x: Any) -> list[list[Any]]:
+        """Unit by unit, call by call: (shapes of inputs, shapes of outputs with a gradient, which outputs those are)."""
+        handles = [
+            unit.module.register_forward_hook(_Noting(calls), with_kwargs=True)
+            for unit, calls in zip(self._units, self._found, strict=True)
+        ]
+        try:
+            torch.manual_seed(0)
+            with torch.enable_grad():
+                call(self._model, x)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return self._found
+
+
+class _Noting:
+    """A forward hook that notes shapes."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        self._calls = calls
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        outputs = [o for o in tree_leaves(output) if isinstance(o, Tensor)]
+        picks = tuple(i for i, o in enumerate(outputs) if o.requires_grad)
+        inputs = [leaf.shape for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._calls.append((inputs, [outputs[i].shape for i in picks], picks))
+
+
+# --- checking ------------------------------------------------------------------------------------------------------------
+
+
+def _agrees(tape: Tape | WholeTape, model: nn.Module, loss: Loss, x: Any, y: Any) -> bool:
+    """Whether the tape's gradients are autograd's, sample by sample, on the same forward pass."""
+    try:
+        torch.manual_seed(0)
+        found = tape(x, y)
+        each, norms = found.per_sample(), found.norms()
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
+        return False  # PyTorch refused this way of taking the model apart; the next one may do
+    expected = _autograd(model, loss, x, y, found)
+    scale = expected.abs().max()
+    close = torch.allclose(each, expected, rtol=0.0, atol=float(scale) * _tolerance(each.dtype))
+    sizes = torch.linalg.vector_norm(expected, dim=1, dtype=torch.float64)
+    return close and torch.allclose(norms, sizes, rtol=10 * _tolerance(each.dtype), atol=float(scale) * _tolerance(each.dtype))
+
+
+@contextmanager
+def _checkable(tape: Tape | WholeTape, model: nn.Module) -> Iterator[None]:
+    """A whole model draws other dropout masks sample by sample than in a batch, so it is compared with dropout off.
+
+    A tape of units is compared as it is: a unit that went through `torch.func` with other masks than in the forward pass
+    would have the wrong gradient, and must fail here.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    if isinstance(tape, WholeTape):
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _autograd(model: nn.Module, loss: Loss, x: Any, y: Any, found: PerSample) -> Tensor:
+    """Every sample's gradient, one backward pass each.  # [sample, parameter]"""
+    torch.manual_seed(0)
+    parameters = dict(model.named_parameters())
+    leaves = [parameters[name] for name in found.layout.names]
+    with torch.enable_grad():
+        losses = loss(call(model, x), y)
+    rows = []
+    for one in losses:
+        gradients = torch.autograd.grad(one, leaves, retain_graph=True, allow_unused=True)
+        pairs = zip(found.layout.names, gradients, strict=True)
+        rows.append(found.layout.join({name: g for name, g in pairs if g is not None}, like=losses.detach()))
+    return torch.stack(rows)
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """How far two orders of the same float operations may lie apart, relative to the largest number."""
+    return float(torch.finfo(dtype).eps) ** 0.5 / 3
+
+
+def _forward(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tensor:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return loss(call(model, x), y)
+
+
+def _outputs(model: nn.Module, x: Any) -> list[tuple[str, nn.Module, list[Tensor]]]:
+    """Every module's outputs, innermost first."""
+    found: list[tuple[str, nn.Module, list[Tensor]]] = []
+    handles = [module.register_forward_hook(_Keeping(found, path)) for path, module in model.named_modules()]
+    try:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            call(model, x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+class _Keeping:
+    """A forward hook that keeps outputs."""
+
+    def __init__(self, found: list[tuple[str, nn.Module, list[Tensor]]], path: str) -> None:
+        self._found, self._path = found, path
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        kept = [o.clone() for o in tree_leaves(output) if isinstance(o, Tensor)]
+        self._found.append((self._path, module, kept))
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Leave torch's generators and the model's buffers as they were."""
+    devices = {p.device for p in model.parameters() if p.is_cuda}
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        for name, buffer in model.named_buffers():
+            if not torch.equal(buffer, before[name]):
+                buffer.data.copy_(before[name])
+
+
+def _rows(value: Any, n: int) -> Any:
+    """The first n samples, repeated where there are fewer."""
+    return tree_map(lambda t: t[torch.arange(n, device=t.device) % len(t)], value)
+
+
+def _first_two(value: Any) -> Any:
+    return value[:2]
+
+
+def _first_changed(value: Tensor) -> Tensor:
+    """The samples with the first one changed: beyond recognition if it is numbers, for its neighbour's if it is tokens."""
+    changed = value.clone()
+    if value.is_floating_point():
+        changed[0] = 3 * value[0] + torch.linspace(-2, 2, value[0].numel()).reshape(value[0].shape).to(value)
+    else:
+        changed[0] = value[1]
+    return changed
+
+
+def _first_changed_target(value: Tensor) -> Tensor:
+    """The targets with the first one exchanged for its neighbour's: any value of one sample is possible for another."""
+    changed = value.clone()
+    changed[0] = value[1]
+    return changed
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Equal up to rounding; NaN is the same as NaN."""
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    tolerance = 1e3 * torch.finfo(a.dtype).eps
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -1,0 +1,369 @@
+"""One forward pass, one backward pass, every sample's gradient.
+
+The forward pass records (unit, inputs, outputs) for each unit: a layer with a formula, or any other module that has parameters of
+its own. One `torch.autograd.grad(losses.sum(), outputs)` gives δ, the gradient with respect to every output; no sample's loss
+reaches another sample's row, so row i of δ belongs to sample i. What comes back is a value, `PerSample`, from which norms and
+weighted sums are taken any number of times:
+
+    norms()            ‖g_i‖               what the rule clips by
+    weighted_sum(w)    Σ_i w_i g_i         what is trained on; with indicators as weights, g_B and the group gradients
+
+so what is audited is what was trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from evenclip.gradients.anylayer import AnyLayer, Mode
+from evenclip.gradients.axis import Axis
+from evenclip.gradients.layers import Formed, LayerGradient
+from evenclip.gradients.losses import Loss
+
+__all__ = ["Layout", "PerSample", "Record", "Tape", "Unit", "WholeTape", "call", "count"]
+
+
+def call(model: nn.Module, x: Any) -> Any:
+    """The model's output: x is its one input, a tuple of its inputs, or a dict of them by name."""
+    if isinstance(x, dict):
+        return model(**x)
+    return model(*x) if isinstance(x, (tuple, list)) else model(x)
+
+
+def count(x: Any) -> int:
+    """Number of samples in an input."""
+    return len(tree_leaves(x)[0])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The trainable parameters of a model, side by side in one vector."""
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+
+    @staticmethod
+    def of(model: nn.Module) -> Layout:
+        """All parameters that want a gradient, in the model's order, each once."""
+        found = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+        return Layout(tuple(found), tuple(found.values()))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers in each parameter."""
+        return tuple(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def size(self) -> int:
+        """Numbers in all of them."""
+        return sum(self.sizes)
+
+    def join(self, parts: dict[str, Tensor], like: Tensor) -> Tensor:
+        """One vector; a parameter that no sample touched is 0.  # [size]"""
+        pieces = [
+            parts[name].reshape(-1) if name in parts else like.new_zeros(size)
+            for name, size in zip(self.names, self.sizes, strict=True)
+        ]
+        return torch.cat(pieces) if pieces else like.new_zeros(0)
+
+    def split(self, vector: Tensor) -> dict[str, Tensor]:
+        """Views of the vector, parameter by parameter."""
+        pieces = vector.split(self.sizes)
+        return {name: v.view(s) for name, s, v in zip(self.names, self.shapes, pieces, strict=True)}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module whose gradients are taken as one: a layer with a formula, or any module with parameters of its own.
+
+    Attributes:
+        path: its name in the model, "" for the model itself.
+        module: the module.
+        formula: its gradient(module, a, delta, names), or None: through `torch.func` then.
+        parameters: its own name of each trainable parameter -> the model's name of it.
+        inputs: where the samples lie in each tensor among its inputs, in `tree_flatten` order.
+        outputs: the same for each output that takes a gradient.
+        picks: which of the tensors among its outputs those are.
+        mode: how `torch.func` maps it, where there is no formula.
+    """
+
+    path: str
+    module: nn.Module
+    formula: Callable[..., LayerGradient] | None
+    parameters: dict[str, str]
+    inputs: tuple[Axis, ...] = ()
+    outputs: tuple[Axis, ...] = ()
+    picks: tuple[int, ...] = ()
+    mode: Mode = Mode.SHARED
+
+
+@dataclass(frozen=True)
+class Record:
+    """One call of a unit: what went in, and δ for what came out, both with the samples first."""
+
+    unit: Unit
+    inputs: Any  # the (args, kwargs) of the call; tensors as they were
+    deltas: tuple[Tensor, ...]  # one for each output that takes a gradient
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """The unit's own names of its trainable parameters -> the model's."""
+        return self.unit.parameters
+
+    def masked(self, keep: Tensor) -> Record:
+        """The same with 0 in the places of samples that are not kept."""
+        unit = self.unit
+        leaves, spec = tree_flatten(self.inputs)
+        axes = iter(unit.inputs)
+        leaves = [next(axes).zeroed(leaf, keep) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        deltas = [axis.zeroed(delta, keep) for delta, axis in zip(self.deltas, unit.outputs, strict=True)]
+        return replace(self, inputs=spec.unflatten(leaves), deltas=tuple(deltas))
+
+    def gradient(self, n: int, names: Sequence[str]) -> LayerGradient:
+        """This call's part of every sample's gradient, for those parameters (the unit's own names)."""
+        unit = self.unit
+        if unit.formula is None:
+            layer = AnyLayer(unit.module, unit.inputs, unit.outputs, unit.picks, unit.mode)
+            return Formed(layer(self.inputs, self.deltas, names, n)[0])
+        a = unit.inputs[0].first(tree_leaves(self.inputs)[0], n)
+        return unit.formula(unit.module, a, unit.outputs[0].first(self.deltas[0], n), names)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Every sample's gradient of the whole model, formed."""
+
+    each: dict[str, Tensor]  # the model's name -> [sample, *parameter]
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """The model's names, twice."""
+        return {name: name for name in self.each}
+
+    def masked(self, keep: Tensor) -> Whole:
+        """The same with 0 in the places of samples that are not kept."""
+        return Whole({name: Axis().zeroed(g, keep) for name, g in self.each.items()})
+
+    def gradient(self, n: int, names: Sequence[str]) -> LayerGradient:
+        """The formed gradients of those parameters."""
+        del n
+        return Formed({name: self.each[name] for name in names})
+
+
+@dataclass(frozen=True)
+class Part:
+    """A layer's gradients with the model's names for its parameters."""
+
+    gradient: LayerGradient
+    names: dict[str, str]
+
+    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
+        """The model's name -> Σ_i weights_i · g_i."""
+        return {self.names[own]: g for own, g in self.gradient.weighted_sum(weights).items()}
+
+
+class PerSample:
+    """Every sample's loss and gradient, the gradients mostly unformed. Private: for the step and for auditors.
+
+    Attributes:
+        losses: ℓ_i.  # [sample]
+        layout: the parameters, in the order of every vector that is returned.
+    """
+
+    def __init__(self, losses: Tensor, records: Sequence[Record | Whole], layout: Layout) -> None:
+        self.losses, self.layout = losses, layout
+        self._records = tuple(records)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The layers' gradients; a parameter that several calls use is formed and added up first, for its cross terms."""
+        n, uses = len(self.losses), _uses(self._records)
+        parts, shared = [], dict[str, Tensor]()
+        for record in self._records:
+            names = record.parameters
+            alone = [own for own, full in names.items() if uses[full] == 1]
+            again = [own for own, full in names.items() if uses[full] > 1]
+            if alone:
+                parts.append(Part(record.gradient(n, alone), names))
+            if again:
+                for own, each in record.gradient(n, again).per_sample().items():
+                    full = names[own]
+                    shared[full] = shared[full] + each if full in shared else each
+        if shared:
+            parts.append(Part(Formed(shared), {name: name for name in shared}))
+        return tuple(parts)
+
+    def norms(self) -> Tensor:
+        """‖g_i‖ over all trainable parameters, rounded up.  # [sample], float64"""
+        if not self.parts:
+            return torch.zeros_like(self.losses, dtype=torch.float64)
+        squares = [part.gradient.square_norms() for part in self.parts]
+        total = squares[0] if len(squares) == 1 else torch.stack(squares).sum(dim=0)
+        return total.sqrt() * _rounding_up(self.losses)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Σ_i weights_i · g_i as one vector.  weights: [sample] -> [parameter]"""
+        total: dict[str, Tensor] = {}
+        for part in self.parts:
+            total |= part.weighted_sum(weights)
+        return self.layout.join(total, like=self.losses)
+
+    def per_sample(self) -> Tensor:
+        """Every gradient, formed. For tests and small diagnostics.  # [sample, parameter]"""
+        eye = torch.eye(len(self.losses), dtype=torch.float64, device=self.losses.device)
+        return torch.stack([self.weighted_sum(one) for one in eye])
+
+    def masked(self, keep: Tensor) -> PerSample:
+        """The same with the gradients of the samples that are not kept set to exactly 0 (a NaN times 0 is not).  keep: [sample]"""
+        records = [record.masked(keep) for record in self._records]
+        return PerSample(torch.where(keep, self.losses, 0.0), records, self.layout)
+
+
+def _uses(records: Sequence[Record | Whole]) -> dict[str, int]:
+    """How often each parameter (the model's name) was used."""
+    uses: dict[str, int] = {}
+    for record in records:
+        for full in record.parameters.values():
+            uses[full] = uses.get(full, 0) + 1
+    return uses
+
+
+def _rounding_up(like: Tensor) -> float:
+    """What makes a norm an upper bound on what the sum adds: the roundings of weight · input · δ, sixteen unit roundoffs.
+
+    TF32 products, where somebody has allowed them on a GPU, keep ten bits; then it is sixteen of those.
+    """
+    unit = torch.finfo(like.dtype).eps / 2
+    if like.is_cuda and like.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        unit = 2.0**-11
+    return 1 + 16 * unit
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """A call of a unit during the forward pass."""
+
+    unit: Unit
+    inputs: Any
+    edges: list[Any]  # where δ will arrive
+    blanks: list[Tensor]  # empty tensors of the outputs' kind, and
+    shapes: list[torch.Size]  # their shapes: for a δ that never arrives
+
+    def record(self, deltas: Sequence[Tensor | None]) -> Record:
+        """The finished record; an output that the loss does not depend on has δ = 0."""
+        filled = [
+            blank.new_zeros(shape) if delta is None else delta
+            for delta, blank, shape in zip(deltas, self.blanks, self.shapes, strict=True)
+        ]
+        return Record(self.unit, self.inputs, tuple(filled))
+
+
+class Tape:
+    """Records a model's forward passes and turns each into a `PerSample`. Its hooks are on the model only while `listening`."""
+
+    def __init__(self, model: nn.Module, loss: Loss, units: Sequence[Unit]) -> None:
+        self._model, self._loss, self._units = model, loss, tuple(units)
+        self.layout = Layout.of(model)
+        self._n = 0
+        self._heard: list[_Heard] | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[Self]:
+        """Hooks on, and off again."""
+        handles = [
+            unit.module.register_forward_hook(_Listener(self, unit), with_kwargs=True) for unit in self._units
+        ]
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def __call__(self, x: Any, y: Any) -> PerSample:
+        """One forward and one backward pass over these samples."""
+        self._n, self._heard = count(x), []
+        try:
+            with torch.enable_grad():
+                losses = self._loss(call(self._model, x), y)  # [sample]
+            heard = self._heard
+        finally:
+            self._heard = None
+        edges = [edge for h in heard for edge in h.edges]
+        deltas = iter(torch.autograd.grad(losses.sum(), edges, allow_unused=True) if edges else ())
+        arrived = [(h, [next(deltas) for _ in h.edges]) for h in heard]
+        records = [h.record(mine) for h, mine in arrived if any(delta is not None for delta in mine)]
+        return PerSample(losses.detach(), records, self.layout)
+
+    def hear(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> Any:
+        """A unit was called: note what went in and where δ will arrive."""
+        if self._heard is None:
+            return output
+        if unit.formula is not None and unit.outputs and unit.outputs[0].at is None:
+            # All samples share this output (a table of positions). Each gets its own view of it, and so its own δ.
+            output = unit.outputs[0].first(output, self._n)
+            unit = replace(unit, outputs=(Axis(),))
+        found = [o for o in tree_leaves(output) if isinstance(o, Tensor) and o.requires_grad]
+        if found:
+            # The edge, not the tensor: whoever overwrites the output in place (ReLU(inplace=True)) does not move the edge.
+            edges = [get_gradient_edge(o) for o in found]
+            blanks = [o.detach().new_empty(0) for o in found]
+            inputs = tree_map(_detached, (args, kwargs))
+            self._heard.append(_Heard(unit, inputs, edges, blanks, [o.shape for o in found]))
+        return output
+
+
+class _Listener:
+    """The forward hook of one unit."""
+
+    def __init__(self, tape: Tape, unit: Unit) -> None:
+        self._tape, self._unit = tape, unit
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return self._tape.hear(self._unit, args, kwargs, output)
+
+
+class WholeTape:
+    """The same service for a model that cannot be taken apart into units: every gradient is formed through `torch.func`."""
+
+    def __init__(self, model: nn.Module, loss: Loss, inputs: int, mode: Mode) -> None:
+        self.layout = Layout.of(model)
+        self._layer = AnyLayer(_LossOf(model, loss), (Axis(),) * inputs, (Axis(),), (0,), mode)
+
+    @contextmanager
+    def listening(self) -> Iterator[Self]:
+        """Nothing to switch on."""
+        yield self
+
+    def __call__(self, x: Any, y: Any) -> PerSample:
+        """Every sample's loss and gradient."""
+        n = count(x)
+        ones = torch.ones(n, device=tree_leaves(x)[0].device)
+        names = [f"model.{name}" for name in self.layout.names]
+        each, losses = self._layer(((x, y), {}), [ones], names, n)
+        formed = {name: each[f"model.{name}"] for name in self.layout.names}
+        return PerSample(losses.detach(), [Whole(formed)], self.layout)
+
+
+class _LossOf(nn.Module):
+    """A model and its loss as one module (x, y) -> losses."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, x: Any, y: Any) -> Tensor:
+        return self.loss(call(self.model, x), y)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value

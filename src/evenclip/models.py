@@ -1,0 +1,93 @@
+"""The paper's networks, as ordinary modules that return one score per class, for softmax cross-entropy.
+
+Weights start as PyTorch's layers start them, on the CPU, from a stream that the seed alone decides. The
+global generators are left as they were, and no other use of the same seed draws the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import nn
+
+from evenclip import check
+
+__all__ = ["cnn", "mlp", "sigmoid_then_softmax"]
+
+STREAM = int.from_bytes(b"init", "big")
+
+
+def mlp(
+    inputs: int = 98, classes: int = 2, hidden: Sequence[int] = (256, 256), *, seed: int = 0
+) -> nn.Sequential:
+    """Linear layers with tanh between them, [sample, inputs] -> [sample, classes]; the default is Adult's.
+
+    >>> sum(p.numel() for p in mlp().parameters())  # 98·256+256 + 256·256+256 + 256·2+2; App. B: N = 91650
+    91650
+    """
+    check.natural(inputs=inputs, classes=classes)
+    for width in hidden:
+        check.natural(hidden=width)
+    layers: list[nn.Module] = []
+    with _seeded(seed):
+        for width_in, width_out in pairwise([inputs, *hidden]):
+            layers += [nn.Linear(width_in, width_out), nn.Tanh()]
+        return nn.Sequential(*layers, nn.Linear([inputs, *hidden][-1], classes))
+
+
+def sigmoid_then_softmax(inputs: int = 59, classes: int = 2, *, seed: int = 0) -> nn.Sequential:
+    """Logistic regression with a sigmoid on its scores, [sample, inputs] -> [sample, classes]; for Dutch.
+
+    The softmax of the cross-entropy comes on top, so the scores are squashed twice: they differ by less than
+    1, the loss stays above log(1 + (classes − 1)·e⁻¹), 0.313 for two classes, and it is not convex. The model
+    exists because the paper's Dutch losses come out only with it; for your own data take `mlp(hidden=())`,
+    which is plain softmax regression.
+
+    >>> sum(p.numel() for p in sigmoid_then_softmax().parameters())  # 59·2+2; App. B: N = 120
+    120
+    """
+    check.natural(inputs=inputs, classes=classes)
+    with _seeded(seed):
+        return nn.Sequential(nn.Linear(inputs, classes), nn.Sigmoid())
+
+
+def cnn(channels: int = 1, side: int = 28, classes: int = 10, *, seed: int = 0) -> nn.Sequential:
+    """Two 3×3 convolutions (32, 16 channels), each with tanh, then a linear layer; no padding, no pooling.
+
+    [sample, channels, side, side] -> [sample, classes]. The default is MNIST's; CelebA's is `cnn(3, 64, 2)`.
+    Differs from the paper: App. B prints N = 80522 for MNIST, which belongs to a net of four convolutions
+    (32-32-16-16); the two of its text make 97114.
+
+    >>> sum(p.numel() for p in cnn().parameters())
+    97114
+    >>> sum(p.numel() for p in cnn(channels=3, side=64, classes=2).parameters())  # App. B: N = 120722
+    120722
+    """
+    check.natural(channels=channels, side=side, classes=classes)
+    if side < 5:
+        raise ValueError(f"side is {side}; two 3×3 convolutions without padding need at least 5 pixels.")
+    with _seeded(seed):
+        return nn.Sequential(
+            nn.Conv2d(channels, 32, 3),
+            nn.Tanh(),
+            nn.Conv2d(32, 16, 3),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(16 * (side - 4) ** 2, classes),
+        )
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Layers made inside start from this seed; the global generators are as before afterwards."""
+    if seed < 0:
+        raise ValueError(f"seed is {seed}; it must be a whole number of at least 0.")
+    state = np.random.SeedSequence([seed, STREAM]).generate_state(1, np.uint64)
+    # Not torch.manual_seed: it would also seed the GPUs, whose generators are not set back here.
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(int(state[0]))
+        yield

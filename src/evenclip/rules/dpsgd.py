@@ -1,0 +1,53 @@
+"""DPSGD: every sample's gradient is clipped to C0 by itself (Abadi et al. 2016; Algorithm 1 of Esipova et al. 2023).
+
+    γ_i = min(1, C0/‖g_i‖)
+
+Sensitivity. γ_i ‖g_i‖ = min(‖g_i‖, C0) ≤ C0 for every sample, so adding or removing one moves Σ γ_i g_i by at most C0.
+Accounting. One sampled Gaussian with multiplier σ a step. Group labels are not used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from evenclip import check
+from evenclip.rules.rule import Rule
+
+__all__ = ["DPSGD"]
+
+
+@dataclass(frozen=True)
+class DPSGD(Rule):
+    """γ = min(1, C0/‖g‖), S = C0.
+
+    Attributes:
+        C0: clipping bound.
+        sigma: noise multiplier of the gradient.
+
+    >>> rule = DPSGD(C0=0.5, sigma=1.0)
+    >>> rule.weight(torch.tensor([0.0, 0.5, 2.0]), torch.zeros(3), torch.zeros(0))  # a zero gradient keeps weight 1
+    tensor([1.0000, 1.0000, 0.2500])
+    """
+
+    name: ClassVar[str] = "dpsgd"
+    elementwise: ClassVar[bool] = True
+    reference: ClassVar[str] = "Abadi et al. 2016, Deep Learning with Differential Privacy, Algorithm 1"
+
+    C0: float = 1.0
+    sigma: float = 1.0
+    sigma_count: ClassVar[None] = None  # type: ignore[misc,assignment]  # counts nothing
+
+    def __post_init__(self) -> None:
+        check.positive(C0=self.C0, sigma=self.sigma)
+
+    def sensitivity(self, now: Tensor) -> float:  # noqa: D102
+        del now
+        return self.C0
+
+    def weight(self, norm: Tensor, group: Tensor, now: Tensor) -> Tensor:  # noqa: D102
+        del group, now
+        return (self.C0 / norm).clamp(max=1.0)

@@ -1,0 +1,75 @@
+"""A rule over a whole batch, held to its word.
+
+The rule is mapped sample by sample (`torch.func.vmap`), or called on the batch at once where it declares itself elementwise.
+Whatever comes back, these hold, because here they are enforced and not believed:
+
+    ‖statistic_i‖ ≤ 1,   |γ_i| · ‖g_i‖ ≤ S,   a sample that is not kept contributes exactly nothing.
+
+| the rule returns | becomes |
+|---|---|
+| a weight that is NaN or infinite | 0 |
+| |γ| · ‖g‖ > S | ±S/‖g‖, and it is counted |
+| a statistic longer than 1 | the same direction, length 1 |
+| a statistic with a NaN or infinite entry | 0 in that place |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from evenclip.rules.rule import Rule
+
+__all__ = ["Guarded"]
+
+# A weight that is too large by rounding alone is held, like any other, but not counted as a lie.
+_ROUNDING = 1 + 2.0**-40
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """`rule`, mapped over batches and held to its bounds."""
+
+    rule: Rule
+
+    def statistics(self, norms: Tensor, group: Tensor, state: Tensor, keep: Tensor | None) -> Tensor:
+        """The sum over the kept samples of their statistics, each of length at most 1.  # [m], float64
+
+        Args:
+            norms: [sample], float64
+            group: [sample], int64
+            state: the rule's public state
+            keep: [sample], bool; None keeps all
+        """
+        each = self._map(self.rule.statistic, norms, group, state).to(torch.float64)
+        if each.shape[-1] == 0:
+            return each.new_zeros(0)
+        each = each.reshape(len(norms), -1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # [sample, m]
+        each = each / torch.linalg.vector_norm(each, dim=1, keepdim=True).clamp(min=1.0)
+        if keep is not None:
+            each = torch.where(keep.unsqueeze(1), each, 0.0)
+        return each.sum(dim=0)
+
+    def weights(
+        self, norms: Tensor, group: Tensor, now: Tensor, S: float | Tensor, keep: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """γ_i with |γ_i| · norms_i ≤ S, and which of them had to be held to it.  # [sample] float64, [sample] bool"""
+        raw = self._map(self.rule.weight, norms, group, now).to(torch.float64)
+        raw = raw.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        limit = S / norms  # infinite for a zero gradient: any weight is fine there
+        held = torch.minimum(torch.maximum(raw, -limit), limit)
+        clamped = raw.abs() > limit * _ROUNDING
+        if keep is not None:
+            held, clamped = torch.where(keep, held, 0.0), clamped & keep
+        return held, clamped
+
+    def _map(self, method, norms: Tensor, group: Tensor, public: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        """`method(norm, group, public)` for every sample."""
+        if self.rule.elementwise:
+            return method(norms, group, public)  # type: ignore[no-any-return]
+        if len(norms) == 0:  # vmap refuses an empty axis
+            one = method(norms.new_zeros(()), group.new_zeros(()), public)
+            return one.new_zeros((0, *one.shape))  # type: ignore[no-any-return]
+        return torch.func.vmap(method, in_dims=(0, 0, None))(norms, group, public)  # type: ignore[no-any-return]

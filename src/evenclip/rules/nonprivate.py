@@ -1,0 +1,44 @@
+"""Plain SGD: the reference that the cost of privacy is measured against.
+
+    γ_i = 1, no noise, shuffled batches without replacement, the last partial batch kept.
+
+Everything is released in clear, so a run has no ε.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from evenclip.rules.rule import NO_EPSILON, Rule
+
+__all__ = ["NonPrivate"]
+
+
+@dataclass(frozen=True)
+class NonPrivate(Rule):
+    """γ_i = 1 and no noise: ordinary SGD.
+
+    >>> NonPrivate().weight(torch.tensor(7.0), torch.tensor(0), torch.zeros(0))
+    tensor(1.)
+    """
+
+    name: ClassVar[str] = "non-private"
+    soundness: ClassVar[str] = NO_EPSILON
+    elementwise: ClassVar[bool] = True
+    poisson: ClassVar[bool] = False
+
+    sigma: ClassVar[float] = 0.0  # type: ignore[misc]  # a constant of this rule, not a setting
+    sigma_count: ClassVar[None] = None  # type: ignore[misc,assignment]
+
+    def sensitivity(self, now: Tensor) -> float:  # noqa: D102
+        del now
+        return math.inf
+
+    def weight(self, norm: Tensor, group: Tensor, now: Tensor) -> Tensor:  # noqa: D102
+        del group, now
+        return torch.ones_like(norm)

@@ -1,0 +1,97 @@
+"""What a clipping rule is: norms in, weights out, for one sample at a time.
+
+Private training forms Σ_i γ_i g_i and adds noise. A rule says what γ_i is. It is written for ONE sample and mapped over
+the batch by the engine (`evenclip.rules.guard`), so it cannot see the batch; the engine does every sum, every release and
+every division. In the order in which a step calls them:
+
+    state                                          public; `init(groups)` before the first step
+    statistic(norm, group, state)                  one sample's share of a count vector, of length at most 1
+    ... the engine sums them, adds σ_count · N(0, I): public from here on ...
+    now, next = observe(noisy, B, state)           public -> public
+    S = sensitivity(now)                           the most that one sample may add to Σ γ_i g_i
+    weight(norm, group, now)                       γ_i; the engine holds |γ_i| · ‖g_i‖ ≤ S whatever comes back
+    ... the engine sums γ_i g_i, adds σ · S · N(0, I), divides by B, updates, carries `next` on ...
+
+A rule is a frozen dataclass whose fields are public. One file holds its formula, its sensitivity argument, its accounting,
+whether it uses group labels, its soundness and its citation.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+__all__ = ["NO_EPSILON", "REPAIRED", "SOUND", "Rule"]
+
+SOUND = "sound"
+REPAIRED = "sound here, unsound as published"
+NO_EPSILON = "no valid ε"
+
+
+class Rule(ABC):
+    """A clipping rule. A new one needs `name`, `sigma`, `sensitivity` and `weight`; see the module's docstring.
+
+    Attributes:
+        name: the one name used in results, on the command line and in reports.
+        sigma: noise multiplier of the gradient; 0 publishes it in clear, and the run has no ε.
+        sigma_count: noise multiplier of the summed statistics; unused by a rule without any.
+        soundness: `SOUND`, `REPAIRED` or `NO_EPSILON`, printed wherever ε is printed.
+        uses_groups: whether `statistic` or `weight` read the group label (which then enters training).
+        counts_first: whether `now` depends on this step's noisy statistics. If False, `observe` must return the state as
+            `now`, and a batch in several chunks needs one pass over them instead of two.
+        elementwise: whether the methods also take a whole batch at once ([sample] in, [sample] or [sample, m] out) with the
+            same result as sample by sample. The engine then skips the mapping; a test must prove the equality.
+        poisson: whether batches are Poisson samples; otherwise shuffled batches without replacement, and no ε.
+        reference: where the rule comes from.
+    """
+
+    name: ClassVar[str]
+    soundness: ClassVar[str] = SOUND
+    uses_groups: ClassVar[bool] = False
+    counts_first: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = False
+    poisson: ClassVar[bool] = True
+    reference: ClassVar[str] = ""
+
+    sigma: float
+    sigma_count: float | None
+
+    def init(self, groups: int) -> Tensor:
+        """The public state before the first step, given the (public) number of groups: empty for a rule without state."""
+        del groups
+        return torch.zeros(0, dtype=torch.float64)
+
+    def statistic(self, norm: Tensor, group: Tensor, state: Tensor) -> Tensor:
+        """This sample's contribution to the count vector, of L2 length at most 1: nothing for a rule that counts nothing."""
+        del group, state
+        return norm.new_zeros((*norm.shape, 0))
+
+    def observe(self, noisy: Tensor, B: float, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What the step clips with (`now`) and what the next step starts from, given the noisy sum of statistics."""
+        del noisy, B
+        return state, state
+
+    @abstractmethod
+    def sensitivity(self, now: Tensor) -> float | Tensor:
+        """S: the most |γ_i| · ‖g_i‖ can be for any sample of any group, from public values only."""
+
+    @abstractmethod
+    def weight(self, norm: Tensor, group: Tensor, now: Tensor) -> Tensor:
+        """γ_i, what this sample's gradient is multiplied with."""
+
+    def multipliers(self) -> dict[str, float]:
+        """Name -> multiplier of what one step releases, as the ledger will have it."""
+        count = getattr(self, "sigma_count", None)
+        return {**({} if count is None else {"count": float(count)}), "gradient": float(self.sigma)}
+
+    def scaled(self, factor: float) -> Self:
+        """The same rule with all its noise multiplied by `factor`."""
+        count = getattr(self, "sigma_count", None)
+        noise: dict[str, Any] = {"sigma": self.sigma * factor}
+        if count is not None:
+            noise["sigma_count"] = count * factor
+        return replace(self, **noise)  # type: ignore[type-var]  # a rule is a dataclass

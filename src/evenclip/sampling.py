@@ -1,0 +1,133 @@
+"""Batches: Poisson samples for private training, shuffled ones for plain SGD.
+
+Poisson: every record is in the batch with probability q, independently of all others; batches vary in size and may be empty. Drawn as
+|B| ~ Binomial(n, q), then |B| of the n records without replacement, which is the same distribution at the cost of |B| numbers
+instead of n. The number that gradients are divided by is the public expected size B, never |B|.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Poisson", "Sampler", "Shuffled", "chunks"]
+
+
+class Sampler(Protocol):
+    """A stream of batches, as indices into the data, and what is public about them."""
+
+    q: float | None  # Poisson rate, None if the batches are no Poisson samples
+
+    def next(self) -> Tensor:
+        """The records of the next batch.  # [sample], int64"""
+
+    def expected_size(self, batch: Tensor) -> float:
+        """What the sum over the batch is divided by: a public number."""
+
+    def state(self) -> dict[str, Any]:
+        """Where the stream stands: secret, for the checkpoint only."""
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+
+
+class Poisson:
+    """Poisson samples of n records at rate q; sums are divided by the public B."""
+
+    def __init__(self, n: int, q: float, B: float, seed: np.random.SeedSequence) -> None:
+        self.q: float | None = q
+        self._n, self._rate, self._B = n, q, B
+        self._random = np.random.Generator(np.random.PCG64(seed))
+
+    def next(self) -> Tensor:
+        """A fresh Poisson sample."""
+        size = self._random.binomial(self._n, self._rate)
+        return torch.from_numpy(self._random.choice(self._n, size, replace=False, shuffle=False))
+
+    def expected_size(self, batch: Tensor) -> float:
+        """B, whatever the batch."""
+        del batch
+        return self._B
+
+    def state(self) -> dict[str, Any]:
+        """The generator's."""
+        return _plain(self._random.bit_generator.state)
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._random.bit_generator.state = _numbers(state)
+
+
+class Shuffled:
+    """Consecutive batches of a new permutation every epoch; the last, smaller one is kept. Not private."""
+
+    def __init__(self, n: int, size: int, seed: np.random.SeedSequence) -> None:
+        self.q: float | None = None
+        self._n, self._size = n, size
+        self._random = np.random.Generator(np.random.PCG64(seed))
+        self._order, self._at = torch.zeros(0, dtype=torch.int64), 0
+
+    def next(self) -> Tensor:
+        """The next batch of this epoch's permutation."""
+        if self._at >= len(self._order):
+            self._order, self._at = torch.from_numpy(self._random.permutation(self._n)), 0
+        batch = self._order[self._at : self._at + self._size]
+        self._at += self._size
+        return batch
+
+    def expected_size(self, batch: Tensor) -> float:
+        """The batch's own size: public here, since batches are cut by count and not drawn."""
+        return float(len(batch))
+
+    def state(self) -> dict[str, Any]:
+        """The generator's, and the rest of the permutation."""
+        return {"order": self._order, "at": self._at, **_plain(self._random.bit_generator.state)}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        rest = dict(state)
+        self._order, self._at = rest.pop("order"), rest.pop("at")
+        self._random.bit_generator.state = _numbers(rest)
+
+
+def chunks(batch: Tensor, size: int | None, pad: bool) -> list[tuple[Tensor, Tensor | None]]:
+    """The batch in pieces of at most `size`, each with a mask of what is real in it (None: everything is).
+
+    With `pad`, every piece has exactly `size` rows, so that shapes never change; a batch larger than that takes another piece. An
+    empty batch has no piece.
+
+    >>> [(len(rows), mask.sum().item()) for rows, mask in chunks(torch.arange(5), size=4, pad=True)]
+    [(4, 4), (4, 1)]
+    >>> chunks(torch.arange(0), size=4, pad=True)
+    []
+    """
+    if len(batch) == 0:
+        return []
+    if size is None or (len(batch) <= size and not pad):
+        return [(batch, None)]
+    if not pad:
+        return [(piece, None) for piece in batch.split(size)]
+    padded = torch.cat([batch, batch[:1].expand(-len(batch) % size)])  # any record will do: its weight is 0
+    real = torch.arange(len(padded)) < len(batch)
+    return list(zip(padded.split(size), real.split(size), strict=True))
+
+
+def roomy(B: float) -> int:
+    """A chunk that a Poisson batch of expected size B overflows about once in ten million: B + 5√B, a multiple of 8."""
+    return 8 * math.ceil((B + 5 * math.sqrt(B)) / 8)
+
+
+def _plain(state: Any) -> dict[str, Any]:
+    """A PCG64 state as strings: its 128-bit integers fit no tensor."""
+    return {"words": [f"{value:x}" for value in state["state"].values()], "buffer": [state["has_uint32"], state["uinteger"]]}
+
+
+def _numbers(plain: dict[str, Any]) -> dict[str, Any]:
+    """The state that `_plain` wrote."""
+    state, inc = (int(word, 16) for word in plain["words"])
+    has, buffer = plain["buffer"]
+    return {"bit_generator": "PCG64", "state": {"state": state, "inc": inc}, "has_uint32": has, "uinteger": buffer}
