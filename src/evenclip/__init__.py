@@ -1,0 +1,57 @@
+"""evenclip: differentially private training that is fair to every group, with the proof.
+
+    import evenclip
+    result = evenclip.fit(model, (x, y), rule=evenclip.DPSGDGlobalAdapt(C0=1.0, sigma=1.0), epochs=20, lr=0.1)
+    result.epsilon()
+
+Names are loaded when they are first used, so that importing the package costs little and the core runs where only torch and numpy are
+installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evenclip.accounting import calibrate
+    from evenclip.gradients import ModelError, per_sample_gradients, per_sample_norms
+    from evenclip.rules import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate, Rule
+    from evenclip.step import Step
+    from evenclip.train import Performance, Result, fit
+
+__all__ = [
+    "DPSGD",
+    "DPSGDF",
+    "DPSGDGlobal",
+    "DPSGDGlobalAdapt",
+    "ModelError",
+    "NonPrivate",
+    "Performance",
+    "Result",
+    "Rule",
+    "Step",
+    "calibrate",
+    "fit",
+    "per_sample_gradients",
+    "per_sample_norms",
+]
+
+_HOMES = {
+    "accounting": ("calibrate",),
+    "gradients": ("ModelError", "per_sample_gradients", "per_sample_norms"),
+    "rules": ("DPSGD", "DPSGDF", "DPSGDGlobal", "DPSGDGlobalAdapt", "NonPrivate", "Rule"),
+    "step": ("Step",),
+    "train": ("Performance", "Result", "fit"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"evenclip.{home}"), name)
+    raise AttributeError(f"module 'evenclip' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

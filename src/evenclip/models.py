@@ -21,9 +21,7 @@ __all__ = ["cnn", "mlp", "sigmoid_then_softmax"]
 STREAM = int.from_bytes(b"init", "big")
 
 
-def mlp(
-    inputs: int = 98, classes: int = 2, hidden: Sequence[int] = (256, 256), *, seed: int = 0
-) -> nn.Sequential:
+def mlp(inputs: int = 98, classes: int = 2, hidden: Sequence[int] = (256, 256), *, seed: int = 0) -> nn.Sequential:
     """Linear layers with tanh between them, [sample, inputs] -> [sample, classes]; the default is Adult's.
 
     >>> sum(p.numel() for p in mlp().parameters())  # 98·256+256 + 256·256+256 + 256·2+2; App. B: N = 91650

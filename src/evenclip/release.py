@@ -148,27 +148,31 @@ class Noise:
 
 
 class Releases:
-    """The releases of one step, in order, on noise that was drawn before the step began.
+    """The releases of one step, on noise that was drawn before the step began.
 
     Taking the noise as an argument keeps the step a pure function of tensors, which can be mapped and compiled.
+
+    >>> release = Releases({"count": torch.zeros(1), "gradient": torch.ones(2)})
+    >>> release("gradient", torch.tensor([3.0, 4.0]), sensitivity=0.5, multiplier=2.0)
+    tensor([4., 5.])
+    >>> release.multipliers
+    {'gradient': 2.0}
     """
 
-    def __init__(self, noise: Tensor) -> None:
-        self._noise = noise  # [coordinate], for all releases of the step one after the other
-        self._used = 0
+    def __init__(self, noise: Mapping[str, Tensor]) -> None:
+        self._noise = dict(noise)  # name of the release -> N(0, I), used once
         self.multipliers: dict[str, float] = {}
 
     def __call__(self, name: str, value: Tensor, *, sensitivity: float | Tensor, multiplier: float) -> Tensor:
-        """`value` made public: plus sensitivity · multiplier · N(0, I). A multiplier of 0 publishes it in clear."""
-        if name in self.multipliers:
-            raise ValueError(f"This step has released {name!r} already; give each release of a step its own name.")
+        """`value` made public: plus sensitivity · multiplier · N(0, I).
+
+        A multiplier of 0 publishes it in clear, and the ledger will say so. Nothing is written for a value without numbers.
+        """
         if value.numel() == 0:
             return value
+        if name in self.multipliers:
+            raise ValueError(f"This step has released {name!r} already; noise is used once.")
         self.multipliers[name] = multiplier
         if multiplier == 0:
             return value
-        fresh = self._noise[self._used : self._used + value.numel()]
-        if fresh.numel() < value.numel():
-            raise ValueError(f"{name!r} needs {value.numel()} numbers of noise and {fresh.numel()} are left.")
-        self._used += value.numel()
-        return value + (sensitivity * multiplier) * fresh.view(value.shape).to(value.dtype)
+        return value + (sensitivity * multiplier) * self._noise.pop(name).view(value.shape)

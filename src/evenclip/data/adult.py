@@ -38,7 +38,8 @@ __all__ = ["FEATURES", "adult"]
 
 COLUMNS = (
     "age", "workclass", "fnlwgt", "education", "education-num", "marital-status", "occupation",
-    "relationship", "race", "sex", "capital-gain", "capital-loss", "hours-per-week", "native-country", "income",
+    "relationship", "race", "sex", "capital-gain", "capital-loss", "hours-per-week", "native-country",
+    "income",
 )  # fmt: skip
 
 NUMBERS = ("age", "education-num", "capital-gain", "capital-loss", "hours-per-week")

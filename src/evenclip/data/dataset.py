@@ -109,8 +109,8 @@ class MapDataset:
     """Samples that a map-style torch dataset reads when they are needed; nothing is kept in memory.
 
     A row is (x, y) or (x, y, group), converted as `as_dataset` converts arrays, so that `take` gives what a
-    `Dataset` of the same rows gives. Rows are checked when they are read; non-finite features are let through,
-    because stopping in the middle of training helps nobody.
+    `Dataset` of the same rows gives. Rows are checked when they are read; non-finite features are let
+    through, because stopping in the middle of training helps nobody.
 
     Attributes:
         source: has a length and gives row i as source[i].
@@ -222,12 +222,12 @@ def _from_arrays(x: Any, y: Any, group: Any = None, *, group_names: tuple[str, .
 
 def _numbered(group: Tensor) -> tuple[str, ...]:
     """The names "0" to "K−1" of groups that have no others."""
-    found = group.unique().tolist()
+    found = np.unique(group.cpu().numpy()).tolist()
     if group.is_floating_point() or found == list(range(len(found))):  # `Dataset` will refuse floats
         return tuple(str(code) for code in found)
     raise ValueError(
-        f"group has {len(found)} different codes from {found[0]} to {found[-1]}; without group_names they must "
-        "be 0 to K−1, each in use: give group_names, or number the groups from 0."
+        f"group has {len(found)} different codes from {found[0]} to {found[-1]}; without group_names they "
+        "must be 0 to K−1, each in use: give group_names, or number the groups from 0."
     )
 
 

@@ -271,7 +271,7 @@ def _autograd(model: nn.Module, loss: Loss, x: Any, y: Any, found: PerSample) ->
     for one in losses:
         gradients = torch.autograd.grad(one, leaves, retain_graph=True, allow_unused=True)
         pairs = zip(found.layout.names, gradients, strict=True)
-        rows.append(found.layout.join({name: g for name, g in pairs if g is not None}, like=losses.detach()))
+        rows.append(found.layout.join({name: g for name, g in pairs if g is not None}))
     return torch.stack(rows)
 
 

@@ -51,12 +51,14 @@ class Layout:
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
+    blank: Tensor  # empty, of the parameters' dtype and device
 
     @staticmethod
     def of(model: nn.Module) -> Layout:
         """All parameters that want a gradient, in the model's order, each once."""
-        found = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
-        return Layout(tuple(found), tuple(found.values()))
+        found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        blank = next(iter(found.values())).detach().new_empty(0) if found else torch.empty(0)
+        return Layout(tuple(found), tuple(p.shape for p in found.values()), blank)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -68,13 +70,13 @@ class Layout:
         """Numbers in all of them."""
         return sum(self.sizes)
 
-    def join(self, parts: dict[str, Tensor], like: Tensor) -> Tensor:
+    def join(self, parts: dict[str, Tensor]) -> Tensor:
         """One vector; a parameter that no sample touched is 0.  # [size]"""
         pieces = [
-            parts[name].reshape(-1) if name in parts else like.new_zeros(size)
+            parts[name].reshape(-1) if name in parts else self.blank.new_zeros(size)
             for name, size in zip(self.names, self.sizes, strict=True)
         ]
-        return torch.cat(pieces) if pieces else like.new_zeros(0)
+        return torch.cat(pieces) if pieces else self.blank
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
         """Views of the vector, parameter by parameter."""
@@ -216,7 +218,7 @@ class PerSample:
         total: dict[str, Tensor] = {}
         for part in self.parts:
             total |= part.weighted_sum(weights)
-        return self.layout.join(total, like=self.losses)
+        return self.layout.join(total)
 
     def per_sample(self) -> Tensor:
         """Every gradient, formed. For tests and small diagnostics.  # [sample, parameter]"""
@@ -272,7 +274,7 @@ class Tape:
     """Records a model's forward passes and turns each into a `PerSample`. Its hooks are on the model only while `listening`."""
 
     def __init__(self, model: nn.Module, loss: Loss, units: Sequence[Unit]) -> None:
-        self._model, self._loss, self._units = model, loss, tuple(units)
+        self.model, self._loss, self._units = model, loss, tuple(units)
         self.layout = Layout.of(model)
         self._n = 0
         self._heard: list[_Heard] | None = None
@@ -294,7 +296,7 @@ class Tape:
         self._n, self._heard = count(x), []
         try:
             with torch.enable_grad():
-                losses = self._loss(call(self._model, x), y)  # [sample]
+                losses = self._loss(call(self.model, x), y)  # [sample]
             heard = self._heard
         finally:
             self._heard = None
@@ -336,7 +338,7 @@ class WholeTape:
     """The same service for a model that cannot be taken apart into units: every gradient is formed through `torch.func`."""
 
     def __init__(self, model: nn.Module, loss: Loss, inputs: int, mode: Mode) -> None:
-        self.layout = Layout.of(model)
+        self.model, self.layout = model, Layout.of(model)
         self._layer = AnyLayer(_LossOf(model, loss), (Axis(),) * inputs, (Axis(),), (0,), mode)
 
     @contextmanager

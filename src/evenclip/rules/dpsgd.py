@@ -39,7 +39,6 @@ class DPSGD(Rule):
 
     C0: float = 1.0
     sigma: float = 1.0
-    sigma_count: ClassVar[None] = None  # type: ignore[misc,assignment]  # counts nothing
 
     def __post_init__(self) -> None:
         check.positive(C0=self.C0, sigma=self.sigma)

@@ -50,6 +50,7 @@ class DPSGDF(Rule):
     name: ClassVar[str] = "dpsgd-f"
     soundness: ClassVar[str] = REPAIRED
     uses_groups: ClassVar[bool] = True
+    counts_first: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
     reference: ClassVar[str] = (
         "Xu, Du, Wu 2020, Removing Disparate Impact of Differentially Private SGD on Model Accuracy; "

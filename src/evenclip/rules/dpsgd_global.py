@@ -45,7 +45,6 @@ class DPSGDGlobal(Rule):
     C0: float = 1.0
     sigma: float = 1.0
     Z: float = 10.0
-    sigma_count: ClassVar[None] = None  # type: ignore[misc,assignment]  # counts nothing
 
     def __post_init__(self) -> None:
         check.positive(C0=self.C0, sigma=self.sigma, Z=self.Z)

@@ -50,7 +50,6 @@ class DPSGDGlobalAdapt(Rule):
     """
 
     name: ClassVar[str] = "dpsgd-global-adapt"
-    counts_first: ClassVar[bool] = False
     elementwise: ClassVar[bool] = True
     reference: ClassVar[str] = (
         "Esipova et al. 2023, Disparate Impact in Differential Privacy from Gradient Misalignment, Algorithm 2"

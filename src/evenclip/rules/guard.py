@@ -44,9 +44,10 @@ class Guarded:
             keep: [sample], bool; None keeps all
         """
         each = self._map(self.rule.statistic, norms, group, state).to(torch.float64)
-        if each.shape[-1] == 0:
+        each = each.unsqueeze(1) if each.ndim == 1 else each.flatten(1)  # [sample, m]
+        if each.shape[1] == 0:
             return each.new_zeros(0)
-        each = each.reshape(len(norms), -1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # [sample, m]
+        each = each.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         each = each / torch.linalg.vector_norm(each, dim=1, keepdim=True).clamp(min=1.0)
         if keep is not None:
             each = torch.where(keep.unsqueeze(1), each, 0.0)
@@ -64,6 +65,10 @@ class Guarded:
         if keep is not None:
             held, clamped = torch.where(keep, held, 0.0), clamped & keep
         return held, clamped
+
+    def resting(self, now: Tensor, S: float | Tensor, group: Tensor) -> Tensor:
+        """The weight that a zero gradient of the same group would have; a smaller one is clipped.  # [sample]"""
+        return self.weights(torch.zeros_like(group, dtype=torch.float64), group, now, S, None)[0]
 
     def _map(self, method, norms: Tensor, group: Tensor, public: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         """`method(norm, group, public)` for every sample."""

@@ -32,8 +32,7 @@ class NonPrivate(Rule):
     elementwise: ClassVar[bool] = True
     poisson: ClassVar[bool] = False
 
-    sigma: ClassVar[float] = 0.0  # type: ignore[misc]  # a constant of this rule, not a setting
-    sigma_count: ClassVar[None] = None  # type: ignore[misc,assignment]
+    sigma = 0.0
 
     def sensitivity(self, now: Tensor) -> float:  # noqa: D102
         del now

@@ -41,8 +41,8 @@ class Rule(ABC):
         sigma_count: noise multiplier of the summed statistics; unused by a rule without any.
         soundness: `SOUND`, `REPAIRED` or `NO_EPSILON`, printed wherever ε is printed.
         uses_groups: whether `statistic` or `weight` read the group label (which then enters training).
-        counts_first: whether `now` depends on this step's noisy statistics. If False, `observe` must return the state as
-            `now`, and a batch in several chunks needs one pass over them instead of two.
+        counts_first: whether `now` depends on this step's noisy statistics, so that a batch in several chunks is gone over
+            twice. If False, `observe` must return the state as `now`; the engine sees to it.
         elementwise: whether the methods also take a whole batch at once ([sample] in, [sample] or [sample, m] out) with the
             same result as sample by sample. The engine then skips the mapping; a test must prove the equality.
         poisson: whether batches are Poisson samples; otherwise shuffled batches without replacement, and no ε.
@@ -52,13 +52,13 @@ class Rule(ABC):
     name: ClassVar[str]
     soundness: ClassVar[str] = SOUND
     uses_groups: ClassVar[bool] = False
-    counts_first: ClassVar[bool] = True
+    counts_first: ClassVar[bool] = False
     elementwise: ClassVar[bool] = False
     poisson: ClassVar[bool] = True
     reference: ClassVar[str] = ""
 
     sigma: float
-    sigma_count: float | None
+    sigma_count: float | None = None
 
     def init(self, groups: int) -> Tensor:
         """The public state before the first step, given the (public) number of groups: empty for a rule without state."""
@@ -85,13 +85,12 @@ class Rule(ABC):
 
     def multipliers(self) -> dict[str, float]:
         """Name -> multiplier of what one step releases, as the ledger will have it."""
-        count = getattr(self, "sigma_count", None)
-        return {**({} if count is None else {"count": float(count)}), "gradient": float(self.sigma)}
+        count = {} if self.sigma_count is None else {"count": float(self.sigma_count)}
+        return {**count, "gradient": float(self.sigma)}
 
     def scaled(self, factor: float) -> Self:
         """The same rule with all its noise multiplied by `factor`."""
-        count = getattr(self, "sigma_count", None)
         noise: dict[str, Any] = {"sigma": self.sigma * factor}
-        if count is not None:
-            noise["sigma_count"] = count * factor
+        if self.sigma_count is not None:
+            noise["sigma_count"] = self.sigma_count * factor
         return replace(self, **noise)  # type: ignore[type-var]  # a rule is a dataclass

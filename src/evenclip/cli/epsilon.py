@@ -1,0 +1,118 @@
+"""`evenclip epsilon`: the ε of a training run from its noise, or the noise for an ε."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Annotated, Any
+
+import typer
+
+from evenclip import check
+
+__all__ = ["epsilon"]
+
+# The curve goes this many powers of ten to either side of the given δ.
+_DECADES = 3
+
+
+def epsilon(
+    rate: Annotated[float, typer.Option(help="Poisson rate q of the batches, expected batch size ÷ n.")],
+    steps: Annotated[int, typer.Option(help="Number of steps T.")],
+    delta: Annotated[float, typer.Option(help="δ, well below 1/n.")],
+    sigma: Annotated[
+        float | None, typer.Option(help="Noise multiplier σ of the gradient: standard deviation ÷ sensitivity.")
+    ] = None,
+    target_epsilon: Annotated[float | None, typer.Option(help="Instead of --sigma: find σ for this ε, by PLD.")] = None,
+    sigma_count: Annotated[
+        float | None, typer.Option(help="Noise multiplier of a count released on the same batches; held fixed.")
+    ] = None,
+    with_curve: Annotated[bool, typer.Option("--curve", help="Also ε at other δ.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print ε from the noise, or with --target-epsilon the noise for an ε."""
+    # Imported here, because it brings torch along and --help should not have to wait for that.
+    from evenclip import accounting
+
+    check.fraction(**{"--rate": rate})
+    check.natural(**{"--steps": steps})
+    accounting.check_delta(delta, "--delta")
+    if sigma_count is not None:
+        check.positive(**{"--sigma-count": sigma_count})
+    match sigma, target_epsilon:
+        case float(), None:
+            check.positive(**{"--sigma": sigma})
+        case None, float():
+            check.positive(**{"--target-epsilon": target_epsilon})
+            sigma = _rounded_up(_calibrated(target_epsilon, sigma_count, delta=delta, q=rate, steps=steps))
+        case _:
+            given = "neither" if sigma is None else "both"
+            raise ValueError(f"--sigma or --target-epsilon: {given} given; give exactly one of them.")
+    facts = _facts(sigma, sigma_count, delta=delta, q=rate, steps=steps, with_curve=with_curve)
+    print(json.dumps(facts, indent=2) if as_json else _text(facts))
+
+
+def _calibrated(target: float, sigma_count: float | None, *, delta: float, q: float, steps: int) -> float:
+    """σ for which gradient and count together cost at most the target."""
+    from evenclip import accounting
+
+    joint = accounting.scale_for({"joint": 1.0}, epsilon=target, delta=delta, q=q, steps=steps)
+    if sigma_count is None:
+        return joint
+    if sigma_count <= joint:
+        raise ValueError(
+            f"--sigma-count is {sigma_count:g}; the count alone then costs more than ε = {target:g}, "
+            f"whatever σ is: give more than {joint:.4g}."
+        )
+    return accounting.gradient_multiplier(joint, sigma_count)
+
+
+def _rounded_up(sigma: float) -> float:
+    """σ to six digits, which are printed, and never less: the σ that is read off costs no more than the target."""
+    digits = 5 - math.floor(math.log10(sigma))
+    return math.ceil(sigma * 10.0**digits) / 10.0**digits
+
+
+def _facts(
+    sigma: float, sigma_count: float | None, *, delta: float, q: float, steps: int, with_curve: bool
+) -> dict[str, Any]:
+    """Everything there is to print, as plain values."""
+    from evenclip import accounting
+    from evenclip.release import Entry, Ledger
+
+    multipliers = {"count": sigma_count, "gradient": sigma}
+    entry = Entry(q, tuple((name, m) for name, m in multipliers.items() if m is not None), steps)
+    ledger = Ledger([entry])
+    least = accounting.smallest_delta(ledger)
+    others = [delta * 10.0**k for k in range(-_DECADES, _DECADES + 1) if k != 0 and with_curve]
+    rows = accounting.curve(ledger, [delta, *(other for other in others if least < other < 1)])
+    facts: dict[str, Any] = {
+        "rdp": rows[0][1],
+        "pld": rows[0][2],
+        "sigma": sigma,
+        "sigma_count": sigma_count,
+        "joint_multiplier": entry.joint,
+        "rate": q,
+        "steps": steps,
+        "delta": delta,
+    }
+    if with_curve:
+        facts["curve"] = [{"delta": d, "rdp": rdp, "pld": pld} for d, rdp, pld in sorted(rows)]
+    return facts
+
+
+def _text(facts: dict[str, Any]) -> str:
+    """The facts in words, at most 80 columns wide."""
+    noise = f"σ = {facts['sigma']:.6g}"
+    if facts["sigma_count"] is not None:
+        noise += f", σ_count = {facts['sigma_count']:.6g}; as one, {facts['joint_multiplier']:.6g}"
+    lines = [
+        f"noise    {noise}",
+        f"steps    {facts['steps']} on Poisson samples of rate {facts['rate']:.6g}",
+        f"ε        {facts['pld']:.4g} by PLD, {facts['rdp']:.4g} by RDP, at δ = {facts['delta']:g}",
+        "unit     one record, added or removed; batches drawn by Poisson sampling",
+    ]
+    if "curve" in facts:
+        lines += ["", f"{'δ':>10}{'PLD':>10}{'RDP':>10}"]
+        lines += [f"{row['delta']:>10.3g}{row['pld']:>10.4g}{row['rdp']:>10.4g}" for row in facts["curve"]]
+    return "\n".join(lines)

@@ -1,0 +1,118 @@
+"""The privacy report: everything that must be known to judge an ε, as plain values and in words.
+
+The fields follow what regulators and TF-Privacy's privacy statements ask for: trust model, unit, neighbouring relation, what is covered
+and what is not, ε and δ with their accountant, every constant of the mechanism, and the soundness of the method.
+"""
+
+from __future__ import annotations
+
+import platform
+import textwrap
+from collections.abc import Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from evenclip.release import Ledger
+
+if TYPE_CHECKING:
+    from evenclip.train import Settings
+
+__all__ = ["paragraph", "report"]
+
+UNIT = "one record with its labels; no guarantee for a person with several records"
+RELATION = "add or remove one record, with q, B, T, δ and the rule's constants fixed"
+NOT_COVERED = (
+    "the number of records n and of groups, from which q and T are computed",
+    "preprocessing, balancing and splitting of the data",
+    "the choice of model, rule and settings, if it was made on these data",
+    "a check of three records before training, which only ever stops it",
+)
+
+
+def report(settings: Settings, ledger: Ledger, trace: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The report of one run, as values that JSON can hold; ε is None where none is valid."""
+    from evenclip import accounting
+
+    rule, delta = settings.rule, settings.delta
+    last = ledger.entries[-1] if ledger.entries else None
+    return {
+        "trust_model": "central: whoever trains sees the data; whoever receives the model does not",
+        "unit": UNIT,
+        "neighbouring_relation": RELATION,
+        "protected": ["the final model", "every intermediate model", "the rule's state", "the ledger"],
+        "not_protected": ["traces and group figures", "what observers record", "metrics on test data"],
+        "not_covered": list(NOT_COVERED),
+        "epsilon": accounting.epsilon(ledger, delta, "pld"),
+        "epsilon_rdp": accounting.epsilon(ledger, delta, "rdp"),
+        "epsilon_without_amplification": accounting.epsilon_without_amplification(ledger, delta),
+        "delta": delta,
+        "delta_times_n": delta * settings.n,
+        "accountant": {"epsilon": "PLD", "library": "dp-accounting", "version": _version("dp-accounting")},
+        "method": rule.name,
+        "rule": repr(rule),
+        "soundness": rule.soundness,
+        "reference": rule.reference,
+        "group_labels_entered_training": rule.uses_groups,
+        "multipliers": {} if last is None else dict(last.multipliers),
+        "joint_multiplier": None if last is None else last.joint,
+        "steps": ledger.steps,
+        "q": settings.q,
+        "n": settings.n,
+        "expected_batch_size": settings.B,
+        "divisor": "the public expected batch size" if rule.poisson else "the size of the batch",
+        "poisson_sampling": rule.poisson,
+        "empty_batches": sum(row["empty_batches"] for row in trace),
+        "non_finite_samples": sum(row["non_finite"] for row in trace),
+        "clamped_weights": sum(row["clamped"] for row in trace),
+        "random_generator": "SFC64 (noise), PCG64 (batches); not cryptographic",
+        "seed": (
+            "from the operating system, not kept"
+            if settings.seed is None
+            else f"{settings.seed}, given: reproducible, so not private against whoever knows it"
+        ),
+        "ledger": ledger.to_json(),
+        "versions": {
+            "evenclip": _version("evenclip"), "torch": torch.__version__, "python": platform.python_version()
+        },
+    }  # fmt: skip
+
+
+def paragraph(report: dict[str, Any], width: int = 79) -> str:
+    """The report in words, for a person who has to sign it."""
+    if report["epsilon"] is None:
+        first = (
+            f"This model was trained by {report['method']} and has no valid ε: it promises no privacy to the records it was "
+            "trained on."
+        )
+    else:
+        first = (
+            f"This model was trained by {report['method']} ({report['soundness']}) and is (ε, δ)-differentially private with "
+            f"ε = {_up(report['epsilon'])} at δ = {report['delta']:g} (by PLD; {_up(report['epsilon_rdp'])} by RDP). "
+            f"Without the amplification by Poisson sampling it would be {_up(report['epsilon_without_amplification'])}. "
+            f"Unit: {report['unit']}. Neighbours: {report['neighbouring_relation']}. "
+            f"{report['steps']} steps at rate q = {report['q']:.6g}; noise multipliers "
+            + ", ".join(f"{m:g} ({name})" for name, m in report["multipliers"].items())
+            + f", jointly {report['joint_multiplier']:.4g}; sums divided by {report['divisor']}, {report['expected_batch_size']:g}."
+        )
+    labels = "entered" if report["group_labels_entered_training"] else "did not enter"
+    second = (
+        f"Group labels {labels} training. The seed is {report['seed']}. Not covered by ε: {'; '.join(report['not_covered'])}. "
+        f"Not protected: {', '.join(report['not_protected'])}."
+    )
+    return "\n\n".join(textwrap.fill(text, width) for text in (first, second))
+
+
+def _up(epsilon: float) -> str:
+    """Rounded up to three digits: a printed ε is never below the true one."""
+    from decimal import ROUND_CEILING, Context
+
+    return str(Context(prec=3, rounding=ROUND_CEILING).create_decimal_from_float(epsilon).normalize())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

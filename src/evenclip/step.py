@@ -1,0 +1,287 @@
+"""One step of private training: Algorithm 2 of Esipova et al. 2023, for any rule.
+
+    losses and tape          ℓ_i and, unformed, g_i                       private
+    norms                    ‖g_i‖                                        private
+    count                    Σ statistic_i, released                      public from here on
+    weights                  γ_i, held to |γ_i|·‖g_i‖ ≤ S                 private
+    weighted sum             Σ γ_i g_i                                    private
+    gradient                 released with noise σS, divided by B         public
+
+No method is known here by name. Three kinds of value: what a step *returns as public* is `Step.public`; everything else in a `Step`
+is private, is shown to observers, and is never fed back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evenclip.gradients import PerSample, Tape, WholeTape
+from evenclip.release import Releases
+from evenclip.rules import Guarded
+
+__all__ = ["Chunk", "Public", "Step", "step"]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some samples of a batch, as many as fit in memory.
+
+    Attributes:
+        x, y: inputs and targets.  # [sample, ...]
+        group: [sample], int64
+        real: which rows are samples and which only fill the chunk up; None: all are.  # [sample], bool
+        seed: for whatever the model draws (dropout), so that a second pass draws the same.
+    """
+
+    x: Any
+    y: Any
+    group: Tensor
+    real: Tensor | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Public:
+    """What one step makes public.
+
+    Attributes:
+        gradient: g̃, noisy and divided by the public batch size.  # [parameter]
+        now: what the step clipped with: Z, or the C_k.
+        state: the rule's state for the next step.
+        sensitivity: S.
+        multipliers: name of each release -> its multiplier, for the ledger.
+    """
+
+    gradient: Tensor
+    now: Tensor
+    state: Tensor
+    sensitivity: float | Tensor
+    multipliers: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step saw (private) and what it made public. Rows that only fill a chunk up are not in here.
+
+    Attributes:
+        public: the only part that may leave.
+        losses: ℓ_i.  # [sample]
+        norms: ‖g_i‖, 0 where it is not finite.  # [sample]
+        weights: γ_i.  # [sample]
+        group: [sample]
+        clamped: where the rule broke its bound and was held to it.  # [sample], bool
+        finite: where the gradient is finite; None: everywhere.  # [sample], bool
+        clipped_sum: Σ γ_i g_i before noise.  # [parameter]
+        clipped: where the weight is below that of a zero gradient.  # [sample], bool
+        B: the public expected batch size.
+        weighted_sum: any other Σ w_i g_i of the same batch, w [sample]: g_B, group gradients.
+        model: with the parameters θ_t that all this was computed at; not to be changed.
+        t: number of the step, from 0.
+    """
+
+    public: Public
+    losses: Tensor
+    norms: Tensor
+    weights: Tensor
+    group: Tensor
+    clamped: Tensor
+    finite: Tensor | None
+    clipped: Tensor
+    clipped_sum: Tensor
+    B: float
+    weighted_sum: Callable[[Tensor], Tensor]
+    model: nn.Module
+    t: int = 0
+
+
+def step(
+    tape: Tape | WholeTape, guard: Guarded, state: Tensor, chunks: Sequence[Chunk], B: float, release: Releases
+) -> Step:
+    """One step of Algorithm 2 on one batch: what becomes public, and what was seen.
+
+    Args:
+        tape: the model and its loss.
+        guard: the rule, held to its bounds.
+        state: the rule's public state.
+        chunks: the batch; none if it is empty, which is a step like any other.
+        B: the public expected batch size, the only thing that anything is divided by.
+        release: this step's noise.
+    """
+    rule, batch = guard.rule, _Batch(tape, guard, chunks, state)
+    if len(chunks) > 1 and not rule.counts_first:
+        batch.clipped_sum(state)  # `now` will be the state: clip and count in one pass over the chunks
+    counts = guard.statistics(batch.norms, batch.group, state, batch.keep)
+    noisy = release("count", counts, sensitivity=1.0, multiplier=rule.sigma_count or 0.0)
+    now, following = rule.observe(noisy, B, state)
+    S = rule.sensitivity(now)
+    clipped_sum = batch.clipped_sum(now)
+    gradient = release("gradient", clipped_sum, sensitivity=S, multiplier=rule.sigma) / B
+    return batch.seen(Public(gradient, now, following, S, release.multipliers), clipped_sum, B)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """One chunk after its passes through the model."""
+
+    gradients: PerSample | None  # None once there was another chunk to look at
+    losses: Tensor
+    norms: Tensor
+    group: Tensor
+    finite: Tensor | None
+    real: Tensor | None
+
+
+class _Batch:
+    """The chunks of a batch: one in memory at a time, what is small of all of them."""
+
+    def __init__(self, tape: Tape | WholeTape, guard: Guarded, chunks: Sequence[Chunk], state: Tensor) -> None:
+        self._tape, self._guard, self._chunks = tape, guard, chunks
+        self._nothing = state.new_zeros(0)  # on the right device
+        self._looks: list[_Look] = []
+        self._clipped: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # now, sum, weights, clamped
+
+    @property
+    def norms(self) -> Tensor:
+        """‖g_i‖, 0 where it is not finite.  # [sample]"""
+        return self._column(lambda look: look.norms, self._nothing)
+
+    @property
+    def group(self) -> Tensor:
+        """[sample], int64"""
+        return self._column(lambda look: look.group, self._nothing.long())
+
+    @property
+    def losses(self) -> Tensor:
+        """ℓ_i.  # [sample]"""
+        return self._column(lambda look: look.losses, self._nothing)
+
+    @property
+    def keep(self) -> Tensor | None:
+        """Which samples count; None: all.  # [sample], bool"""
+        return _both(self._mask(lambda look: look.finite), self._mask(lambda look: look.real))
+
+    def clipped_sum(self, now: Tensor) -> Tensor:
+        """Σ γ_i g_i with the rule's weights for this `now`; remembered for the last one.  # [parameter]"""
+        if self._clipped is None or self._clipped[0] is not now:
+            S, found = self._guard.rule.sensitivity(now), []
+            for look in self._passes():
+                weights, clamped = self._guard.weights(
+                    look.norms, look.group, now, S, _both(look.finite, look.real)
+                )
+                assert look.gradients is not None
+                found.append((look.gradients.weighted_sum(weights), weights, clamped))
+            self._clipped = now, *self._joined(found)
+        return self._clipped[1]
+
+    def seen(self, public: Public, clipped_sum: Tensor, B: float) -> Step:
+        """Everything about this step; rows that only fill a chunk up are left out."""
+        assert self._clipped is not None
+        _, _, weights, clamped = self._clipped
+        real, finite = self._mask(lambda look: look.real), self._mask(lambda look: look.finite)
+        columns = (self.losses, self.norms, weights, self.group, clamped)
+        if real is not None:
+            columns = tuple(column[real] for column in columns)  # type: ignore[assignment]
+            finite = None if finite is None else finite[real]
+        losses, norms, weights, group, clamped = columns
+        clipped = weights < self._guard.resting(public.now, public.sensitivity, group)
+        sums = _Sums(self, real)
+        return Step(
+            public, losses, norms, weights, group, clamped, finite, clipped, clipped_sum, B, sums, self._tape.model
+        )
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Σ w_i g_i for given weights of all rows, padding included.  # [parameter]"""
+        total, at = self._tape.layout.join({}), 0
+        for look in self._passes():
+            assert look.gradients is not None
+            n = len(look.losses)
+            total = total + look.gradients.weighted_sum(weights[at : at + n])
+            at += n
+        return total
+
+    def _passes(self) -> Iterator[_Look]:
+        """The chunks with their gradients in memory, one after the other."""
+        if len(self._chunks) == 1:
+            yield from self._looked()
+            return
+        light = []
+        for chunk in self._chunks:
+            look = _look(self._tape, chunk)
+            yield look
+            light.append(replace(look, gradients=None))
+        self._looks = light
+
+    def _looked(self) -> list[_Look]:
+        """The chunks, looked at now if they were not before."""
+        if not self._looks and self._chunks:
+            if len(self._chunks) == 1:
+                self._looks = [_look(self._tape, self._chunks[0])]
+            else:
+                for _ in self._passes():
+                    pass
+        return self._looks
+
+    def _column(self, pick: Callable[[_Look], Tensor], nothing: Tensor) -> Tensor:
+        columns = [pick(look) for look in self._looked()]
+        return columns[0] if len(columns) == 1 else torch.cat(columns) if columns else nothing
+
+    def _mask(self, pick: Callable[[_Look], Tensor | None]) -> Tensor | None:
+        looks = self._looked()
+        if all(pick(look) is None for look in looks):
+            return None
+        masks = [torch.ones_like(look.group, dtype=torch.bool) if (m := pick(look)) is None else m for look in looks]
+        return torch.cat(masks)
+
+    def _joined(self, found: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Sum, weights and clamped of all chunks."""
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            none = self._nothing
+            return self._tape.layout.join({}), none, none.bool()
+        sums, weights, clamped = zip(*found, strict=True)
+        return torch.stack(sums).sum(dim=0), torch.cat(weights), torch.cat(clamped)
+
+
+class _Sums:
+    """Σ w_i g_i over the samples of a step, for weights [sample] of an observer's choice."""
+
+    def __init__(self, batch: _Batch, real: Tensor | None) -> None:
+        self._batch, self._real = batch, real
+
+    def __call__(self, weights: Tensor) -> Tensor:
+        if self._real is not None:
+            spread = weights.new_zeros(len(self._real))
+            spread[self._real] = weights
+            weights = spread
+        return self._batch.weighted_sum(weights)
+
+
+def _look(tape: Tape | WholeTape, chunk: Chunk) -> _Look:
+    """Through the model and back; a sample whose loss or gradient is not finite is blanked out."""
+    _seed(chunk)
+    gradients = tape(chunk.x, chunk.y)
+    losses, norms, finite = gradients.losses, gradients.norms(), None
+    if not torch.isfinite(norms.sum() + losses.sum()):  # this synchronises
+        finite = torch.isfinite(norms) & torch.isfinite(losses)
+        gradients, norms = gradients.masked(finite), torch.where(finite, norms, 0.0)
+    return _Look(gradients, losses, norms, chunk.group, finite, chunk.real)
+
+
+def _seed(chunk: Chunk) -> None:
+    """Dropout and the like draw from torch's global generator: put it where this chunk's stream begins."""
+    torch.default_generator.manual_seed(chunk.seed)
+    if chunk.group.is_cuda:
+        torch.cuda.manual_seed(chunk.seed)
+
+
+def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """a and b, where None is everything."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b
