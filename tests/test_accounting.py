@@ -62,6 +62,8 @@ def test_the_published_epsilons_come_out(name):
 # Another library
 
 
+# Opacus' own search for a domain says which order was best.
+@pytest.mark.filterwarnings("ignore:Optimal order is the")
 @pytest.mark.parametrize(("q", "sigma", "steps"), [(1 / 92, 1.0, 1840), (0.02, 3.0, 500), (0.1, 5.0, 3000)])
 def test_opacus_agrees(q, sigma, steps):
     ledger = ledger_of(q, steps, gradient=sigma)
@@ -133,7 +135,8 @@ def test_pld_of_one_step_is_the_hockey_stick_divergence(q, sigma, delta):
         assert computed <= 1e-8
         return
     exact = brentq(lambda e: one_step_delta(e, q, sigma) - delta, 1e-9, 200, xtol=1e-13)
-    assert exact * (1 - 1e-9) <= computed <= exact * (1 + 5e-4)
+    # Where ε all but vanishes the grid's error is a fraction of the loss's spread instead.
+    assert exact * (1 - 1e-9) <= computed <= exact * (1 + 2e-4) + 1e-6
 
 
 def rounded_loss(q, sigma, h, add):

@@ -252,9 +252,9 @@ def _width(part: _Part) -> float:
     """Length of the interval in which the loss lies that is put on the grid."""
     if part.q == 1:
         return 2 * _CUT * math.sqrt(part.steps) / part.multiplier
-    top = (_CUT + 0.5 / part.multiplier) / part.multiplier  # the loss without sampling, at the cut
-    bounded = math.log1p(part.q * math.expm1(min(top, _LARGEST_EXPONENT))) + max(top - _LARGEST_EXPONENT, 0.0)
-    return bounded - math.log1p(-part.q)
+    end = (_CUT + 0.5 / part.multiplier) / part.multiplier  # without sampling, the loss is cut off at ±end
+    top = math.log1p(part.q * math.expm1(min(end, _LARGEST_EXPONENT))) + max(end - _LARGEST_EXPONENT, 0.0)
+    return top - math.log1p(part.q * math.expm1(-end))
 
 
 # The accountants -----------------------------------------------------------------------------------------------------

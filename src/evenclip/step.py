@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evenclip.gradients import PerSample, Tape, WholeTape
+from evenclip.gradients import AnyTape, PerSample
 from evenclip.release import Releases
 from evenclip.rules import Guarded
 
@@ -100,7 +100,7 @@ class Step:
 
 
 def step(
-    tape: Tape | WholeTape, guard: Guarded, state: Tensor, chunks: Sequence[Chunk], B: float, release: Releases
+    tape: AnyTape, guard: Guarded, state: Tensor, chunks: Sequence[Chunk], B: float, release: Releases
 ) -> Step:
     """One step of Algorithm 2 on one batch: what becomes public, and what was seen.
 
@@ -139,7 +139,7 @@ class _Look:
 class _Batch:
     """The chunks of a batch: one in memory at a time, what is small of all of them."""
 
-    def __init__(self, tape: Tape | WholeTape, guard: Guarded, chunks: Sequence[Chunk], state: Tensor) -> None:
+    def __init__(self, tape: AnyTape, guard: Guarded, chunks: Sequence[Chunk], state: Tensor) -> None:
         self._tape, self._guard, self._chunks = tape, guard, chunks
         self._nothing = state.new_zeros(0)  # on the right device
         self._looks: list[_Look] = []
@@ -262,7 +262,7 @@ class _Sums:
         return self._batch.weighted_sum(weights)
 
 
-def _look(tape: Tape | WholeTape, chunk: Chunk) -> _Look:
+def _look(tape: AnyTape, chunk: Chunk) -> _Look:
     """Through the model and back; a sample whose loss or gradient is not finite is blanked out."""
     _seed(chunk)
     gradients = tape(chunk.x, chunk.y)

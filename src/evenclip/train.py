@@ -30,7 +30,7 @@ from torch.optim import SGD, Optimizer
 from evenclip import check, checkpoint, privacy
 from evenclip.checkpoint import Checkpoint, CheckpointError
 from evenclip.data import Dataset, MapDataset, as_dataset
-from evenclip.gradients import Tape, WholeTape, plan
+from evenclip.gradients import AnyTape, WholeTape, plan
 from evenclip.gradients.losses import Loss
 from evenclip.gradients.tape import call
 from evenclip.progress import Interrupt, Progress
@@ -213,7 +213,7 @@ class _Run:
         self.performance = replace(performance, pad=performance.pad or performance.compile)
         self.state = settings.rule.init(settings.groups).to(device)
         self.ledger, self.trace, self.t = Ledger(), Trace(settings.groups), 0
-        self.tape = _tape(model, loss, data)
+        self.tape = _tape(model, loss, data, performance)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = optimizer(self.parameters, lr=settings.lr)
         self.scheduler = None if scheduler is None else scheduler(self.optimizer)
@@ -447,11 +447,16 @@ def _shapes(x: Any) -> str:
     return "; ".join(f"{name}: {_shapes(value)}" for name, value in items)
 
 
-def _tape(model: nn.Module, loss: Loss, data: Dataset | MapDataset) -> Tape | WholeTape:
+def _tape(model: nn.Module, loss: Loss, data: Dataset | MapDataset, performance: Performance) -> AnyTape:
     """The model taken apart, after a look at three samples."""
     device = next(model.parameters()).device
     some = data.take(torch.arange(min(3, len(data)), device=device if isinstance(data, Dataset) else "cpu"))
-    return plan(model, loss, some.x, some.y)
+    tape = plan(model, loss, some.x, some.y)
+    if not performance.compile or isinstance(tape, WholeTape):
+        return tape
+    from evenclip.gradients.compiled import CompiledTape  # torch.compile's machinery takes long to import
+
+    return CompiledTape(tape)
 
 
 def _sampler(settings: Settings, seed: np.random.SeedSequence) -> Sampler:

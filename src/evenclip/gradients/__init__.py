@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from evenclip.gradients.losses import Loss
 from evenclip.gradients.plan import ModelError, plan
-from evenclip.gradients.tape import Layout, PerSample, Tape, WholeTape
+from evenclip.gradients.tape import AnyTape, Layout, PerSample, Tape, WholeTape
 
-__all__ = ["Layout", "ModelError", "PerSample", "Tape", "WholeTape", "per_sample_gradients", "per_sample_norms", "plan"]
+__all__ = ["AnyTape", "Layout", "ModelError", "PerSample", "Tape", "WholeTape", "per_sample_gradients", "per_sample_norms", "plan"]
 
 
 def per_sample_gradients(model: nn.Module, loss: Loss, x: Any, y: Any) -> PerSample:

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,20 @@ from evenclip.gradients.axis import Axis
 from evenclip.gradients.layers import Formed, LayerGradient
 from evenclip.gradients.losses import Loss
 
-__all__ = ["Layout", "PerSample", "Record", "Tape", "Unit", "WholeTape", "call", "count"]
+__all__ = ["AnyTape", "Layout", "LossOf", "PerSample", "Record", "Tape", "Unit", "WholeTape", "call", "count", "detached"]
+
+
+class AnyTape(Protocol):
+    """What a step needs of a tape: passes through the model, while listening."""
+
+    model: nn.Module
+    layout: Layout
+
+    def listening(self) -> AbstractContextManager[Any]:
+        """Switched on, and off again."""
+
+    def __call__(self, x: Any, y: Any) -> PerSample:
+        """Every sample's loss and gradient."""
 
 
 def call(model: nn.Module, x: Any) -> Any:
@@ -183,15 +196,16 @@ class PerSample:
     """
 
     def __init__(self, losses: Tensor, records: Sequence[Record | Whole], layout: Layout) -> None:
-        self.losses, self.layout = losses, layout
-        self._records = tuple(records)
+        self.losses, self.layout, self.records = losses, layout, tuple(records)
+        self._norms: Tensor | None = None
+        self._weighted_sum: Callable[[Tensor], Tensor] | None = None
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The layers' gradients; a parameter that several calls use is formed and added up first, for its cross terms."""
-        n, uses = len(self.losses), _uses(self._records)
+        n, uses = len(self.losses), _uses(self.records)
         parts, shared = [], dict[str, Tensor]()
-        for record in self._records:
+        for record in self.records:
             names = record.parameters
             alone = [own for own, full in names.items() if uses[full] == 1]
             again = [own for own, full in names.items() if uses[full] > 1]
@@ -207,6 +221,8 @@ class PerSample:
 
     def norms(self) -> Tensor:
         """‖g_i‖ over all trainable parameters, rounded up.  # [sample], float64"""
+        if self._norms is not None:
+            return self._norms
         if not self.parts:
             return torch.zeros_like(self.losses, dtype=torch.float64)
         squares = [part.gradient.square_norms() for part in self.parts]
@@ -215,10 +231,18 @@ class PerSample:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Σ_i weights_i · g_i as one vector.  weights: [sample] -> [parameter]"""
+        if self._weighted_sum is not None:
+            return self._weighted_sum(weights)
         total: dict[str, Tensor] = {}
         for part in self.parts:
             total |= part.weighted_sum(weights)
         return self.layout.join(total)
+
+    def with_known(self, norms: Tensor, weighted_sum: Callable[[Tensor], Tensor]) -> PerSample:
+        """The same, where norms and weighted sums have been or will be computed in another way."""
+        known = PerSample(self.losses, self.records, self.layout)
+        known._norms, known._weighted_sum = norms, weighted_sum
+        return known
 
     def per_sample(self) -> Tensor:
         """Every gradient, formed. For tests and small diagnostics.  # [sample, parameter]"""
@@ -227,7 +251,7 @@ class PerSample:
 
     def masked(self, keep: Tensor) -> PerSample:
         """The same with the gradients of the samples that are not kept set to exactly 0 (a NaN times 0 is not).  keep: [sample]"""
-        records = [record.masked(keep) for record in self._records]
+        records = [record.masked(keep) for record in self.records]
         return PerSample(torch.where(keep, self.losses, 0.0), records, self.layout)
 
 
@@ -274,7 +298,7 @@ class Tape:
     """Records a model's forward passes and turns each into a `PerSample`. Its hooks are on the model only while `listening`."""
 
     def __init__(self, model: nn.Module, loss: Loss, units: Sequence[Unit]) -> None:
-        self.model, self._loss, self._units = model, loss, tuple(units)
+        self.model, self.loss, self.units = model, loss, tuple(units)
         self.layout = Layout.of(model)
         self._n = 0
         self._heard: list[_Heard] | None = None
@@ -283,7 +307,7 @@ class Tape:
     def listening(self) -> Iterator[Self]:
         """Hooks on, and off again."""
         handles = [
-            unit.module.register_forward_hook(_Listener(self, unit), with_kwargs=True) for unit in self._units
+            unit.module.register_forward_hook(_Listener(self, unit), with_kwargs=True) for unit in self.units
         ]
         try:
             yield self
@@ -296,7 +320,7 @@ class Tape:
         self._n, self._heard = count(x), []
         try:
             with torch.enable_grad():
-                losses = self._loss(call(self.model, x), y)  # [sample]
+                losses = self.loss(call(self.model, x), y)  # [sample]
             heard = self._heard
         finally:
             self._heard = None
@@ -319,7 +343,7 @@ class Tape:
             # The edge, not the tensor: whoever overwrites the output in place (ReLU(inplace=True)) does not move the edge.
             edges = [get_gradient_edge(o) for o in found]
             blanks = [o.detach().new_empty(0) for o in found]
-            inputs = tree_map(_detached, (args, kwargs))
+            inputs = tree_map(detached, (args, kwargs))
             self._heard.append(_Heard(unit, inputs, edges, blanks, [o.shape for o in found]))
         return output
 
@@ -339,7 +363,7 @@ class WholeTape:
 
     def __init__(self, model: nn.Module, loss: Loss, inputs: int, mode: Mode) -> None:
         self.model, self.layout = model, Layout.of(model)
-        self._layer = AnyLayer(_LossOf(model, loss), (Axis(),) * inputs, (Axis(),), (0,), mode)
+        self._layer = AnyLayer(LossOf(model, loss), (Axis(),) * inputs, (Axis(),), (0,), mode)
 
     @contextmanager
     def listening(self) -> Iterator[Self]:
@@ -356,7 +380,7 @@ class WholeTape:
         return PerSample(losses.detach(), [Whole(formed)], self.layout)
 
 
-class _LossOf(nn.Module):
+class LossOf(nn.Module):
     """A model and its loss as one module (x, y) -> losses."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
@@ -367,5 +391,6 @@ class _LossOf(nn.Module):
         return self.loss(call(self.model, x), y)
 
 
-def _detached(value: Any) -> Any:
+def detached(value: Any) -> Any:
+    """A tensor without its history; anything else as it is."""
     return value.detach() if isinstance(value, Tensor) else value
