@@ -7,8 +7,8 @@
                           subtract the noise and knows the batches                                 never share
         manifest.json     size and SHA-256 of the others, written last
 
-Nothing is read by unpickling objects: tensors and plain values only (`weights_only=True`), and JSON. A checkpoint is written beside
-its place and moved there when it is complete; the one before it is kept.
+Nothing is read by unpickling objects: tensors and plain values only (`weights_only=True`), and JSON. A checkpoint is
+written beside its place and moved there when it is complete; the one before it is kept.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def _checked(path: Path, name: str) -> bytes:
         raise CheckpointError(f"{path} is not a whole checkpoint ({name}: {error}). {_before(path)}") from error
     if hashlib.sha256(content).hexdigest() != expected["sha256"]:
         raise CheckpointError(
-            f"{path / name} is damaged: {len(content)} bytes, {expected['bytes']} were written, and the checksum differs. "
+            f"{path / name} is damaged: {len(content)} bytes, {expected['bytes']} were written, and the "
+            "checksum differs. "
             f"{_before(path)}"
         )
     return content

@@ -1,7 +1,8 @@
 """The privacy report: everything that must be known to judge an ε, as plain values and in words.
 
-The fields follow what regulators and TF-Privacy's privacy statements ask for: trust model, unit, neighbouring relation, what is covered
-and what is not, ε and δ with their accountant, every constant of the mechanism, and the soundness of the method.
+The fields follow what regulators and TF-Privacy's privacy statements ask for: trust model, unit, neighbouring
+relation, what is covered and what is not, ε and δ with their accountant, every constant of the mechanism, and the
+soundness of the method.
 """
 
 from __future__ import annotations
@@ -83,22 +84,27 @@ def paragraph(report: dict[str, Any], width: int = 79) -> str:
     """The report in words, for a person who has to sign it."""
     if report["epsilon"] is None:
         first = (
-            f"This model was trained by {report['method']} and has no valid ε: it promises no privacy to the records it was "
+            f"This model was trained by {report['method']} and has no valid ε: it promises no privacy to the "
+            "records it was "
             "trained on."
         )
     else:
         first = (
-            f"This model was trained by {report['method']} ({report['soundness']}) and is (ε, δ)-differentially private with "
+            f"This model was trained by {report['method']} ({report['soundness']}) and is (ε, "
+            "δ)-differentially private with "
             f"ε = {_up(report['epsilon'])} at δ = {report['delta']:g} (by PLD; {_up(report['epsilon_rdp'])} by RDP). "
-            f"Without the amplification by Poisson sampling it would be {_up(report['epsilon_without_amplification'])}. "
+            "Without the amplification by Poisson sampling it would be "
+            f"{_up(report['epsilon_without_amplification'])}. "
             f"Unit: {report['unit']}. Neighbours: {report['neighbouring_relation']}. "
             f"{report['steps']} steps at rate q = {report['q']:.6g}; noise multipliers "
             + ", ".join(f"{m:g} ({name})" for name, m in report["multipliers"].items())
-            + f", jointly {report['joint_multiplier']:.4g}; sums divided by {report['divisor']}, {report['expected_batch_size']:g}."
+            + f", jointly {report['joint_multiplier']:.4g}; sums divided by {report['divisor']}, "
+            f"{report['expected_batch_size']:g}."
         )
     labels = "entered" if report["group_labels_entered_training"] else "did not enter"
     second = (
-        f"Group labels {labels} training. The seed is {report['seed']}. Not covered by ε: {'; '.join(report['not_covered'])}. "
+        f"Group labels {labels} training. The seed is {report['seed']}. Not covered by ε: "
+        f"{'; '.join(report['not_covered'])}. "
         f"Not protected: {', '.join(report['not_protected'])}."
     )
     return "\n\n".join(textwrap.fill(text, width) for text in (first, second))

@@ -166,7 +166,8 @@ class Releases:
     def __call__(self, name: str, value: Tensor, *, sensitivity: float | Tensor, multiplier: float) -> Tensor:
         """`value` made public: plus sensitivity · multiplier · N(0, I).
 
-        A multiplier of 0 publishes it in clear, and the ledger will say so. Nothing is written for a value without numbers.
+        A multiplier of 0 publishes it in clear, and the ledger will say so. Nothing is written for a value without
+        numbers.
         """
         if value.numel() == 0:
             return value

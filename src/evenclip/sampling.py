@@ -1,8 +1,8 @@
 """Batches: Poisson samples for private training, shuffled ones for plain SGD.
 
-Poisson: every record is in the batch with probability q, independently of all others; batches vary in size and may be empty. Drawn as
-|B| ~ Binomial(n, q), then |B| of the n records without replacement, which is the same distribution at the cost of |B| numbers
-instead of n. The number that gradients are divided by is the public expected size B, never |B|.
+Poisson: every record is in the batch with probability q, independently of all others; batches vary in size and may be
+empty. Drawn as |B| ~ Binomial(n, q), then |B| of the n records without replacement, which is the same distribution at
+the cost of |B| numbers instead of n. The number that gradients are divided by is the public expected size B, never |B|.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Shuffled:
 def chunks(batch: Tensor, size: int | None, pad: bool) -> list[tuple[Tensor, Tensor | None]]:
     """The batch in pieces of at most `size`, each with a mask of what is real in it (None: everything is).
 
-    With `pad`, every piece has exactly `size` rows, so that shapes never change; a batch larger than that takes another piece. An
-    empty batch has no piece.
+    With `pad`, every piece has exactly `size` rows, so that shapes never change; a batch larger than that takes
+    another piece. An empty batch has no piece.
 
     >>> [(len(rows), mask.sum().item()) for rows, mask in chunks(torch.arange(5), size=4, pad=True)]
     [(4, 4), (4, 1)]
@@ -110,10 +110,10 @@ def chunks(batch: Tensor, size: int | None, pad: bool) -> list[tuple[Tensor, Ten
     if size is None or (len(batch) <= size and not pad):
         return [(batch, None)]
     if not pad:
-        return [(piece, None) for piece in batch.split(size)]
+        return [(piece, None) for piece in torch.split(batch, size)]
     padded = torch.cat([batch, batch[:1].expand(-len(batch) % size)])  # any record will do: its weight is 0
     real = torch.arange(len(padded)) < len(batch)
-    return list(zip(padded.split(size), real.split(size), strict=True))
+    return list(zip(torch.split(padded, size), torch.split(real, size), strict=True))
 
 
 def roomy(B: float) -> int:
@@ -123,7 +123,10 @@ def roomy(B: float) -> int:
 
 def _plain(state: Any) -> dict[str, Any]:
     """A PCG64 state as strings: its 128-bit integers fit no tensor."""
-    return {"words": [f"{value:x}" for value in state["state"].values()], "buffer": [state["has_uint32"], state["uinteger"]]}
+    return {
+        "words": [f"{value:x}" for value in state["state"].values()],
+        "buffer": [state["has_uint32"], state["uinteger"]],
+    }
 
 
 def _numbers(plain: dict[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,8 @@
     weighted sum             Σ γ_i g_i                                    private
     gradient                 released with noise σS, divided by B         public
 
-No method is known here by name. Three kinds of value: what a step *returns as public* is `Step.public`; everything else in a `Step`
-is private, is shown to observers, and is never fed back.
+No method is known here by name. Three kinds of value: what a step *returns as public* is `Step.public`; everything
+else in a `Step` is private, is shown to observers, and is never fed back.
 """
 
 from __future__ import annotations
@@ -99,9 +99,7 @@ class Step:
     t: int = 0
 
 
-def step(
-    tape: AnyTape, guard: Guarded, state: Tensor, chunks: Sequence[Chunk], B: float, release: Releases
-) -> Step:
+def step(tape: AnyTape, guard: Guarded, state: Tensor, chunks: Sequence[Chunk], B: float, release: Releases) -> Step:
     """One step of Algorithm 2 on one batch: what becomes public, and what was seen.
 
     Args:
@@ -170,9 +168,7 @@ class _Batch:
         if self._clipped is None or self._clipped[0] is not now:
             S, found = self._guard.rule.sensitivity(now), []
             for look in self._passes():
-                weights, clamped = self._guard.weights(
-                    look.norms, look.group, now, S, _both(look.finite, look.real)
-                )
+                weights, clamped = self._guard.weights(look.norms, look.group, now, S, _both(look.finite, look.real))
                 assert look.gradients is not None
                 found.append((look.gradients.weighted_sum(weights), weights, clamped))
             self._clipped = now, *self._joined(found)
@@ -281,7 +277,7 @@ def _seed(chunk: Chunk) -> None:
 
 
 def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """a and b, where None is everything."""
+    """A and b, where None is everything."""
     if a is None or b is None:
         return b if a is None else a
     return a & b

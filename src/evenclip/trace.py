@@ -8,8 +8,8 @@ One row per epoch:
     clip_fraction                 share of samples whose weight is below that of a zero gradient
     state                         the rule's public state at the end of the epoch: Z, or the C_k
     sensitivity                   S of the last step
-    non_finite, empty_batches     samples that contributed nothing for lack of a finite gradient; batches without any sample
-    clamped                       weights that broke the rule's own bound and were held to it
+    non_finite, empty_batches     samples that contributed nothing for lack of a finite gradient; batches without any
+    sample clamped                       weights that broke the rule's own bound and were held to it
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class Trace:
         self._groups = groups
         self._open = _Open()
 
-    def add(self, losses: Tensor, norms: Tensor, clipped: Tensor, group: Tensor, clamped: Tensor, finite: Tensor | None) -> None:
+    def add(
+        self, losses: Tensor, norms: Tensor, clipped: Tensor, group: Tensor, clamped: Tensor, finite: Tensor | None
+    ) -> None:
         """One step, all [sample]: cheap, because the arithmetic waits for the end of the epoch."""
         self._open.columns.append((losses, norms, clipped, group, clamped, finite))
 

@@ -1,9 +1,9 @@
 """Training: `fit` and what it returns.
 
-`fit` fixes the public constants before it looks at anything (B = batch size, q = B/n, T = epochs · ⌈n/B⌉), then takes T steps of
-`evenclip.step`. Three kinds of value come out of it: what may be published (`Result.model`, `.ledger`, the rule's state); what a
-checkpoint needs besides and nobody else may have (`evenclip.checkpoint`); and what was seen (`Result.trace`, observers), which is
-private.
+`fit` fixes the public constants before it looks at anything (B = batch size, q = B/n, T = epochs · ⌈n/B⌉), then takes
+T steps of `evenclip.step`. Three kinds of value come out of it: what may be published (`Result.model`, `.ledger`, the
+rule's state); what a checkpoint needs besides and nobody else may have (`evenclip.checkpoint`); and what was seen
+(`Result.trace`, observers), which is private.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,9 @@ class Result:
     records: list[dict[str, Any]] = field(repr=False)
 
     def epsilon(self, accountant: str = "pld", delta: float | None = None) -> float | None:
-        """ε at δ for the release of this model and everything public about its training; None if there is no valid one."""
+        """ε at δ for the release of this model and everything public about its training; None if there is no valid
+        one.
+        """
         from evenclip import accounting
 
         return accounting.epsilon(self.ledger, self.settings.delta if delta is None else delta, accountant)
@@ -164,7 +166,8 @@ def fit(
         batch_size: B, the expected batch size.
         lr: learning rate, handed to the optimiser.
         delta: δ; the largest power of ten below 1/(2n) unless given.
-        seed: fixes batches, noise and dropout, so that whoever knows it can subtract the noise; from the operating system
+        seed: fixes batches, noise and dropout, so that whoever knows it can subtract the noise; from the operating
+            system
             unless given.
         device: where to train; where the model is unless given.
         optimizer: called as optimizer(parameters, lr=lr). What it does with noisy gradients costs no privacy.
@@ -253,9 +256,7 @@ class _Run:
         """Draw a batch, take one step of Algorithm 2, write the ledger."""
         batch = self.sampler.next()
         release = Releases(self._draw())
-        found = step(
-            self.tape, self.guard, self.state, self._chunks(batch), self.sampler.expected_size(batch), release
-        )
+        found = step(self.tape, self.guard, self.state, self._chunks(batch), self.sampler.expected_size(batch), release)
         self.ledger.write(self.sampler.q, release.multipliers)
         return replace(found, t=self.t)
 
@@ -308,8 +309,11 @@ class _Run:
     def save(self, folder: Path) -> None:
         """Write a checkpoint of this moment."""
         published = {
-            "settings": self.settings.to_json(), "t": self.t, "state": self.state.tolist(), "ledger": self.ledger.to_json()
-        }  # fmt: skip
+            "settings": self.settings.to_json(),
+            "t": self.t,
+            "state": self.state.tolist(),
+            "ledger": self.ledger.to_json(),
+        }
         secret = {
             "noise": self.noise.state(),
             "batches": self.sampler.state(),
@@ -338,7 +342,8 @@ class _Run:
         self.trace.set_state(secret["trace"])
 
 
-# --- before training -----------------------------------------------------------------------------------------------------
+# --- before training
+# -----------------------------------------------------------------------------------------------------
 
 
 def _settings(
@@ -352,7 +357,8 @@ def _settings(
     if q is None or not rule.poisson:
         if rule.poisson and batch_size > n:
             raise ValueError(
-                f"batch_size is {batch_size} and there are {n} records, so the sampling rate q = batch_size/n would be above 1; "
+                f"batch_size is {batch_size} and there are {n} records, so the sampling rate q = batch_size/n "
+                "would be above 1; "
                 f"choose a batch_size of at most {n}."
             )
         q, epoch = batch_size / n, math.ceil(n / batch_size)
@@ -361,12 +367,19 @@ def _settings(
         epoch = round(1 / q)
     if steps is not None:
         check.natural(steps=steps)
-    name = getattr(optimizer, "__name__", None) or getattr(getattr(optimizer, "func", None), "__name__", repr(optimizer))
     return Settings(
         rule=rule, n=n, groups=data.K, q=q if rule.poisson else None, B=float(batch_size), epoch=epoch,
-        steps=epochs * epoch if steps is None else steps, delta=_delta(delta, n), lr=float(lr), optimizer=name, seed=seed,
+        steps=epochs * epoch if steps is None else steps, delta=_delta(delta, n), lr=float(lr),
+        optimizer=_name(optimizer), seed=seed,
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
     )  # fmt: skip
+
+
+def _name(optimizer: Callable[..., Any]) -> str:
+    """What to call an optimiser: its class, with what a `functools.partial` has filled in."""
+    if isinstance(optimizer, partial):
+        return f"{_name(optimizer.func)}({', '.join(f'{k}={v!r}' for k, v in optimizer.keywords.items())})"
+    return str(getattr(optimizer, "__name__", type(optimizer).__name__))
 
 
 def _delta(delta: float | None, n: int) -> float:
@@ -390,7 +403,8 @@ def _placed(model: nn.Module, device: str | torch.device | None) -> tuple[nn.Mod
     place = torch.device(device) if device is not None else first.device if first is not None else torch.device("cpu")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            f"device is {str(place)!r} and torch {torch.__version__} finds no CUDA device; pass device='cpu', or install a CUDA "
+            f"device is {str(place)!r} and torch {torch.__version__} finds no CUDA device; pass device='cpu', "
+            "or install a CUDA "
             "build of torch and its driver."
         )
     return copy.deepcopy(model).to(place).train(), place
@@ -401,7 +415,8 @@ def _check_inputs(model: nn.Module, loss: Loss, data: Dataset | MapDataset, rule
     some = data.take(torch.arange(min(3, len(data)))).to(place)
     if rule.uses_groups and some.group is None:
         raise ValueError(
-            f"{rule.name} needs every sample's group and the data have none; pass (x, y, group), or choose a rule that does not "
+            f"{rule.name} needs every sample's group and the data have none; pass (x, y, group), or choose a "
+            "rule that does not "
             "use group labels, such as DPSGDGlobalAdapt."
         )
     state = torch.random.get_rng_state()
@@ -426,7 +441,8 @@ def _check_labels(output: Any, loss: Loss, data: Dataset | MapDataset) -> None:
     labels = data.y[data.y != ignored]
     if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= output.shape[1]):
         raise ValueError(
-            f"The labels run from {int(labels.min())} to {int(labels.max())} and the model has {output.shape[1]} outputs, for the "
+            f"The labels run from {int(labels.min())} to {int(labels.max())} and the model has "
+            f"{output.shape[1]} outputs, for the "
             f"labels 0 to {output.shape[1] - 1}; number the classes from 0, or give the model more outputs."
         )
 
@@ -435,7 +451,8 @@ def _check_counts(rule: Rule, counts: int) -> None:
     """Raise for a rule that counts and does not say with how much noise."""
     if counts and not rule.sigma_count:
         raise ValueError(
-            f"{rule.name} has a statistic of {counts} numbers and no sigma_count; give it the noise multiplier of that release."
+            f"{rule.name} has a statistic of {counts} numbers and no sigma_count; give it the noise "
+            "multiplier of that release."
         )
 
 
@@ -490,17 +507,21 @@ def _start(run: _Run, folder: Path | None, resume: bool) -> None:
         return
     if not resume:
         raise CheckpointError(
-            f"{folder} already holds a checkpoint ({last.name}); pass resume=True to go on from it, or choose another folder."
+            f"{folder} already holds a checkpoint ({last.name}); pass resume=True to go on from it, or choose "
+            "another folder."
         )
     run.restore(last)
 
 
 def _refuse_foreign(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     """Raise unless the checkpoint was written by a run with these very settings."""
-    differ = [f"{name}: {theirs.get(name)!r} there, {ours[name]!r} here" for name in ours if theirs.get(name) != ours[name]]
+    differ = [
+        f"{name}: {theirs.get(name)!r} there, {ours[name]!r} here" for name in ours if theirs.get(name) != ours[name]
+    ]
     if differ:
         raise CheckpointError(
-            f"{path} belongs to another run ({'; '.join(differ)}). Resume with the settings it was started with, or choose "
+            f"{path} belongs to another run ({'; '.join(differ)}). Resume with the settings it was started "
+            "with, or choose "
             "another folder."
         )
 
@@ -508,6 +529,8 @@ def _refuse_foreign(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) ->
 def _say_saved(folder: Path | None, t: int, steps: int) -> None:
     """What became of an interrupted run."""
     if folder is None:
-        print(f"Stopped after step {t} of {steps}; nothing was saved (no checkpoint folder was given).", file=sys.stderr)
+        print(
+            f"Stopped after step {t} of {steps}; nothing was saved (no checkpoint folder was given).", file=sys.stderr
+        )
     else:
         print(f"Stopped after step {t} of {steps}, saved in {folder}; go on with resume=True.", file=sys.stderr)

@@ -10,7 +10,17 @@ from evenclip.gradients.losses import Loss
 from evenclip.gradients.plan import ModelError, plan
 from evenclip.gradients.tape import AnyTape, Layout, PerSample, Tape, WholeTape
 
-__all__ = ["AnyTape", "Layout", "ModelError", "PerSample", "Tape", "WholeTape", "per_sample_gradients", "per_sample_norms", "plan"]
+__all__ = [
+    "AnyTape",
+    "Layout",
+    "ModelError",
+    "PerSample",
+    "Tape",
+    "WholeTape",
+    "per_sample_gradients",
+    "per_sample_norms",
+    "plan",
+]
 
 
 def per_sample_gradients(model: nn.Module, loss: Loss, x: Any, y: Any) -> PerSample:
@@ -18,7 +28,8 @@ def per_sample_gradients(model: nn.Module, loss: Loss, x: Any, y: Any) -> PerSam
 
     Args:
         model: any module whose samples do not influence each other.
-        loss: loss(output, y); averaging, summing or per sample. The loss of a sample is the loss of a batch of that one.
+        loss: loss(output, y); averaging, summing or per sample. The loss of a sample is the loss of a batch of that
+            one.
         x: the model's input [sample, ...], or a tuple or a dict of its inputs.
         y: the targets, [sample, ...].
 

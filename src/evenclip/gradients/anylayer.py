@@ -1,8 +1,8 @@
 """Any module with parameters, by `torch.func`: recurrent layers, attention, somebody's own.
 
-The gradient of sample i is that of ⟨output_i, δ_i⟩ with respect to the module's parameters, for the sample alone. It is mapped over
-the samples; where PyTorch refuses to map over shared parameters (recurrent layers write in place), each sample gets its own copy of
-them; where it refuses that too, one sample at a time.
+The gradient of sample i is that of ⟨output_i, δ_i⟩ with respect to the module's parameters, for the sample alone. It
+is mapped over the samples; where PyTorch refuses to map over shared parameters (recurrent layers write in place), each
+sample gets its own copy of them; where it refuses that too, one sample at a time.
 """
 
 from __future__ import annotations
@@ -82,13 +82,14 @@ class AnyLayer:
             # Some operations are mapped by a loop inside torch. Slow, not wrong.
             warnings.filterwarnings("ignore", message="There is a performance drop")
             each = vmap(grad_and_value(call), in_dims=dims, randomness="different")
-            return each(parameters, tensors, list(deltas))  # type: ignore[no-any-return]
+            return each(parameters, tensors, list(deltas))
 
     def _loop(
         self, call: _Call, parameters: dict[str, Tensor], tensors: list[Tensor], deltas: Sequence[Tensor], n: int
     ) -> tuple[dict[str, Tensor], Tensor]:
         rows = [
-            _alone(call, parameters, _sample(tensors, self.inputs, i), _sample(deltas, self.outputs, i)) for i in range(n)
+            _alone(call, parameters, _sample(tensors, self.inputs, i), _sample(deltas, self.outputs, i))
+            for i in range(n)
         ]
         gradients = {name: torch.stack([g[name] for g, _ in rows]) for name in parameters}
         return gradients, torch.stack([value for _, value in rows])
@@ -110,7 +111,7 @@ class _Call:
         output = functional_call(layer.module, parameters, args, kwargs)
         found = [o for o in tree_leaves(output) if isinstance(o, Tensor)]
         products = [
-            (found[pick].squeeze(axis.at) * delta).sum()
+            (found[pick].squeeze(axis.at or 0) * delta).sum()
             for pick, axis, delta in zip(layer.picks, layer.outputs, deltas, strict=True)
         ]
         return torch.stack(products).sum()

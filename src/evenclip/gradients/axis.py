@@ -12,7 +12,8 @@ __all__ = ["Axis"]
 
 @dataclass(frozen=True)
 class Axis:
-    """The samples lie along axis `at`, `each` consecutive entries a sample; nowhere (`at` is None) if all share the tensor.
+    """The samples lie along axis `at`, `each` consecutive entries a sample; nowhere (`at` is None) if all share the
+    tensor.
 
     >>> Axis(1).first(torch.zeros(7, 3), n=3).shape  # position first, as recurrent layers like it
     torch.Size([3, 7])

@@ -1,8 +1,8 @@
 """The passes through the model as one compiled graph.
 
-Forward pass, backward pass and norms are traced once for a shape of batch into one graph of tensor operations, and `torch.compile` makes
-that fast; a second graph takes the weighted sum. For tracing, the backward pass has to be a function: zeros ("taps") are added to every
-unit's output, and δ is the derivative with respect to the taps.
+Forward pass, backward pass and norms are traced once for a shape of batch into one graph of tensor operations, and
+`torch.compile` makes that fast; a second graph takes the weighted sum. For tracing, the backward pass has to be a
+function: zeros ("taps") are added to every unit's output, and δ is the derivative with respect to the taps.
 
 Everything falls back to the plain tape, without a word, where there is no compiler or the model cannot be traced.
 """
@@ -54,7 +54,9 @@ class CompiledTape:
     def _compiled(self, x: Any, y: Any) -> _Graphs | None:
         try:
             graphs = _Graphs(self._plain, x, y)
-            graphs(x, y).weighted_sum(torch.ones(len(tree_leaves(y)[0]), dtype=torch.float64, device=self.layout.blank.device))
+            graphs(x, y).weighted_sum(
+                torch.ones(len(tree_leaves(y)[0]), dtype=torch.float64, device=self.layout.blank.device)
+            )
         except Exception as error:  # whatever the compiler stumbles over, the plain tape does the same work
             _log.debug("not compiled: %s", error)
             return None
@@ -91,7 +93,7 @@ class _Graphs:
         """Losses, norms, and everything that a weighted sum needs, as tensors."""
         taps = [torch.zeros_like(delta) for record in self._records for delta in record.deltas]
         run = partial(self._tapped, parameters, x, y)
-        losses, pull, inputs = vjp(run, taps, has_aux=True)
+        losses, pull, inputs = vjp(run, taps, has_aux=True)  # type: ignore[misc]  # typed for has_aux=False
         (deltas,) = pull(torch.ones_like(losses))
         flat = [*inputs, *deltas]
         return losses, PerSample(losses, self._filled(flat), self._tape.layout).norms(), flat

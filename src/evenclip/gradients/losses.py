@@ -1,11 +1,11 @@
 """One loss per sample, from any loss.
 
-The loss of sample i is the user's loss on a batch of that sample alone. So it does not matter whether a loss averages, sums or does
-not reduce; and a loss cannot let the samples of a batch influence each other.
+The loss of sample i is the user's loss on a batch of that sample alone. So it does not matter whether a loss averages,
+sums or does not reduce; and a loss cannot let the samples of a batch influence each other.
 
 | the loss is | how it is taken apart |
 |---|---|
-| a torch loss (function or module) that takes `reduction` | asked for `reduction="none"`, then averaged (or summed, if it sums) within the sample |
+| a torch loss with a `reduction` | asked for `reduction="none"`, then averaged (or summed) within the sample |
 | a function that returns one value per sample | used as it is (several values a sample are summed) |
 | a function that returns one number | mapped over samples |
 """
@@ -34,7 +34,7 @@ def per_sample(loss: Loss) -> Loss:
     """
     if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
         apart = copy.deepcopy(loss)
-        apart.reduction = "none"
+        apart.reduction = "none"  # type: ignore[assignment]  # torch types every attribute of a module
         return _Reduced(apart, loss.reduction, {})
     if not isinstance(loss, nn.Module) and "reduction" in _parameters(loss):
         return _Reduced(loss, _parameters(loss)["reduction"].default, {"reduction": "none"})
@@ -68,10 +68,11 @@ class _Unknown:
             return values if values.ndim == 1 else values.flatten(1).sum(dim=1)
         if values.numel() != 1:
             raise ValueError(
-                f"The loss returned shape {list(values.shape)} for {n} samples; it must return one number, or one value per "
+                f"The loss returned shape {list(values.shape)} for {n} samples; it must return one number, or "
+                "one value per "
                 "sample along the first axis."
             )
-        return torch.func.vmap(self._alone)(output, target)  # type: ignore[no-any-return]
+        return torch.func.vmap(self._alone)(output, target)
 
     def _alone(self, output: Any, target: Any) -> Tensor:
         """The loss of a batch of one."""

@@ -3,9 +3,11 @@
 Before training, a few samples go through the model to learn, and to check, what cannot be read off it:
 
 1. which modules are units (a layer with a formula; any other module with parameters of its own, through `torch.func`);
-2. where the samples lie in each unit's inputs and outputs: the axis that differs between a batch of three and one of two;
+2. where the samples lie in each unit's inputs and outputs: the axis that differs between a batch of three and one of
+two;
 3. that no sample influences another: one sample is changed, no other sample's loss may move;
-4. that the gradients taken apart are those of autograd, sample by sample. If not (a parameter used behind its layer's back),
+4. that the gradients taken apart are those of autograd, sample by sample. If not (a parameter used behind its layer's
+back),
    the whole model goes through `torch.func` instead; if that fails too, the model is refused.
 
 A model is refused in a sentence that names the module and what to do instead.
@@ -14,6 +16,7 @@ A model is refused in a sentence that names the module and what to do instead.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -59,11 +62,13 @@ def plan(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tape | WholeTape:
                     return tape
     raise ModelError(
         f"The per-sample gradients of {type(model).__name__} could not be verified against autograd on three samples. "
-        "Is its forward pass random in a way that does not come from torch's generator, or does it change its own state?"
+        "Is its forward pass random in a way that does not come from torch's generator, or does it change its "
+        "own state?"
     )
 
 
-# --- what is refused outright --------------------------------------------------------------------------------------------
+# --- what is refused outright
+# --------------------------------------------------------------------------------------------
 
 
 def refuse_stateful(model: nn.Module) -> None:
@@ -72,8 +77,10 @@ def refuse_stateful(model: nn.Module) -> None:
         where = f"{path or 'the model'} ({type(module).__name__})"
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ModelError(
-                f"{where} computes its statistics over the batch, so every sample influences every other and no per-sample "
-                "gradient exists. Replace it by nn.GroupNorm, nn.LayerNorm or nn.InstanceNorm (without running statistics)."
+                f"{where} computes its statistics over the batch, so every sample influences every other and "
+                "no per-sample "
+                "gradient exists. Replace it by nn.GroupNorm, nn.LayerNorm or nn.InstanceNorm (without "
+                "running statistics)."
             )
         if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
             raise ModelError(
@@ -96,7 +103,8 @@ def _forward_without_traces(model: nn.Module, loss: Loss, x: Any, y: Any) -> Ten
     for name, buffer in model.named_buffers():
         if not torch.equal(buffer, before[name]):
             raise ModelError(
-                f"The forward pass changes the buffer {name!r}: what it keeps of the data leaves the training without noise. "
+                f"The forward pass changes the buffer {name!r}: what it keeps of the data leaves the training "
+                "without noise. "
                 "Build that layer without running statistics, or call .eval() on it in a copy that stays in that mode."
             )
     return losses
@@ -109,7 +117,8 @@ def _refuse_mixing(model: nn.Module, loss: Loss, x: Any, y: Any, reference: Tens
         return
     path = _mixing_module(model, x)
     raise ModelError(
-        f"The samples of a batch influence each other in {path}: changing one sample changed another's loss. Private training "
+        f"The samples of a batch influence each other in {path}: changing one sample changed another's loss. "
+        "Private training "
         "needs samples that are computed independently; use a layer that normalises or attends within one sample."
     )
 
@@ -124,7 +133,8 @@ def _mixing_module(model: nn.Module, x: Any) -> str:
     return f"the model itself ({type(model).__name__})"
 
 
-# --- taking apart --------------------------------------------------------------------------------------------------------
+# --- taking apart
+# --------------------------------------------------------------------------------------------------------
 
 
 def _candidates(model: nn.Module, loss: Loss, x: Any, y: Any) -> Iterator[Tape | WholeTape]:
@@ -185,7 +195,8 @@ def _named_once(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
     first = {id(p): name for name, p in model.named_parameters()}
     every = dict(model.named_parameters(remove_duplicate=False))
     return [
-        replace(unit, parameters={own: first[id(every[full])] for own, full in unit.parameters.items()}) for unit in units
+        replace(unit, parameters={own: first[id(every[full])] for own, full in unit.parameters.items()})
+        for unit in units
     ]
 
 
@@ -197,7 +208,9 @@ class _Shapes:
         self._found: list[list[Any]] = [[] for _ in units]
 
     def of(self, x: Any) -> list[list[Any]]:
-        """Unit by unit, call by call: (shapes of inputs, shapes of outputs with a gradient, which outputs those are)."""
+        """Unit by unit, call by call: (shapes of inputs, shapes of outputs with a gradient, which outputs those
+        are).
+        """
         handles = [
             unit.module.register_forward_hook(_Noting(calls), with_kwargs=True)
             for unit, calls in zip(self._units, self._found, strict=True)
@@ -225,7 +238,8 @@ class _Noting:
         self._calls.append((inputs, [outputs[i].shape for i in picks], picks))
 
 
-# --- checking ------------------------------------------------------------------------------------------------------------
+# --- checking
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _agrees(tape: Tape | WholeTape, model: nn.Module, loss: Loss, x: Any, y: Any) -> bool:
@@ -240,15 +254,17 @@ def _agrees(tape: Tape | WholeTape, model: nn.Module, loss: Loss, x: Any, y: Any
     scale = expected.abs().max()
     close = torch.allclose(each, expected, rtol=0.0, atol=float(scale) * _tolerance(each.dtype))
     sizes = torch.linalg.vector_norm(expected, dim=1, dtype=torch.float64)
-    return close and torch.allclose(norms, sizes, rtol=10 * _tolerance(each.dtype), atol=float(scale) * _tolerance(each.dtype))
+    return close and torch.allclose(
+        norms, sizes, rtol=10 * _tolerance(each.dtype), atol=float(scale) * _tolerance(each.dtype)
+    )
 
 
 @contextmanager
 def _checkable(tape: Tape | WholeTape, model: nn.Module) -> Iterator[None]:
     """A whole model draws other dropout masks sample by sample than in a batch, so it is compared with dropout off.
 
-    A tape of units is compared as it is: a unit that went through `torch.func` with other masks than in the forward pass
-    would have the wrong gradient, and must fail here.
+    A tape of units is compared as it is: a unit that went through `torch.func` with other masks than in the forward
+    pass would have the wrong gradient, and must fail here.
     """
     modes = [(module, module.training) for module in model.modules()]
     if isinstance(tape, WholeTape):
@@ -277,7 +293,7 @@ def _autograd(model: nn.Module, loss: Loss, x: Any, y: Any, found: PerSample) ->
 
 def _tolerance(dtype: torch.dtype) -> float:
     """How far two orders of the same float operations may lie apart, relative to the largest number."""
-    return float(torch.finfo(dtype).eps) ** 0.5 / 3
+    return math.sqrt(torch.finfo(dtype).eps) / 3
 
 
 def _forward(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tensor:
@@ -335,7 +351,9 @@ def _first_two(value: Any) -> Any:
 
 
 def _first_changed(value: Tensor) -> Tensor:
-    """The samples with the first one changed: beyond recognition if it is numbers, for its neighbour's if it is tokens."""
+    """The samples with the first one changed: beyond recognition if it is numbers, for its neighbour's if it is
+    tokens.
+    """
     changed = value.clone()
     if value.is_floating_point():
         changed[0] = 3 * value[0] + torch.linspace(-2, 2, value[0].numel()).reshape(value[0].shape).to(value)

@@ -1,9 +1,9 @@
 """One forward pass, one backward pass, every sample's gradient.
 
-The forward pass records (unit, inputs, outputs) for each unit: a layer with a formula, or any other module that has parameters of
-its own. One `torch.autograd.grad(losses.sum(), outputs)` gives δ, the gradient with respect to every output; no sample's loss
-reaches another sample's row, so row i of δ belongs to sample i. What comes back is a value, `PerSample`, from which norms and
-weighted sums are taken any number of times:
+The forward pass records (unit, inputs, outputs) for each unit: a layer with a formula, or any other module that has
+parameters of its own. One `torch.autograd.grad(losses.sum(), outputs)` gives δ, the gradient with respect to every
+output; no sample's loss reaches another sample's row, so row i of δ belongs to sample i. What comes back is a value,
+`PerSample`, from which norms and weighted sums are taken any number of times:
 
     norms()            ‖g_i‖               what the rule clips by
     weighted_sum(w)    Σ_i w_i g_i         what is trained on; with indicators as weights, g_B and the group gradients
@@ -30,7 +30,19 @@ from evenclip.gradients.axis import Axis
 from evenclip.gradients.layers import Formed, LayerGradient
 from evenclip.gradients.losses import Loss
 
-__all__ = ["AnyTape", "Layout", "LossOf", "PerSample", "Record", "Tape", "Unit", "WholeTape", "call", "count", "detached"]
+__all__ = [
+    "AnyTape",
+    "Layout",
+    "LossOf",
+    "PerSample",
+    "Record",
+    "Tape",
+    "Unit",
+    "WholeTape",
+    "call",
+    "count",
+    "detached",
+]
 
 
 class AnyTape(Protocol):
@@ -93,7 +105,7 @@ class Layout:
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
         """Views of the vector, parameter by parameter."""
-        pieces = vector.split(self.sizes)
+        pieces = torch.split(vector, list(self.sizes))
         return {name: v.view(s) for name, s, v in zip(self.names, self.shapes, pieces, strict=True)}
 
 
@@ -202,7 +214,9 @@ class PerSample:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The layers' gradients; a parameter that several calls use is formed and added up first, for its cross terms."""
+        """The layers' gradients; a parameter that several calls use is formed and added up first, for its cross
+        terms.
+        """
         n, uses = len(self.losses), _uses(self.records)
         parts, shared = [], dict[str, Tensor]()
         for record in self.records:
@@ -250,7 +264,9 @@ class PerSample:
         return torch.stack([self.weighted_sum(one) for one in eye])
 
     def masked(self, keep: Tensor) -> PerSample:
-        """The same with the gradients of the samples that are not kept set to exactly 0 (a NaN times 0 is not).  keep: [sample]"""
+        """The same with the gradients of the samples that are not kept set to exactly 0 (a NaN times 0 is not).  keep:
+        [sample]
+        """
         records = [record.masked(keep) for record in self.records]
         return PerSample(torch.where(keep, self.losses, 0.0), records, self.layout)
 
@@ -265,7 +281,8 @@ def _uses(records: Sequence[Record | Whole]) -> dict[str, int]:
 
 
 def _rounding_up(like: Tensor) -> float:
-    """What makes a norm an upper bound on what the sum adds: the roundings of weight · input · δ, sixteen unit roundoffs.
+    """What makes a norm an upper bound on what the sum adds: the roundings of weight · input · δ, sixteen unit
+    roundoffs.
 
     TF32 products, where somebody has allowed them on a GPU, keep ten bits; then it is sixteen of those.
     """
@@ -295,7 +312,9 @@ class _Heard:
 
 
 class Tape:
-    """Records a model's forward passes and turns each into a `PerSample`. Its hooks are on the model only while `listening`."""
+    """Records a model's forward passes and turns each into a `PerSample`. Its hooks are on the model only while
+    `listening`.
+    """
 
     def __init__(self, model: nn.Module, loss: Loss, units: Sequence[Unit]) -> None:
         self.model, self.loss, self.units = model, loss, tuple(units)
@@ -306,9 +325,7 @@ class Tape:
     @contextmanager
     def listening(self) -> Iterator[Self]:
         """Hooks on, and off again."""
-        handles = [
-            unit.module.register_forward_hook(_Listener(self, unit), with_kwargs=True) for unit in self.units
-        ]
+        handles = [unit.module.register_forward_hook(_Listener(self, unit), with_kwargs=True) for unit in self.units]
         try:
             yield self
         finally:
@@ -340,7 +357,8 @@ class Tape:
             unit = replace(unit, outputs=(Axis(),))
         found = [o for o in tree_leaves(output) if isinstance(o, Tensor) and o.requires_grad]
         if found:
-            # The edge, not the tensor: whoever overwrites the output in place (ReLU(inplace=True)) does not move the edge.
+            # The edge, not the tensor: whoever overwrites the output in place (ReLU(inplace=True)) does not move the
+            # edge.
             edges = [get_gradient_edge(o) for o in found]
             blanks = [o.detach().new_empty(0) for o in found]
             inputs = tree_map(detached, (args, kwargs))
@@ -359,7 +377,9 @@ class _Listener:
 
 
 class WholeTape:
-    """The same service for a model that cannot be taken apart into units: every gradient is formed through `torch.func`."""
+    """The same service for a model that cannot be taken apart into units: every gradient is formed through
+    `torch.func`.
+    """
 
     def __init__(self, model: nn.Module, loss: Loss, inputs: int, mode: Mode) -> None:
         self.model, self.layout = model, Layout.of(model)
@@ -388,6 +408,7 @@ class LossOf(nn.Module):
         self.model, self.loss = model, loss
 
     def forward(self, x: Any, y: Any) -> Tensor:
+        """The losses.  # [sample]"""
         return self.loss(call(self.model, x), y)
 
 

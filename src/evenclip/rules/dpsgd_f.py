@@ -1,21 +1,22 @@
 """DPSGD-F: a clipping bound for each group, larger where more of the group is clipped (Xu et al. 2020).
 
-With m_k and o_k the numbers of samples of group k whose norm is above and not above C0, and m̃_k, õ_k their noisy values,
-rounded down and held at 0 or above:
+With m_k and o_k the numbers of samples of group k whose norm is above and not above C0, and m̃_k, õ_k their noisy
+values, rounded down and held at 0 or above:
 
     r_k = m̃_k/(m̃_k + õ_k)  (1 if the denominator is 0),
     C_k = C0 · (1 + r_k/mean_j r_j)  (C0 for all k if every r_k is 0),
     γ_i = min(1, C_k/‖g_i‖) for a sample of group k.
 
-Sensitivity. A sample of any group moves the sum by at most max_k C_k, the maximum over ALL K groups, whether or not a group
-is in the batch; the C_k are public because the counts are released first. A sample is in exactly one of the 2K counts, so
-the count vector has L2 sensitivity 1. max_k C_k can reach (1 + K)·C0.
+Sensitivity. A sample of any group moves the sum by at most max_k C_k, the maximum over ALL K groups, whether or not a
+group is in the batch; the C_k are public because the counts are released first. A sample is in exactly one of the 2K
+counts, so the count vector has L2 sensitivity 1. max_k C_k can reach (1 + K)·C0.
 
-Differs from the paper: Algorithm 3 of Esipova et al. 2023 takes C_k relative to m̃/|B| and adds noise σC0, less than its
-sensitivity (unsound: the true multiplier is at most σ/2); the code it was run with takes the maximum over the groups present
-in the batch, which tells who is present. Ours is that code's C_k with the maximum over all groups.
+Differs from the paper: Algorithm 3 of Esipova et al. 2023 takes C_k relative to m̃/|B| and adds noise σC0, less than
+its sensitivity (unsound: the true multiplier is at most σ/2); the code it was run with takes the maximum over the
+groups present in the batch, which tells who is present. Ours is that code's C_k with the maximum over all groups.
 
-Accounting. Counts (multiplier σ_count, 10σ unless given) and gradient (σ) on one batch, jointly. Group labels enter training.
+Accounting. Counts (multiplier σ_count, 10σ unless given) and gradient (σ) on one batch, jointly. Group labels enter
+training.
 """
 
 from __future__ import annotations

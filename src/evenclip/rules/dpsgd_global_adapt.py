@@ -4,15 +4,16 @@
     Z ← Z · exp(−η_Z + b̃),   b̃ = (|{i : ‖g_i‖ > τZ}| + N(0, σ_count²))/B
 
 Sensitivity. γ_i ‖g_i‖ = C0 · ‖g_i‖/max(Z, ‖g_i‖) ≤ C0 for every Z > 0. Each sample adds 0 or 1 to the count.
-Accounting. Count (multiplier σ_count) and gradient (σ) see one batch and are accounted jointly. Group labels are not used.
+Accounting. Count (multiplier σ_count) and gradient (σ) see one batch and are accounted jointly. Group labels are not
+used.
 
-What it is. γ = (C0/Z)·min(1, Z/‖g‖): DPSGD with clipping bound Z and learning rate η·C0/Z. The update of Z is the quantile
-rule of Andrew et al. 2021 with unit step: Z settles where a fraction η_Z of the norms exceeds τZ, so η_Z is a target
-fraction rather than a learning rate.
+What it is. γ = (C0/Z)·min(1, Z/‖g‖): DPSGD with clipping bound Z and learning rate η·C0/Z. The update of Z is the
+quantile rule of Andrew et al. 2021 with unit step: Z settles where a fraction η_Z of the norms exceeds τZ, so η_Z is a
+target fraction rather than a learning rate.
 
-Differs from the paper: the count is divided by the public expected batch size B, not by the random |B| (unaccounted, and
-undefined for an empty batch); the closed form of γ is used for Z < C0 too; Z is held within [1e-12, 1e12], far outside any
-norm, so that no stroke of noise on a tiny batch can make it 0 or infinite.
+Differs from the paper: the count is divided by the public expected batch size B, not by the random |B| (unaccounted,
+and undefined for an empty batch); the closed form of γ is used for Z < C0 too; Z is held within [1e-12, 1e12], far
+outside any norm, so that no stroke of noise on a tiny batch can make it 0 or infinite.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A rule over a whole batch, held to its word.
 
-The rule is mapped sample by sample (`torch.func.vmap`), or called on the batch at once where it declares itself elementwise.
-Whatever comes back, these hold, because here they are enforced and not believed:
+The rule is mapped sample by sample (`torch.func.vmap`), or called on the batch at once where it declares itself
+elementwise. Whatever comes back, these hold, because here they are enforced and not believed:
 
     ‖statistic_i‖ ≤ 1,   |γ_i| · ‖g_i‖ ≤ S,   a sample that is not kept contributes exactly nothing.
 
@@ -15,6 +15,7 @@ Whatever comes back, these hold, because here they are enforced and not believed
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ from torch import Tensor
 from evenclip.rules.rule import Rule
 
 __all__ = ["Guarded"]
+
+Method = Callable[[Tensor, Tensor, Tensor], Tensor]  # (norm, group, public) -> one sample's value
 
 # A weight that is too large by rounding alone is held, like any other, but not counted as a lie.
 _ROUNDING = 1 + 2.0**-40
@@ -70,11 +73,11 @@ class Guarded:
         """The weight that a zero gradient of the same group would have; a smaller one is clipped.  # [sample]"""
         return self.weights(torch.zeros_like(group, dtype=torch.float64), group, now, S, None)[0]
 
-    def _map(self, method, norms: Tensor, group: Tensor, public: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def _map(self, method: Method, norms: Tensor, group: Tensor, public: Tensor) -> Tensor:
         """`method(norm, group, public)` for every sample."""
         if self.rule.elementwise:
-            return method(norms, group, public)  # type: ignore[no-any-return]
+            return method(norms, group, public)
         if len(norms) == 0:  # vmap refuses an empty axis
             one = method(norms.new_zeros(()), group.new_zeros(()), public)
-            return one.new_zeros((0, *one.shape))  # type: ignore[no-any-return]
-        return torch.func.vmap(method, in_dims=(0, 0, None))(norms, group, public)  # type: ignore[no-any-return]
+            return one.new_zeros((0, *one.shape))
+        return torch.func.vmap(method, in_dims=(0, 0, None))(norms, group, public)

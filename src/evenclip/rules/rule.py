@@ -1,8 +1,8 @@
 """What a clipping rule is: norms in, weights out, for one sample at a time.
 
 Private training forms Σ_i γ_i g_i and adds noise. A rule says what γ_i is. It is written for ONE sample and mapped over
-the batch by the engine (`evenclip.rules.guard`), so it cannot see the batch; the engine does every sum, every release and
-every division. In the order in which a step calls them:
+the batch by the engine (`evenclip.rules.guard`), so it cannot see the batch; the engine does every sum, every release
+and every division. In the order in which a step calls them:
 
     state                                          public; `init(groups)` before the first step
     statistic(norm, group, state)                  one sample's share of a count vector, of length at most 1
@@ -12,8 +12,8 @@ every division. In the order in which a step calls them:
     weight(norm, group, now)                       γ_i; the engine holds |γ_i| · ‖g_i‖ ≤ S whatever comes back
     ... the engine sums γ_i g_i, adds σ · S · N(0, I), divides by B, updates, carries `next` on ...
 
-A rule is a frozen dataclass whose fields are public. One file holds its formula, its sensitivity argument, its accounting,
-whether it uses group labels, its soundness and its citation.
+A rule is a frozen dataclass whose fields are public. One file holds its formula, its sensitivity argument, its
+accounting, whether it uses group labels, its soundness and its citation.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ class Rule(ABC):
         sigma_count: noise multiplier of the summed statistics; unused by a rule without any.
         soundness: `SOUND`, `REPAIRED` or `NO_EPSILON`, printed wherever ε is printed.
         uses_groups: whether `statistic` or `weight` read the group label (which then enters training).
-        counts_first: whether `now` depends on this step's noisy statistics, so that a batch in several chunks is gone over
+        counts_first: whether `now` depends on this step's noisy statistics, so that a batch in several chunks is gone
+            over
             twice. If False, `observe` must return the state as `now`; the engine sees to it.
-        elementwise: whether the methods also take a whole batch at once ([sample] in, [sample] or [sample, m] out) with the
+        elementwise: whether the methods also take a whole batch at once ([sample] in, [sample] or [sample, m] out)
+            with the
             same result as sample by sample. The engine then skips the mapping; a test must prove the equality.
         poisson: whether batches are Poisson samples; otherwise shuffled batches without replacement, and no ε.
         reference: where the rule comes from.
@@ -61,12 +63,16 @@ class Rule(ABC):
     sigma_count: float | None = None
 
     def init(self, groups: int) -> Tensor:
-        """The public state before the first step, given the (public) number of groups: empty for a rule without state."""
+        """The public state before the first step, given the (public) number of groups: empty for a rule without
+        state.
+        """
         del groups
         return torch.zeros(0, dtype=torch.float64)
 
     def statistic(self, norm: Tensor, group: Tensor, state: Tensor) -> Tensor:
-        """This sample's contribution to the count vector, of L2 length at most 1: nothing for a rule that counts nothing."""
+        """This sample's contribution to the count vector, of L2 length at most 1: nothing for a rule that counts
+        nothing.
+        """
         del group, state
         return norm.new_zeros((*norm.shape, 0))
 

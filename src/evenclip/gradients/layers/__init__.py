@@ -1,4 +1,6 @@
-"""The layers with a formula: type -> gradient(module, a, delta, names). One file per kind; a new kind is one row here."""
+"""The layers with a formula: type -> gradient(module, a, delta, names). One file per kind; a new kind is one row
+here.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ FORMULAS: dict[type[nn.Module], Formula] = {
 
 
 def formula(module: nn.Module) -> Formula | None:
-    """The formula for this very layer, or None: a subclass may compute something else, so it counts only if it does not."""
+    """The formula for this very layer, or None: a subclass may compute something else, so it counts only if it does
+    not.
+    """
     for kind, gradient in FORMULAS.items():
         if isinstance(module, kind) and _computes_as(module, kind):
             return gradient

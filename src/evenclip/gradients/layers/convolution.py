@@ -1,13 +1,13 @@
 """Convolutions in one, two and three dimensions: any stride, padding, dilation and number of channel groups.
 
-A convolution is a linear layer over output positions whose input is, for each offset of the kernel, the padded input shifted by
-that offset. So the gradient of one sample is, for each offset o,
+A convolution is a linear layer over output positions whose input is, for each offset of the kernel, the padded input
+shifted by that offset. So the gradient of one sample is, for each offset o,
 
     G_i[:, :, o] = Σ_t δ_i[:, t] · a_i[:, t shifted by o]ᵀ
 
 one batched product an offset, without the unfolded input ever being written. These are formed: they are tiny beside the
-activations in the networks this is for. Where they are not (deep layers), norms go through `linear.product_square_norms` on the
-unfolded input and the sum through the ordinary weight gradient of a convolution.
+activations in the networks this is for. Where they are not (deep layers), norms go through
+`linear.product_square_norms` on the unfolded input and the sum through the ordinary weight gradient of a convolution.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ __all__ = ["gradient"]
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
-# Below this many input channels an offset's product is too thin to be worth a call: unfold, then one product for all offsets.
+# Below this many input channels an offset's product is too thin to be worth a call: unfold, then one product for all
+# offsets.
 _THIN = 8
 
 
@@ -95,7 +96,7 @@ class LargeConvolution(LayerGradient):
     def __init__(self, shifts: Shifts, names: Collection[str]) -> None:
         self._shifts, self._names = shifts, frozenset(names)
 
-    def square_norms(self) -> Tensor:  # noqa: D102
+    def square_norms(self) -> Tensor:
         shifts = self._shifts
         total = shifts.a.new_zeros(shifts.n, dtype=torch.float64)
         if "weight" in self._names:
@@ -105,7 +106,7 @@ class LargeConvolution(LayerGradient):
             total = total + square_sums(shifts.bias_gradients)
         return total
 
-    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:  # noqa: D102
+    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         shifts, module = self._shifts, self._shifts.module
         weighted = shifts.delta * weights.to(shifts.delta.dtype).view(-1, *(1 for _ in shifts.delta.shape[1:]))
         out = {}
@@ -119,7 +120,7 @@ class LargeConvolution(LayerGradient):
             out["bias"] = weighted.transpose(0, 1).flatten(1).sum(dim=1)
         return out
 
-    def per_sample(self) -> dict[str, Tensor]:  # noqa: D102
+    def per_sample(self) -> dict[str, Tensor]:
         return wanted({"weight": self._shifts.weight_gradients, "bias": self._shifts.bias_gradients}, self._names)
 
 

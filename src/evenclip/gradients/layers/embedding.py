@@ -1,11 +1,12 @@
 """Embeddings: a gradient that touches only the rows of the tokens a sample has.
 
-A token that occurs several times in one sample adds its δ up before the square, so with the rows of sample i collected by token,
+A token that occurs several times in one sample adds its δ up before the square, so with the rows of sample i collected
+by token,
 
     ‖g_i‖² = Σ_tokens ‖Σ_{t: token_t = token} δ_it‖²
 
-`padding_idx` takes no gradient. `max_norm` (which rewrites the weights while looking) and `scale_grad_by_freq` (which lets the
-samples of a batch influence each other) are refused before training.
+`padding_idx` takes no gradient. `max_norm` (which rewrites the weights while looking) and `scale_grad_by_freq` (which
+lets the samples of a batch influence each other) are refused before training.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class EmbeddingGradient(LayerGradient):
     def __init__(self, tokens: Tensor, delta: Tensor, rows: int) -> None:
         self._tokens, self._delta, self._rows = tokens, delta, rows  # [sample, position], [sample, position, width]
 
-    def square_norms(self) -> Tensor:  # noqa: D102
+    def square_norms(self) -> Tensor:
         n, T, width = self._delta.shape
         owner = torch.arange(n, device=self._tokens.device).repeat_interleave(T)
         place = owner * self._rows + self._tokens.flatten()
@@ -47,12 +48,12 @@ class EmbeddingGradient(LayerGradient):
         total = rows.new_zeros(n)
         return total.index_add_(0, found // self._rows, square_sums(rows)) if len(found) else total
 
-    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:  # noqa: D102
+    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         weighted = self._delta * weights.to(self._delta.dtype).view(-1, 1, 1)
         total = weighted.new_zeros(self._rows, weighted.shape[-1])
         return {"weight": total.index_add_(0, self._tokens.flatten(), weighted.reshape(-1, weighted.shape[-1]))}
 
-    def per_sample(self) -> dict[str, Tensor]:  # noqa: D102
+    def per_sample(self) -> dict[str, Tensor]:
         n, T, width = self._delta.shape
         each = self._delta.new_zeros(n, self._rows, width)
         return {"weight": each.scatter_add_(1, self._tokens.unsqueeze(-1).expand(n, T, width), self._delta)}

@@ -5,12 +5,12 @@ A layer kind is one file with one function
     gradient(module, a, delta, names) -> LayerGradient
 
 where `a` is the layer's input and `delta` the gradient of Σ_i ℓ_i with respect to its output, both with the sample axis
-first, and `names` the layer's own trainable parameters ("weight", "bias") that are asked for. Nothing is stored on modules or
-parameters; what is returned is a value.
+first, and `names` the layer's own trainable parameters ("weight", "bias") that are asked for. Nothing is stored on
+modules or parameters; what is returned is a value.
 
-Never too small. Clipping trusts the norm, so a norm must not come out below the norm of what `weighted_sum` adds. Square sums
-are accumulated in float64. Where gradients are formed, the formed ones are both measured and summed. Where they are not, sums
-over positions may cancel, and the bound on their rounding is added (`layers.linear`).
+Never too small. Clipping trusts the norm, so a norm must not come out below the norm of what `weighted_sum` adds.
+Square sums are accumulated in float64. Where gradients are formed, the formed ones are both measured and summed. Where
+they are not, sums over positions may cancel, and the bound on their rounding is added (`layers.linear`).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def square_sums(x: Tensor) -> Tensor:
     >>> square_sums(torch.full((2, 3), 2.0))
     tensor([12., 12.], dtype=torch.float64)
     """
-    flat = x.reshape(len(x), -1)
-    return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
+    lengths: Tensor = torch.linalg.vector_norm(x.unsqueeze(1).flatten(1), dim=1, dtype=torch.float64)
+    return lengths.square()
 
 
 def wanted(parts: dict[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
@@ -74,4 +74,4 @@ def wanted(parts: dict[str, Tensor], names: Collection[str]) -> dict[str, Tensor
 def _contract(weights: Tensor, each: Tensor) -> Tensor:
     """Σ_i weights_i · each_i."""
     flat = each.reshape(len(each), -1)
-    return (weights.to(flat.dtype) @ flat).reshape(each.shape[1:])
+    return torch.mv(flat.T, weights.to(flat.dtype)).reshape(each.shape[1:])

@@ -1,15 +1,16 @@
 """Linear layers, over any number of positions.
 
-With a [sample, position, in] and δ [sample, position, out], the gradient of sample i is δ_iᵀ a_i for the weight and Σ_t δ_it for
-the bias, and
+With a [sample, position, in] and δ [sample, position, out], the gradient of sample i is δ_iᵀ a_i for the weight and
+Σ_t δ_it for the bias, and
 
     one position:   ‖δ_i‖² (‖a_i‖² + 1)                                       (Goodfellow 2015)
     T positions:    Σ_{s,t} ⟨a_is, a_it⟩ ⟨δ_is, δ_it⟩   when 2T² ≤ in · out    (Li et al. 2022; Bu et al. 2022)
                     ‖δ_iᵀ a_i‖²                         otherwise, formed
 
-The sum over positions can cancel (nearly constant inputs, δ that add up to nearly nothing). The Gram form is therefore computed
-in float64, and where a formed product is measured but not kept, the sum that is added later rounds differently: by at most
-T·u·Σ_t ‖a_t‖‖δ_t‖ (u the unit roundoff), which is added to the norm.
+The sum over positions can cancel (nearly constant inputs, δ that add up to nearly nothing). The Gram form is therefore
+computed
+in float64, and where a formed product is measured but not kept, the sum that is added later rounds differently: by at
+most T·u·Σ_t ‖a_t‖‖δ_t‖ (u the unit roundoff), which is added to the norm.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class LinearGradient(LayerGradient):
         self._a, self._delta = a, delta  # [sample, position, in], [sample, position, out]
         self._names = frozenset(names)
 
-    def square_norms(self) -> Tensor:  # noqa: D102
+    def square_norms(self) -> Tensor:
         total = self._a.new_zeros(len(self._a), dtype=torch.float64)
         if "weight" in self._names:
             total = product_square_norms(self._a, self._delta)
@@ -49,7 +50,7 @@ class LinearGradient(LayerGradient):
             total = total + square_sums(_over_positions(self._delta))
         return total
 
-    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:  # noqa: D102
+    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         weighted = self._delta * weights.to(self._delta.dtype).view(-1, 1, 1)
         weighted = weighted.reshape(-1, weighted.shape[-1])  # [sample · position, out]
         out = {}
@@ -59,7 +60,7 @@ class LinearGradient(LayerGradient):
             out["bias"] = weighted.sum(dim=0)
         return out
 
-    def per_sample(self) -> dict[str, Tensor]:  # noqa: D102
+    def per_sample(self) -> dict[str, Tensor]:
         out = {}
         if "weight" in self._names:
             out["weight"] = self._delta.mT @ self._a
@@ -69,18 +70,19 @@ class LinearGradient(LayerGradient):
 
 
 def product_square_norms(a: Tensor, delta: Tensor) -> Tensor:
-    """‖δ_iᵀ a_i‖², never below that of the sum that is formed later.  a: [sample, position, in], delta: [sample, position, out]"""
+    """‖δ_iᵀ a_i‖², never below that of the sum that is formed later.  a: [sample, position, in], delta: [sample,
+    position, out]
+    """
     T = a.shape[1]
     if T == 1:
         return square_sums(a) * square_sums(delta)
-    if 2 * T**2 <= a.shape[2] * delta.shape[2]:
+    if a.shape[2] * delta.shape[2] >= 2 * T**2:
         square = _gram_square_norms(a, delta)
     else:
         square = _formed_square_norms(a, delta)
     unit_roundoff = torch.finfo(a.dtype).eps / 2
-    sizes = torch.linalg.vector_norm(a, dim=2, dtype=torch.float64) * torch.linalg.vector_norm(
-        delta, dim=2, dtype=torch.float64
-    )  # ‖a_t‖‖δ_t‖  [sample, position]
+    sizes: Tensor = torch.linalg.vector_norm(a, dim=2, dtype=torch.float64)  # ‖a_t‖  [sample, position]
+    sizes = sizes * torch.linalg.vector_norm(delta, dim=2, dtype=torch.float64)  # ‖a_t‖‖δ_t‖
     return (square.sqrt() + T * unit_roundoff * sizes.sum(dim=1)).square()
 
 
@@ -95,7 +97,7 @@ def _formed_square_norms(a: Tensor, delta: Tensor) -> Tensor:
     block = max(1, _BLOCK // (a.shape[2] * delta.shape[2]))
     if len(a) <= block:
         return square_sums(delta.mT @ a)
-    parts = [square_sums(d.mT @ x) for x, d in zip(a.split(block), delta.split(block), strict=True)]
+    parts = [square_sums(d.mT @ x) for x, d in zip(torch.split(a, block), torch.split(delta, block), strict=True)]
     return torch.cat(parts)
 
 

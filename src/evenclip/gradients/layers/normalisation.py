@@ -1,7 +1,7 @@
 """Layers that normalise within one sample and then scale and shift: LayerNorm, GroupNorm, InstanceNorm, RMSNorm.
 
-With x̂ the normalised input, the gradient of sample i is Σ_t x̂_t ⊙ δ_t for the scale and Σ_t δ_t for the shift, the sums over the
-positions that share a parameter. Both are as small as the parameters and are formed.
+With x̂ the normalised input, the gradient of sample i is Σ_t x̂_t ⊙ δ_t for the scale and Σ_t δ_t for the shift, the
+sums over the positions that share a parameter. Both are as small as the parameters and are formed.
 """
 
 from __future__ import annotations

@@ -1,0 +1,51 @@
+"""What the tests of the rules share: norms worth trying, and one step on gradients that are simply given."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from evenclip.release import Releases
+from evenclip.rules import Guarded
+
+
+@pytest.fixture(scope="session")
+def norms_around():
+    """Thresholds -> norms: 0, tiny, huge, each threshold and its two neighbours, and 200 ordinary ones."""
+
+    def norms(*thresholds):
+        beside = [f(t, to) for t in thresholds for f, to in ((max, t), (math.nextafter, 0.0), (math.nextafter, math.inf))]
+        usual = np.random.default_rng(0).lognormal(0.0, 2.0, 200)
+        return torch.tensor([0.0, 1e-300, 1e-12, 1e12, *beside, *usual], dtype=torch.float64)
+
+    return norms
+
+
+@pytest.fixture(scope="session")
+def take_step():
+    """One step as the engine takes it: count, observe, clip, release, divide by B. Gradients are given: [sample, 3]."""
+
+    def step(rule, gradients, group, state, B, noise):
+        guard, release = Guarded(rule), Releases(noise)
+        norms = torch.linalg.vector_norm(gradients, dim=1)
+        counts = guard.statistics(norms, group, state, None)
+        noisy = release("count", counts, sensitivity=1.0, multiplier=rule.sigma_count or 0.0)
+        now, following = rule.observe(noisy, B, state)
+        S = rule.sensitivity(now)
+        weights, _ = guard.weights(norms, group, now, S, None)
+        gradient = release("gradient", weights @ gradients, sensitivity=S, multiplier=rule.sigma) / B
+        return gradient, now, following, release.multipliers
+
+    return step
+
+
+@pytest.fixture(scope="session")
+def batch():
+    """40 gradients of very different lengths in three dimensions, one of them 0, and groups 0, 1, 2."""
+    random = np.random.default_rng(1)
+    gradients = random.normal(size=(40, 3)) * random.lognormal(0.0, 1.5, (40, 1))
+    gradients[7] = 0.0
+    return torch.from_numpy(gradients), torch.from_numpy(random.integers(0, 3, 40))
