@@ -225,6 +225,9 @@ def test_pld_stays_above_the_exact_value_at_a_tiny_delta():
     for delta, slack in ((1e-6, 2e-4), (1e-9, 2e-3), (1.1 * smallest_delta(ledger), 0.1)):
         exact = gaussian_epsilon(math.sqrt(steps) / sigma, delta)
         assert exact <= epsilon(ledger, delta) <= exact * (1 + slack)
+    # What rounding may have lost counts as lost.
+    lost = smallest_delta(ledger)
+    assert epsilon(ledger, 2 * lost) >= gaussian_epsilon(math.sqrt(steps) / sigma, lost)
 
 
 def test_a_delta_below_double_precision_is_refused_by_pld_only():

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from evenclip.accounting import epsilon
+from evenclip.accounting import epsilon, scale_for
 from evenclip.cli import main, version
 from evenclip.release import Entry, Ledger
 
@@ -77,6 +77,7 @@ def test_the_sigma_that_is_found_costs_the_target(capsys, sigma_count):
     assert 0.9995 * 3 <= facts["pld"] <= 3
     # The six digits that are printed are the whole number: whoever types them again gets no more than the target.
     assert facts["sigma"] == float(f"{facts['sigma']:.6g}")
+    assert facts["joint_multiplier"] >= scale_for({"joint": 1.0}, epsilon=3.0, delta=1e-6, q=1 / 92, steps=1840)
     multipliers = {"gradient": facts["sigma"]} | ({} if sigma_count is None else {"count": sigma_count})
     assert 0.9995 * 3 <= epsilon(Ledger([Entry(1 / 92, tuple(multipliers.items()), 1840)]), 1e-6) <= 3
 

@@ -83,7 +83,7 @@ class Ledger:
 
     def write(self, q: float | None, multipliers: Mapping[str, float]) -> None:
         """Add one step that released under these multipliers on one batch of rate q."""
-        step = Entry(None if q is None else float(q), tuple((k, float(m)) for k, m in multipliers.items()))
+        step = _entry(q, multipliers, 1)
         last = self.entries[-1] if self.entries else None
         if last is not None and (last.q, last.multipliers) == (step.q, step.multipliers):
             self.entries[-1] = Entry(last.q, last.multipliers, last.steps + 1)
@@ -107,7 +107,12 @@ class Ledger:
     @staticmethod
     def from_json(rows: Iterable[Mapping[str, Any]]) -> Ledger:
         """The ledger that `to_json` wrote."""
-        return Ledger([Entry(r["q"], tuple(r["multipliers"].items()), int(r["steps"])) for r in rows])
+        return Ledger([_entry(r["q"], r["multipliers"], int(r["steps"])) for r in rows])
+
+
+def _entry(q: float | None, multipliers: Mapping[str, float], steps: int) -> Entry:
+    """An entry of Python's own floats: dp-accounting drops others silently."""
+    return Entry(None if q is None else float(q), tuple((name, float(m)) for name, m in multipliers.items()), steps)
 
 
 class Noise:

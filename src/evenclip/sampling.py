@@ -117,7 +117,7 @@ def chunks(batch: Tensor, size: int | None, pad: bool) -> list[tuple[Tensor, Ten
 
 
 def roomy(B: float) -> int:
-    """A chunk that a Poisson batch of expected size B overflows about once in ten million: B + 5√B, a multiple of 8."""
+    """A chunk that a Poisson batch of expected size B overflows about once in a million: B + 5√B, a multiple of 8."""
     return 8 * math.ceil((B + 5 * math.sqrt(B)) / 8)
 
 

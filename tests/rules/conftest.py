@@ -17,7 +17,9 @@ def norms_around():
     """Thresholds -> norms: 0, tiny, huge, each threshold and its two neighbours, and 200 ordinary ones."""
 
     def norms(*thresholds):
-        beside = [f(t, to) for t in thresholds for f, to in ((max, t), (math.nextafter, 0.0), (math.nextafter, math.inf))]
+        beside = [
+            f(t, to) for t in thresholds for f, to in ((max, t), (math.nextafter, 0.0), (math.nextafter, math.inf))
+        ]
         usual = np.random.default_rng(0).lognormal(0.0, 2.0, 200)
         return torch.tensor([0.0, 1e-300, 1e-12, 1e12, *beside, *usual], dtype=torch.float64)
 

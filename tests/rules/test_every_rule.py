@@ -147,7 +147,11 @@ class Batch:
 @st.composite
 def batches(draw, rule, strange=True):
     state, now = draw(public(rule, strange)), draw(public(rule, strange))
-    edges = [f(v, to) for v in thresholds(rule, state, now) for f, to in ((min, v), (math.nextafter, 0.0), (math.nextafter, math.inf))]
+    edges = [
+        f(v, to)
+        for v in thresholds(rule, state, now)
+        for f, to in ((min, v), (math.nextafter, 0.0), (math.nextafter, math.inf))
+    ]
     lengths = st.sampled_from([0.0, 1e-12, 1e12, 1e-45, 1e38, *edges]) | st.floats(0.0, 10.0) | st.floats(0.0, 1e12)
     n = draw(st.integers(1, 6))
     norms = torch.tensor(draw(st.lists(lengths, min_size=n, max_size=n)), dtype=torch.float64)
@@ -242,7 +246,9 @@ def test_a_mapped_rule_is_shown_one_sample():
             shapes.append((norm.shape, group.shape))
             return norm
 
-    Guarded(Spy()).weights(torch.ones(5, dtype=torch.float64), torch.zeros(5, dtype=torch.int64), torch.zeros(0), 1.0, None)
+    Guarded(Spy()).weights(
+        torch.ones(5, dtype=torch.float64), torch.zeros(5, dtype=torch.int64), torch.zeros(0), 1.0, None
+    )
     assert shapes == [(torch.Size([]), torch.Size([]))]
 
 
@@ -341,7 +347,9 @@ def test_elementwise_equals_mapped_equals_one_at_a_time(rule, b):
     assert torch.equal(statistics(rule, b), statistics(Mapped(rule), b))
     for method, given_to in ((rule.weight, b.now), (rule.statistic, b.state)):
         singly = [method(norm, group, given_to) for norm, group in zip(b.norms, b.group, strict=True)]
-        torch.testing.assert_close(method(b.norms, b.group, given_to), torch.stack(singly), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            method(b.norms, b.group, given_to), torch.stack(singly), rtol=0, atol=0, equal_nan=True
+        )
 
 
 @over_batches(HONEST)
@@ -365,7 +373,9 @@ def test_names_are_those_of_the_documentation():
 
 
 def test_every_rule_of_the_package_is_in_the_map_and_in_these_tests():
-    modules = [importlib.import_module(m.name) for m in pkgutil.iter_modules(evenclip.rules.__path__, "evenclip.rules.")]
+    modules = [
+        importlib.import_module(m.name) for m in pkgutil.iter_modules(evenclip.rules.__path__, "evenclip.rules.")
+    ]
     classes = {c for module in modules for c in vars(module).values() if inspect.isclass(c) and issubclass(c, Rule)}
     assert {c for c in classes if not inspect.isabstract(c)} == set(BY_NAME.values()) == {type(r) for r in BUILT_IN}
 

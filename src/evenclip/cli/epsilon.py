@@ -70,7 +70,7 @@ def _calibrated(target: float, sigma_count: float | None, *, delta: float, q: fl
 def _rounded_up(sigma: float) -> float:
     """σ to six digits, which are printed, and never less: the σ that is read off costs no more than the target."""
     digits = 5 - math.floor(math.log10(sigma))
-    return math.ceil(sigma * 10.0**digits) / 10.0**digits
+    return float(f"{math.ceil(sigma * 10.0**digits)}e{-digits}")
 
 
 def _facts(

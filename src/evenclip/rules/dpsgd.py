@@ -27,6 +27,7 @@ class DPSGD(Rule):
         C0: clipping bound.
         sigma: noise multiplier of the gradient.
 
+    >>> import torch
     >>> rule = DPSGD(C0=0.5, sigma=1.0)
     >>> rule.weight(torch.tensor([0.0, 0.5, 2.0]), torch.zeros(3), torch.zeros(0))  # a zero gradient keeps weight 1
     tensor([1.0000, 1.0000, 0.2500])

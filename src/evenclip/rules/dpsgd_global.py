@@ -30,6 +30,7 @@ class DPSGDGlobal(Rule):
         sigma: noise multiplier of the gradient.
         Z: strict bound; a larger gradient is dropped.
 
+    >>> import torch
     >>> DPSGDGlobal(C0=1.0, sigma=1.0, Z=4.0).weight(torch.tensor([0.0, 4.0, 4.5]), torch.zeros(3), torch.zeros(0))
     tensor([0.2500, 0.2500, 0.0000])
     """
@@ -54,4 +55,4 @@ class DPSGDGlobal(Rule):
 
     def weight(self, norm: Tensor, group: Tensor, now: Tensor) -> Tensor:  # noqa: D102
         del group, now
-        return (norm <= self.Z) * (self.C0 / self.Z)
+        return (norm <= self.Z).to(norm.dtype) * (self.C0 / self.Z)

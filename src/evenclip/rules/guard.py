@@ -9,6 +9,8 @@ elementwise. Whatever comes back, these hold, because here they are enforced and
 |---|---|
 | a weight that is NaN or infinite | 0 |
 | |γ| · ‖g‖ > S | ±S/‖g‖, and it is counted |
+| |γ| > 2¹⁰⁰, however small ‖g‖ is | ±2¹⁰⁰, and it is counted |
+| an S that is NaN, 0 or negative | as S = 0: every γ · g is 0 |
 | a statistic longer than 1 | the same direction, length 1 |
 | a statistic with a NaN or infinite entry | 0 in that place |
 """
@@ -29,6 +31,8 @@ Method = Callable[[Tensor, Tensor, Tensor], Tensor]  # (norm, group, public) -> 
 
 # A weight that is too large by rounding alone is held, like any other, but not counted as a lie.
 _ROUNDING = 1 + 2.0**-40
+# A larger weight would be infinite in a float32 sum, and 0 · ∞ is NaN.
+_LARGEST = 2.0**100
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,9 @@ class Guarded:
         """γ_i with |γ_i| · norms_i ≤ S, and which of them had to be held to it.  # [sample] float64, [sample] bool"""
         raw = self._map(self.rule.weight, norms, group, now).to(torch.float64)
         raw = raw.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        limit = S / norms  # infinite for a zero gradient: any weight is fine there
-        held = torch.minimum(torch.maximum(raw, -limit), limit)
+        # S/0 is infinite: a zero gradient may have any weight that fits a float32. 0/0 and NaN let nothing through.
+        limit = (S / norms).nan_to_num(nan=0.0).clamp(0.0, _LARGEST)
+        held = raw.clamp(-limit, limit)
         clamped = raw.abs() > limit * _ROUNDING
         if keep is not None:
             held, clamped = torch.where(keep, held, 0.0), clamped & keep

@@ -31,6 +31,7 @@ class NonPrivate(Rule):
     soundness: ClassVar[str] = NO_EPSILON
     elementwise: ClassVar[bool] = True
     poisson: ClassVar[bool] = False
+    reference: ClassVar[str] = "Robbins, Monro 1951, A Stochastic Approximation Method"
 
     sigma = 0.0
 

@@ -96,7 +96,6 @@ class Rule(ABC):
 
     def scaled(self, factor: float) -> Self:
         """The same rule with all its noise multiplied by `factor`."""
-        noise: dict[str, Any] = {"sigma": self.sigma * factor}
-        if self.sigma_count is not None:
-            noise["sigma_count"] = self.sigma_count * factor
+        present = {"sigma": self.sigma, "sigma_count": self.sigma_count}
+        noise: dict[str, Any] = {name: m * factor for name, m in present.items() if m}  # none in a rule without noise
         return replace(self, **noise)  # type: ignore[type-var]  # a rule is a dataclass

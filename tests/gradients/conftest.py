@@ -1,0 +1,122 @@
+"""The other route to every number here: one sample at a time through ordinary autograd.
+
+With `--import-mode=importlib` test files cannot import each other, so the helpers are fixtures of session scope (which
+hypothesis allows beside `@given`).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+RTOL = 1e-9  # two orders of the same float64 operations
+
+
+@pytest.fixture(scope="session")
+def numbers():
+    """numbers(seed, *shape): standard normal, float64, from a generator of their own."""
+
+    def draw(seed, *shape):
+        return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+    return draw
+
+
+@pytest.fixture(scope="session")
+def tokens():
+    """tokens(seed, high, *shape): integers from 0 to high - 1."""
+
+    def draw(seed, high, *shape):
+        return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+
+    return draw
+
+
+@pytest.fixture(scope="session")
+def made():
+    """made(seed, make): a float64 module, whose parameters do not depend on what was drawn before and are all not 0."""
+
+    def make_it(seed, make):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = make().double()
+            with torch.no_grad():
+                for p in module.parameters():
+                    p.add_(0.3 * torch.randn_like(p))
+        return module
+
+    return make_it
+
+
+@pytest.fixture(scope="session")
+def alone():
+    """alone(model, loss, x, y): each sample's gradient, from a batch of that one.  # [sample, parameter]"""
+
+    def gradients(model, loss, x, y):
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        rows = []
+        for i in range(len(y)):
+            one = tree_map(lambda t, i=i: t[i : i + 1], x)
+            output = model(**one) if isinstance(one, dict) else model(*one) if isinstance(one, tuple) else model(one)
+            value = loss(output, y[i : i + 1]).sum()
+            found = torch.autograd.grad(value, parameters, allow_unused=True)
+            filled = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+            rows.append(torch.cat([g.to_dense().flatten() if g.is_sparse else g.flatten() for g in filled]))
+        return torch.stack(rows)
+
+    return gradients
+
+
+@pytest.fixture(scope="session")
+def layer_alone():
+    """layer_alone(module, a, delta): name -> gradient of ⟨module(a_i), δ_i⟩ for every sample i alone."""
+
+    def gradients(module, a, delta):
+        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        each = []
+        for i in range(len(a)):
+            value = (module(a[i : i + 1]) * delta[i : i + 1]).sum()
+            each.append(torch.autograd.grad(value, list(parameters.values())))
+        return {name: torch.stack([g[k] for g in each]) for k, name in enumerate(parameters)}
+
+    return gradients
+
+
+@pytest.fixture(scope="session")
+def same_layer():
+    """same_layer(found, expected): a LayerGradient is {name: [sample, *parameter]}, asked in all three ways."""
+
+    def compare(found, expected):
+        n = len(next(iter(expected.values())))
+        scale = max(float(g.abs().max()) for g in expected.values())
+        close = {"rtol": RTOL, "atol": RTOL * scale}
+        norms = torch.stack([g.flatten(1).square().sum(dim=1) for g in expected.values()]).sum(dim=0).sqrt()
+        torch.testing.assert_close(found.square_norms().sqrt(), norms, **close)
+        torch.testing.assert_close(found.per_sample(), expected, **close)
+        for weights in weightings(n):
+            total = {name: torch.tensordot(weights, g, dims=1) for name, g in expected.items()}
+            torch.testing.assert_close(found.weighted_sum(weights), total, **close)
+
+    return compare
+
+
+@pytest.fixture(scope="session")
+def same():
+    """same(found, expected): a PerSample is these gradients [sample, parameter], asked in all three ways."""
+
+    def compare(found, expected, rtol=RTOL):
+        close = {"rtol": rtol, "atol": rtol * float(expected.abs().max()), "check_dtype": False}
+        torch.testing.assert_close(found.norms(), expected.double().norm(dim=1), **close)
+        torch.testing.assert_close(found.per_sample(), expected, **close)
+        for weights in weightings(len(expected)):
+            torch.testing.assert_close(found.weighted_sum(weights), weights @ expected.double(), **close)
+
+    return compare
+
+
+def weightings(n):
+    """Weights of n samples: positive, with zeros and negative ones, all zero."""
+    some = torch.linspace(0.2, 1.7, n, dtype=torch.float64)
+    signs = torch.tensor([(-1.0, 0.0, 1.0)[i % 3] for i in range(n)], dtype=torch.float64)
+    return some, some.flip(0) * signs, torch.zeros(n, dtype=torch.float64)

@@ -1,0 +1,214 @@
+"""Every layer that has a formula, over shapes and options that hypothesis makes up, against one sample at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from evenclip.gradients.layers import FORMULAS, Formed, convolution, formula, linear
+
+few = settings(derandomize=True, deadline=None, max_examples=40)
+
+
+def sizes(low, high):
+    return st.integers(low, high)
+
+
+@st.composite
+def linears(draw):
+    d, p, bias = draw(sizes(1, 7)), draw(sizes(1, 7)), draw(st.booleans())
+    middle = draw(st.lists(sizes(1, 4), max_size=3))
+    return lambda: nn.Linear(d, p, bias=bias), (*middle, d)
+
+
+@st.composite
+def convolutions(draw, kind, dims):
+    axes = st.tuples(*[sizes(1, 3)] * dims)
+    groups, per_group = draw(st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1), (1, 8), (2, 9)]))  # from 8 on: thick
+    kernel, stride = draw(axes), draw(axes)
+    dilation = draw(st.tuples(*[sizes(1, 2)] * dims))
+    padding = draw(st.one_of(st.sampled_from(["same", "valid"]), st.tuples(*[sizes(0, 2)] * dims)))
+    options = {
+        "stride": (1,) * dims if padding == "same" else stride,
+        "padding": padding,
+        "padding_mode": draw(st.sampled_from(["zeros", "reflect", "circular", "replicate"])),
+        "dilation": dilation,
+        "groups": groups,
+        "bias": draw(st.booleans()),
+    }
+    space = [max(3, d * (k - 1) + 1) + draw(sizes(0, 3)) for d, k in zip(dilation, kernel, strict=True)]
+    channels = groups * per_group, groups * draw(sizes(1, 3))
+    return lambda: kind(*channels, kernel, **options), (channels[0], *space)
+
+
+@st.composite
+def embeddings(draw):
+    rows, width = draw(sizes(2, 6)), draw(sizes(1, 4))  # few rows: tokens repeat
+    padding_idx = draw(st.one_of(st.none(), sizes(-rows, rows - 1)))
+    shape = tuple(draw(st.lists(sizes(1, 5), max_size=2)))
+    return lambda: nn.Embedding(rows, width, padding_idx=padding_idx), shape
+
+
+@st.composite
+def trailing_norms(draw, kind):
+    normalized = tuple(draw(st.lists(sizes(1, 4), min_size=1, max_size=2)))
+    middle = draw(st.lists(sizes(1, 3), max_size=2))
+    options = {} if kind is nn.RMSNorm else {"bias": draw(st.booleans())}
+    return lambda: kind(normalized, eps=1e-3, **options), (*middle, *normalized)
+
+
+@st.composite
+def group_norms(draw):
+    groups, each = draw(sizes(1, 3)), draw(sizes(1, 3))
+    space = draw(st.lists(sizes(1, 3), max_size=3))
+    return lambda: nn.GroupNorm(groups, groups * each, eps=1e-3), (groups * each, *space)
+
+
+@st.composite
+def instance_norms(draw, kind, dims):
+    channels, space = draw(sizes(1, 4)), draw(st.tuples(*[sizes(2, 4)] * dims))
+    return lambda: kind(channels, affine=True, eps=1e-3), (channels, *space)
+
+
+CASES = {  # kind -> strategy for (how it is made, shape of one sample's input)
+    nn.Linear: linears(),
+    nn.Conv1d: convolutions(nn.Conv1d, 1),
+    nn.Conv2d: convolutions(nn.Conv2d, 2),
+    nn.Conv3d: convolutions(nn.Conv3d, 3),
+    nn.Embedding: embeddings(),
+    nn.LayerNorm: trailing_norms(nn.LayerNorm),
+    nn.RMSNorm: trailing_norms(nn.RMSNorm),
+    nn.GroupNorm: group_norms(),
+    nn.InstanceNorm1d: instance_norms(nn.InstanceNorm1d, 1),
+    nn.InstanceNorm2d: instance_norms(nn.InstanceNorm2d, 2),
+    nn.InstanceNorm3d: instance_norms(nn.InstanceNorm3d, 3),
+}
+CONVOLUTIONS = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
+
+
+@pytest.fixture(scope="session")
+def drawn(numbers, tokens, made):
+    """drawn(kind, data): a layer, some of its parameters frozen, with random a and δ."""
+
+    def draw(kind, data):
+        make, shape = data.draw(CASES[kind], label="layer")
+        n, seed = data.draw(sizes(1, 4), label="samples"), data.draw(sizes(0, 99), label="seed")
+        module = made(seed, make)
+        names = [name for name, _ in module.named_parameters()]
+        for name in data.draw(st.sampled_from([[], *([name] for name in names if len(names) > 1)]), label="frozen"):
+            module.get_parameter(name).requires_grad_(False)
+        a = tokens(seed, module.num_embeddings, n, *shape) if kind is nn.Embedding else numbers(seed, n, *shape)
+        delta = numbers(seed + 100, *module(a).shape)
+        return module, a, delta
+
+    return draw
+
+
+def trainable(module):
+    return [name for name, p in module.named_parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("kind", FORMULAS)
+@few
+@given(data=st.data())
+def test_every_layer_with_a_formula(kind, data, drawn, layer_alone, same_layer):
+    module, a, delta = drawn(kind, data)
+    found = formula(module)(module, a, delta, trainable(module))
+    same_layer(found, layer_alone(module, a, delta))
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+@settings(few, max_examples=25)
+@given(data=st.data())
+def test_both_ways_through_a_convolution(kind, data, drawn, layer_alone, same_layer):
+    module, a, delta = drawn(kind, data)
+    expected, shifts = layer_alone(module, a, delta), convolution.Shifts(module, a, delta)
+    both = {"weight": shifts.weight_gradients, "bias": shifts.bias_gradients}
+    same_layer(convolution.LargeConvolution(shifts, trainable(module)), expected)
+    same_layer(Formed({name: both[name] for name in expected}), expected)
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "kind"), [((3, 4), 9, Formed), ((16, 20), 4, convolution.LargeConvolution)]
+)
+def test_a_convolution_is_formed_where_that_is_smaller_than_its_activations(channels, size, kind, numbers, made):
+    module = made(0, lambda: nn.Conv2d(*channels, 3))
+    a = numbers(0, 2, channels[0], size, size)
+    assert isinstance(formula(module)(module, a, module(a).detach(), ["weight"]), kind)
+
+
+LINEAR = {  # positions of one sample, in, out -> which way its norm is found
+    ((), 3, 4): "neither",
+    ((1, 1), 3, 4): "neither",
+    ((2,), 4, 4): "gram",
+    ((2, 2), 6, 6): "gram",
+    ((1, 2, 2), 8, 4): "gram",
+    ((3,), 4, 4): "formed",
+    ((2, 3, 2), 5, 3): "formed",
+}
+
+
+@pytest.mark.parametrize(("case", "way"), LINEAR.items(), ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_norm_of_a_linear_layer_goes_the_cheapest_way(
+    case, way, bias, numbers, made, layer_alone, same_layer, monkeypatch
+):
+    middle, d, p = case
+    module = made(1, lambda: nn.Linear(d, p, bias=bias))
+    a, delta = numbers(2, 3, *middle, d), numbers(3, 3, *middle, p)
+    taken = []
+    for name in ("gram", "formed"):
+        original = getattr(linear, f"_{name}_square_norms")
+        monkeypatch.setattr(
+            linear, f"_{name}_square_norms", lambda a, d, name=name, f=original: taken.append(name) or f(a, d)
+        )
+    same_layer(linear.gradient(module, a, delta, trainable(module)), layer_alone(module, a, delta))
+    assert taken == ([] if way == "neither" else [way])
+
+
+def test_products_that_are_only_measured_are_formed_in_blocks(numbers, made, layer_alone, same_layer, monkeypatch):
+    monkeypatch.setattr(linear, "_BLOCK", 2 * 4 * 3)  # two samples at a time, the fifth alone
+    module, a, delta = made(0, lambda: nn.Linear(4, 3)), numbers(1, 5, 6, 4), numbers(2, 5, 6, 3)
+    same_layer(linear.gradient(module, a, delta, ["weight", "bias"]), layer_alone(module, a, delta))
+
+
+class Doubled(nn.Linear):
+    """Computes something else than a Linear."""
+
+    def forward(self, x):
+        return 2 * nn.functional.linear(x, self.weight, self.bias)
+
+
+class Named(nn.Linear):
+    """Computes what a Linear computes."""
+
+
+NOT_THE_FORMULA = {
+    "a subclass with its own forward": (lambda: Doubled(2, 2), False),
+    "a subclass with the same forward": (lambda: Named(2, 2), True),
+    "parametrised": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), False),
+    "not affine": (lambda: nn.LayerNorm(3, elementwise_affine=False), True),
+    "a transposed convolution": (lambda: nn.ConvTranspose2d(2, 2, 2), False),
+}
+
+
+@pytest.mark.parametrize("case", NOT_THE_FORMULA)
+def test_a_formula_is_used_only_for_what_computes_as_its_layer(case):
+    make, has_formula = NOT_THE_FORMULA[case]
+    assert (formula(make()) is not None) == has_formula
+
+
+def test_a_layer_whose_forward_was_replaced_has_no_formula():
+    layer = nn.Linear(2, 2)
+    layer.forward = lambda x: 2 * x
+    assert formula(layer) is None
+
+
+def test_float32_gives_float32_sums_and_float64_norms(numbers):
+    module, a, delta = nn.Linear(3, 2), numbers(0, 4, 3).float(), numbers(1, 4, 2).float()
+    found = linear.gradient(module, a, delta, ["weight", "bias"])
+    assert found.square_norms().dtype == torch.float64
+    assert {g.dtype for g in found.weighted_sum(torch.ones(4, dtype=torch.float64)).values()} == {torch.float32}
