@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from evenclip.accounting import calibrate
     from evenclip.gradients import ModelError, per_sample_gradients, per_sample_norms
     from evenclip.rules import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate, Rule
+    from evenclip.run import Performance, Run
     from evenclip.step import Step
-    from evenclip.train import Performance, Result, fit
+    from evenclip.train import Result, fit, prepare
 
 __all__ = [
     "DPSGD",
@@ -30,11 +31,13 @@ __all__ = [
     "Performance",
     "Result",
     "Rule",
+    "Run",
     "Step",
     "calibrate",
     "fit",
     "per_sample_gradients",
     "per_sample_norms",
+    "prepare",
 ]
 
 _HOMES = {
@@ -42,7 +45,8 @@ _HOMES = {
     "gradients": ("ModelError", "per_sample_gradients", "per_sample_norms"),
     "rules": ("DPSGD", "DPSGDF", "DPSGDGlobal", "DPSGDGlobalAdapt", "NonPrivate", "Rule"),
     "step": ("Step",),
-    "train": ("Performance", "Result", "fit"),
+    "run": ("Performance", "Run"),
+    "train": ("Result", "fit", "prepare"),
 }
 
 

@@ -18,7 +18,7 @@ import torch
 from evenclip.release import Ledger
 
 if TYPE_CHECKING:
-    from evenclip.train import Settings
+    from evenclip.run import Settings
 
 __all__ = ["paragraph", "report"]
 

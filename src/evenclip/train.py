@@ -9,93 +9,35 @@ rule's state); what a checkpoint needs besides and nobody else may have (`evencl
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import math
 import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
 from evenclip import check, checkpoint, privacy
-from evenclip.checkpoint import Checkpoint, CheckpointError
+from evenclip.checkpoint import CheckpointError
 from evenclip.data import Dataset, MapDataset, as_dataset
-from evenclip.gradients import AnyTape, WholeTape, plan
 from evenclip.gradients.losses import Loss
 from evenclip.gradients.tape import call
 from evenclip.progress import Interrupt, Progress
-from evenclip.release import Ledger, Noise, Releases
-from evenclip.rules import DPSGDGlobalAdapt, Guarded, Rule
-from evenclip.sampling import Poisson, Sampler, Shuffled, chunks, roomy
-from evenclip.step import Chunk, Step, step
-from evenclip.trace import Trace
+from evenclip.release import Ledger
+from evenclip.rules import DPSGDGlobalAdapt, Rule
+from evenclip.run import Performance, Run, Settings
+from evenclip.step import Step
 
-__all__ = ["Performance", "Result", "Settings", "fit"]
+__all__ = ["Result", "fit", "prepare"]
 
 Observer = Callable[[Step], Mapping[str, Any] | None]
-
-
-@dataclass(frozen=True)
-class Performance:
-    """How a run is computed. Changing these must not change what it is.
-
-    Attributes:
-        chunk: most samples that go through the model at once; None: the whole batch.
-        pad: whether chunks are filled up to one size, so that shapes never change.
-        compile: whether the passes through the model are compiled (implies `pad`); plain where there is no compiler.
-    """
-
-    chunk: int | None = None
-    pad: bool = False
-    compile: bool = False
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The public constants of a run, fixed before training. Neighbouring datasets are trained with the same ones.
-
-    Attributes:
-        rule: the clipping rule.
-        n: number of records (an access to the data that ε does not cover).
-        groups: number of groups K.
-        q: Poisson rate; None for shuffled batches.
-        B: expected batch size, what sums are divided by.
-        steps: T.
-        epoch: steps in an epoch.
-        delta: δ.
-        lr: learning rate.
-        optimizer: name of the optimiser's class.
-        seed: what was given; None: taken from the operating system and not kept.
-        parameters: number of trainable ones.
-    """
-
-    rule: Rule
-    n: int
-    groups: int
-    q: float | None
-    B: float
-    steps: int
-    epoch: int
-    delta: float
-    lr: float
-    optimizer: str
-    seed: int | None
-    parameters: int
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        rule = {"class": type(self.rule).__qualname__, "name": self.rule.name, "repr": repr(self.rule)}
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "rule"} | {"rule": rule}
 
 
 @dataclass(frozen=True)
@@ -185,161 +127,70 @@ def fit(
         ValueError: for anything that cannot be trained privately as given; the message says what to do.
         KeyboardInterrupt: on Ctrl-C, after the step under way (and the checkpoint).
     """
+    run = prepare(
+        model, data, rule=rule, loss=loss, epochs=epochs, batch_size=batch_size, lr=lr, delta=delta, seed=seed,
+        device=device, optimizer=optimizer, scheduler=scheduler, q=q, steps=steps, performance=performance,
+    )  # fmt: skip
+    folder = None if checkpoint is None else Path(checkpoint)
+    _start(run, folder, resume)
+    records = _train(run, folder, checkpoint_every, observers, Progress(run.settings.steps, progress))
+    run.model.zero_grad(set_to_none=True)
+    return Result(run.model, run.settings, run.ledger, run.state.cpu(), run.trace.rows, records)
+
+
+def prepare(
+    model: nn.Module,
+    data: Any,
+    *,
+    rule: Rule | None = None,
+    loss: Loss = cross_entropy,
+    epochs: int = 1,
+    batch_size: int = 256,
+    lr: float = 0.1,
+    delta: float | None = None,
+    seed: int | None = None,
+    device: str | torch.device | None = None,
+    optimizer: Callable[..., Optimizer] = SGD,
+    scheduler: Callable[[Optimizer], Any] | None = None,
+    q: float | None = None,
+    steps: int | None = None,
+    performance: Performance | None = None,
+) -> Run:
+    """A run that has not begun, everything checked: for a training loop of one's own.
+
+    The arguments are those of `fit`, which is
+
+        with run.listening():
+            while run.t < run.settings.steps:
+                run.update(run.step())
+    """
     data = as_dataset(data)
     rule = DPSGDGlobalAdapt() if rule is None else rule
-    performance = performance or Performance()
     model, place = _placed(model, device)
     settings = _settings(model, data, rule, epochs, batch_size, lr, delta, seed, optimizer, q, steps)
     _check_inputs(model, loss, data, rule, place)
-    run = _Run(model, data.to(place), loss, settings, optimizer, scheduler, performance, place)
-    folder = None if checkpoint is None else Path(checkpoint)
-    _start(run, folder, resume)
-    return run.train(folder, checkpoint_every, observers, Progress(settings.steps, progress))
+    return Run(model, data.to(place), loss, settings, optimizer, scheduler, performance or Performance(), place)
 
 
-class _Run:
-    """Everything that changes while a model is trained."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        data: Dataset | MapDataset,
-        loss: Loss,
-        settings: Settings,
-        optimizer: Callable[..., Optimizer],
-        scheduler: Callable[[Optimizer], Any] | None,
-        performance: Performance,
-        device: torch.device,
-    ) -> None:
-        self.model, self.data, self.settings, self.device = model, data, settings, device
-        self.guard = Guarded(settings.rule)
-        self.performance = replace(performance, pad=performance.pad or performance.compile)
-        self.state = settings.rule.init(settings.groups).to(device)
-        self.ledger, self.trace, self.t = Ledger(), Trace(settings.groups), 0
-        self.tape = _tape(model, loss, data, performance)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = optimizer(self.parameters, lr=settings.lr)
-        self.scheduler = None if scheduler is None else scheduler(self.optimizer)
-        streams = _streams(settings)
-        self.sampler = _sampler(settings, streams["batches"])
-        self.noise = Noise(streams["noise"])
-        self.dropout = int(streams["dropout"].generate_state(1, np.uint64)[0] >> 1)
-        none = torch.zeros(0, dtype=torch.float64, device=device)
-        self.counts = len(self.guard.statistics(none, none.long(), self.state, None))
-        _check_counts(settings.rule, self.counts)
-
-    def train(
-        self, folder: Path | None, every: int | None, observers: Sequence[Observer], progress: Progress
-    ) -> Result:
-        """Take the remaining steps."""
-        settings, records = self.settings, list[dict[str, Any]]()
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), self.tape.listening(), Interrupt() as interrupt:
-            while self.t < settings.steps:
-                found = self.step()
-                for observer in observers:
-                    records.append({"t": self.t, **(observer(found) or {})})
-                self.update(found)
-                progress(self.t, self._note(found))
-                ended = self.t % settings.epoch == 0 or self.t == settings.steps
-                if folder is not None and (ended or interrupt.came or (every and self.t % every == 0)):
-                    self.save(folder)
-                if interrupt.came:
-                    progress.close()
-                    _say_saved(folder, self.t, settings.steps)
-                    raise KeyboardInterrupt
-        progress.close()
-        self.model.zero_grad(set_to_none=True)
-        return Result(self.model, settings, self.ledger, self.state.cpu(), self.trace.rows, records)
-
-    def step(self) -> Step:
-        """Draw a batch, take one step of Algorithm 2, write the ledger."""
-        batch = self.sampler.next()
-        release = Releases(self._draw())
-        found = step(self.tape, self.guard, self.state, self._chunks(batch), self.sampler.expected_size(batch), release)
-        self.ledger.write(self.sampler.q, release.multipliers)
-        return replace(found, t=self.t)
-
-    def update(self, found: Step) -> None:
-        """Publish: move the parameters along the noisy gradient, carry the rule's state on."""
-        pieces = self.tape.layout.split(found.public.gradient).values()
-        for parameter, gradient in zip(self.parameters, pieces, strict=True):
-            parameter.grad = gradient
-        self.optimizer.step()
-        self.state = found.public.state
-        self.t += 1
-        self.trace.add(found.losses, found.norms, found.clipped, found.group, found.clamped, found.finite)
-        if self.t % self.settings.epoch == 0 or self.t == self.settings.steps:
-            self.trace.close(self.state, float(found.public.sensitivity))
-            if self.scheduler is not None:
-                self.scheduler.step()
-
-    def _draw(self) -> dict[str, Tensor]:
-        """This step's noise, drawn in one go."""
-        if self.settings.rule.sigma == 0 and self.counts == 0:
-            return {}
-        layout = self.tape.layout
-        drawn = self.noise.normal(self.counts + layout.size, layout.blank.dtype).to(self.device)
-        return {"count": drawn[: self.counts], "gradient": drawn[self.counts :]}
-
-    def _chunks(self, batch: Tensor) -> list[Chunk]:
-        """The batch as the performance settings want it."""
-        size = self.performance.chunk
-        if self.performance.pad and size is None:
-            size = roomy(self.settings.B)
-        pieces = chunks(batch, size, self.performance.pad)
-        return [self._chunk(rows, real, i) for i, (rows, real) in enumerate(pieces)]
-
-    def _chunk(self, rows: Tensor, real: Tensor | None, i: int) -> Chunk:
-        x, y, group = self.data.take(rows.to(self.device) if isinstance(self.data, Dataset) else rows)
-        if group is None:
-            group = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
-        # Odd multipliers: every (step, chunk) of a run has a seed of its own.
-        seed = (self.dropout + 0x9E3779B97F4A7C15 * (self.t + 1) + 0xC2B2AE3D27D4EB4F * i) % 2**63
-        return Chunk(x, y, group, None if real is None else real.to(self.device), seed)
-
-    def _note(self, found: Step) -> str:
-        """What the progress line says: only what is public."""
-        epoch = min((self.t - 1) // self.settings.epoch + 1, math.ceil(self.settings.steps / self.settings.epoch))
-        del found
-        return f"epoch {epoch}"
-
-    # --- checkpoints ---
-
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint of this moment."""
-        published = {
-            "settings": self.settings.to_json(),
-            "t": self.t,
-            "state": self.state.tolist(),
-            "ledger": self.ledger.to_json(),
-        }
-        secret = {
-            "noise": self.noise.state(),
-            "batches": self.sampler.state(),
-            "dropout": self.dropout,
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "trace": self.trace.state(),
-        }
-        checkpoint.save(folder, self.t, Checkpoint(self.model.state_dict(), published, secret))
-
-    def restore(self, path: Path) -> None:
-        """Go on from a checkpoint, if it is one of this very run."""
-        found = checkpoint.load(path)
-        _refuse_foreign(path, found.published["settings"], json.loads(json.dumps(self.settings.to_json())))
-        self.model.load_state_dict(found.model)
-        self.t = found.published["t"]
-        self.state = torch.tensor(found.published["state"], dtype=self.state.dtype, device=self.device)
-        self.ledger = Ledger.from_json(found.published["ledger"])
-        secret = found.secret
-        self.noise.set_state(secret["noise"])
-        self.sampler.set_state(secret["batches"])
-        self.dropout = secret["dropout"]
-        self.optimizer.load_state_dict(secret["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(secret["scheduler"])
-        self.trace.set_state(secret["trace"])
+def _train(
+    run: Run, folder: Path | None, every: int | None, observers: Sequence[Observer], progress: Progress
+) -> list[dict[str, Any]]:
+    """Take the remaining steps; what the observers returned."""
+    records, steps = list[dict[str, Any]](), run.settings.steps
+    with run.listening(), Interrupt() as interrupt:
+        while run.t < steps:
+            found = run.step()
+            records += [{"t": run.t, **(observer(found) or {})} for observer in observers]
+            run.update(found)
+            progress(run.t, f"epoch {math.ceil(run.t / run.settings.epoch)}")
+            if folder is not None and (run.ended or interrupt.came or (every and run.t % every == 0)):
+                run.save(folder)
+            if interrupt.came:
+                progress.close()
+                _say_saved(folder, run.t, steps)
+                raise KeyboardInterrupt
+    progress.close()
+    return records
 
 
 # --- before training
@@ -447,15 +298,6 @@ def _check_labels(output: Any, loss: Loss, data: Dataset | MapDataset) -> None:
         )
 
 
-def _check_counts(rule: Rule, counts: int) -> None:
-    """Raise for a rule that counts and does not say with how much noise."""
-    if counts and not rule.sigma_count:
-        raise ValueError(
-            f"{rule.name} has a statistic of {counts} numbers and no sigma_count; give it the noise "
-            "multiplier of that release."
-        )
-
-
 def _shapes(x: Any) -> str:
     """The shapes of an input, with the sample axis named."""
     if isinstance(x, Tensor):
@@ -464,41 +306,7 @@ def _shapes(x: Any) -> str:
     return "; ".join(f"{name}: {_shapes(value)}" for name, value in items)
 
 
-def _tape(model: nn.Module, loss: Loss, data: Dataset | MapDataset, performance: Performance) -> AnyTape:
-    """The model taken apart, after a look at three samples."""
-    device = next(model.parameters()).device
-    some = data.take(torch.arange(min(3, len(data)), device=device if isinstance(data, Dataset) else "cpu"))
-    tape = plan(model, loss, some.x, some.y)
-    if not performance.compile or isinstance(tape, WholeTape):
-        return tape
-    from evenclip.gradients.compiled import CompiledTape  # torch.compile's machinery takes long to import
-
-    return CompiledTape(tape)
-
-
-def _sampler(settings: Settings, seed: np.random.SeedSequence) -> Sampler:
-    """Poisson samples, or shuffled batches for a rule that promises nothing."""
-    if settings.q is None:
-        return Shuffled(settings.n, int(settings.B), seed)
-    return Poisson(settings.n, settings.q, settings.B, seed)
-
-
-def _streams(settings: Settings) -> dict[str, np.random.SeedSequence]:
-    """A random stream for each purpose, of this run alone: two models that shared noise would cancel it.
-
-    The seed is mixed with the specification, so that two rules, or two settings of one, never draw the same numbers.
-    """
-    specification = hashlib.sha256(json.dumps(settings.to_json(), sort_keys=True).encode()).digest()
-    entropy = np.random.SeedSequence().entropy if settings.seed is None else settings.seed
-    assert isinstance(entropy, int)
-    if entropy < 0:
-        raise ValueError(f"seed is {entropy}; it must be a whole number of at least 0.")
-    words = [entropy, int.from_bytes(specification[:16])]
-    purposes = ("batches", "noise", "dropout")
-    return {purpose: np.random.SeedSequence(words, spawn_key=(i,)) for i, purpose in enumerate(purposes)}
-
-
-def _start(run: _Run, folder: Path | None, resume: bool) -> None:
+def _start(run: Run, folder: Path | None, resume: bool) -> None:
     """From the beginning, or from the folder's last checkpoint."""
     last = None if folder is None else checkpoint.latest(folder)
     if resume and folder is None:
@@ -511,19 +319,6 @@ def _start(run: _Run, folder: Path | None, resume: bool) -> None:
             "another folder."
         )
     run.restore(last)
-
-
-def _refuse_foreign(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Raise unless the checkpoint was written by a run with these very settings."""
-    differ = [
-        f"{name}: {theirs.get(name)!r} there, {ours[name]!r} here" for name in ours if theirs.get(name) != ours[name]
-    ]
-    if differ:
-        raise CheckpointError(
-            f"{path} belongs to another run ({'; '.join(differ)}). Resume with the settings it was started "
-            "with, or choose "
-            "another folder."
-        )
 
 
 def _say_saved(folder: Path | None, t: int, steps: int) -> None:

@@ -10,7 +10,8 @@ from torch import nn
 
 from evenclip.gradients.layers import FORMULAS, Formed, convolution, formula, linear
 
-few = settings(derandomize=True, deadline=None, max_examples=40)
+few = settings(derandomize=True, deadline=None, max_examples=60)
+uneven = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 
 
 def sizes(low, high):
@@ -62,7 +63,7 @@ def trailing_norms(draw, kind):
 
 @st.composite
 def group_norms(draw):
-    groups, each = draw(sizes(1, 3)), draw(sizes(1, 3))
+    groups, each = draw(sizes(1, 3)), draw(sizes(2, 4))  # torch refuses a single number in a group
     space = draw(st.lists(sizes(1, 3), max_size=3))
     return lambda: nn.GroupNorm(groups, groups * each, eps=1e-3), (groups * each, *space)
 
@@ -111,6 +112,7 @@ def trainable(module):
     return [name for name, p in module.named_parameters() if p.requires_grad]
 
 
+@uneven
 @pytest.mark.parametrize("kind", FORMULAS)
 @few
 @given(data=st.data())
@@ -120,6 +122,7 @@ def test_every_layer_with_a_formula(kind, data, drawn, layer_alone, same_layer):
     same_layer(found, layer_alone(module, a, delta))
 
 
+@uneven
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 @settings(few, max_examples=25)
 @given(data=st.data())

@@ -1,4 +1,4 @@
-"""DPSGD-F against its documented repair of Algorithm 3, written out in loops, and against the box where they must agree."""
+"""DPSGD-F against its documented repair of Algorithm 3, in loops, and against the box where both must agree."""
 
 from __future__ import annotations
 

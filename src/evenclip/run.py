@@ -1,0 +1,277 @@
+"""A training run: the public constants it is fixed by, and everything that changes while it runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from evenclip import checkpoint
+from evenclip.checkpoint import Checkpoint, CheckpointError
+from evenclip.data import Dataset, MapDataset
+from evenclip.gradients import AnyTape, WholeTape, plan
+from evenclip.gradients.losses import Loss
+from evenclip.release import Ledger, Noise, Releases
+from evenclip.rules import Guarded, Rule
+from evenclip.sampling import Poisson, Sampler, Shuffled, chunks, roomy
+from evenclip.step import Chunk, Step, step
+from evenclip.trace import Trace
+
+__all__ = ["Performance", "Run", "Settings"]
+
+
+@dataclass(frozen=True)
+class Performance:
+    """How a run is computed. Changing these must not change what it is.
+
+    Attributes:
+        chunk: most samples that go through the model at once; None: the whole batch.
+        pad: whether chunks are filled up to one size, so that shapes never change.
+        compile: whether the passes through the model are compiled (implies `pad`); plain where there is no compiler.
+    """
+
+    chunk: int | None = None
+    pad: bool = False
+    compile: bool = False
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The public constants of a run, fixed before training. Neighbouring datasets are trained with the same ones.
+
+    Attributes:
+        rule: the clipping rule.
+        n: number of records (an access to the data that ε does not cover).
+        groups: number of groups K.
+        q: Poisson rate; None for shuffled batches.
+        B: expected batch size, what sums are divided by.
+        steps: T.
+        epoch: steps in an epoch.
+        delta: δ.
+        lr: learning rate.
+        optimizer: name of the optimiser's class.
+        seed: what was given; None: taken from the operating system and not kept.
+        parameters: number of trainable ones.
+    """
+
+    rule: Rule
+    n: int
+    groups: int
+    q: float | None
+    B: float
+    steps: int
+    epoch: int
+    delta: float
+    lr: float
+    optimizer: str
+    seed: int | None
+    parameters: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        rule = {"class": type(self.rule).__qualname__, "name": self.rule.name, "repr": repr(self.rule)}
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "rule"} | {"rule": rule}
+
+
+class Run:
+    """Everything that changes while a model is trained, a step at a time.
+
+        with run.listening():
+            while run.t < run.settings.steps:
+                run.update(run.step())
+
+    Attributes:
+        model: being trained. May be published after every step.
+        state: the rule's state. May be published.
+        ledger: what was released so far. May be published.
+        trace: what was seen so far. Private.
+        t: number of steps taken.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Dataset | MapDataset,
+        loss: Loss,
+        settings: Settings,
+        optimizer: Callable[..., Optimizer],
+        scheduler: Callable[[Optimizer], Any] | None,
+        performance: Performance,
+        device: torch.device,
+    ) -> None:
+        self.model, self.data, self.settings, self.device = model, data, settings, device
+        self.guard = Guarded(settings.rule)
+        self.performance = replace(performance, pad=performance.pad or performance.compile)
+        self.state = settings.rule.init(settings.groups).to(device)
+        self.ledger, self.trace, self.t = Ledger(), Trace(settings.groups), 0
+        self.tape = _tape(model, loss, data, performance)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = optimizer(self.parameters, lr=settings.lr)
+        self.scheduler = None if scheduler is None else scheduler(self.optimizer)
+        streams = _streams(settings)
+        self.sampler = _sampler(settings, streams["batches"])
+        self.noise = Noise(streams["noise"])
+        self.dropout = int(streams["dropout"].generate_state(1, np.uint64)[0] >> 1)
+        none = torch.zeros(0, dtype=torch.float64, device=device)
+        self.counts = len(self.guard.statistics(none, none.long(), self.state, None))
+        _check_counts(settings.rule, self.counts)
+
+    @property
+    def ended(self) -> bool:
+        """Whether an epoch has just ended."""
+        return self.t % self.settings.epoch == 0 or self.t == self.settings.steps
+
+    @contextmanager
+    def listening(self) -> Iterator[Self]:
+        """Where steps can be taken: hooks are on the model, and torch's global generator is put back afterwards."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), self.tape.listening():
+            yield self
+
+    def step(self) -> Step:
+        """Draw a batch, take one step of Algorithm 2, write the ledger."""
+        batch = self.sampler.next()
+        release = Releases(self._draw())
+        found = step(self.tape, self.guard, self.state, self._chunks(batch), self.sampler.expected_size(batch), release)
+        self.ledger.write(self.sampler.q, release.multipliers)
+        return replace(found, t=self.t)
+
+    def update(self, found: Step) -> None:
+        """Publish: move the parameters along the noisy gradient, carry the rule's state on."""
+        pieces = self.tape.layout.split(found.public.gradient).values()
+        for parameter, gradient in zip(self.parameters, pieces, strict=True):
+            parameter.grad = gradient
+        self.optimizer.step()
+        self.state = found.public.state
+        self.t += 1
+        self.trace.add(found.losses, found.norms, found.clipped, found.group, found.clamped, found.finite)
+        if self.ended:
+            self.trace.close(self.state, float(found.public.sensitivity))
+            if self.scheduler is not None:
+                self.scheduler.step()
+
+    def _draw(self) -> dict[str, Tensor]:
+        """This step's noise, drawn in one go."""
+        if self.settings.rule.sigma == 0 and self.counts == 0:
+            return {}
+        layout = self.tape.layout
+        drawn = self.noise.normal(self.counts + layout.size, layout.blank.dtype).to(self.device)
+        return {"count": drawn[: self.counts], "gradient": drawn[self.counts :]}
+
+    def _chunks(self, batch: Tensor) -> list[Chunk]:
+        """The batch as the performance settings want it."""
+        size = self.performance.chunk
+        if self.performance.pad and size is None:
+            size = roomy(self.settings.B)
+        pieces = chunks(batch, size, self.performance.pad)
+        return [self._chunk(rows, real, i) for i, (rows, real) in enumerate(pieces)]
+
+    def _chunk(self, rows: Tensor, real: Tensor | None, i: int) -> Chunk:
+        x, y, group = self.data.take(rows.to(self.device) if isinstance(self.data, Dataset) else rows)
+        if group is None:
+            group = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
+        # Odd multipliers: every (step, chunk) of a run has a seed of its own.
+        seed = (self.dropout + 0x9E3779B97F4A7C15 * (self.t + 1) + 0xC2B2AE3D27D4EB4F * i) % 2**63
+        return Chunk(x, y, group, None if real is None else real.to(self.device), seed)
+
+    # --- checkpoints ---
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint of this moment."""
+        published = {
+            "settings": self.settings.to_json(),
+            "t": self.t,
+            "state": self.state.tolist(),
+            "ledger": self.ledger.to_json(),
+        }
+        secret = {
+            "noise": self.noise.state(),
+            "batches": self.sampler.state(),
+            "dropout": self.dropout,
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "trace": self.trace.state(),
+        }
+        checkpoint.save(folder, self.t, Checkpoint(self.model.state_dict(), published, secret))
+
+    def restore(self, path: Path) -> None:
+        """Go on from a checkpoint, if it is one of this very run."""
+        found = checkpoint.load(path)
+        _refuse_foreign(path, found.published["settings"], json.loads(json.dumps(self.settings.to_json())))
+        self.model.load_state_dict(found.model)
+        self.t = found.published["t"]
+        self.state = torch.tensor(found.published["state"], dtype=self.state.dtype, device=self.device)
+        self.ledger = Ledger.from_json(found.published["ledger"])
+        secret = found.secret
+        self.noise.set_state(secret["noise"])
+        self.sampler.set_state(secret["batches"])
+        self.dropout = secret["dropout"]
+        self.optimizer.load_state_dict(secret["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(secret["scheduler"])
+        self.trace.set_state(secret["trace"])
+
+
+def _check_counts(rule: Rule, counts: int) -> None:
+    """Raise for a rule that counts and does not say with how much noise."""
+    if counts and not rule.sigma_count:
+        raise ValueError(
+            f"{rule.name} has a statistic of {counts} numbers and no sigma_count; give it the noise "
+            "multiplier of that release."
+        )
+
+
+def _tape(model: nn.Module, loss: Loss, data: Dataset | MapDataset, performance: Performance) -> AnyTape:
+    """The model taken apart, after a look at three samples."""
+    device = next(model.parameters()).device
+    some = data.take(torch.arange(min(3, len(data)), device=device if isinstance(data, Dataset) else "cpu"))
+    tape = plan(model, loss, some.x, some.y)
+    if not performance.compile or isinstance(tape, WholeTape):
+        return tape
+    from evenclip.gradients.compiled import CompiledTape  # torch.compile's machinery takes long to import
+
+    return CompiledTape(tape)
+
+
+def _sampler(settings: Settings, seed: np.random.SeedSequence) -> Sampler:
+    """Poisson samples, or shuffled batches for a rule that promises nothing."""
+    if settings.q is None:
+        return Shuffled(settings.n, int(settings.B), seed)
+    return Poisson(settings.n, settings.q, settings.B, seed)
+
+
+def _streams(settings: Settings) -> dict[str, np.random.SeedSequence]:
+    """A random stream for each purpose, of this run alone: two models that shared noise would cancel it.
+
+    The seed is mixed with the specification, so that two rules, or two settings of one, never draw the same numbers.
+    """
+    specification = hashlib.sha256(json.dumps(settings.to_json(), sort_keys=True).encode()).digest()
+    entropy = np.random.SeedSequence().entropy if settings.seed is None else settings.seed
+    assert isinstance(entropy, int)
+    if entropy < 0:
+        raise ValueError(f"seed is {entropy}; it must be a whole number of at least 0.")
+    words = [entropy, int.from_bytes(specification[:16])]
+    purposes = ("batches", "noise", "dropout")
+    return {purpose: np.random.SeedSequence(words, spawn_key=(i,)) for i, purpose in enumerate(purposes)}
+
+
+def _refuse_foreign(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raise unless the checkpoint was written by a run with these very settings."""
+    differ = [
+        f"{name}: {theirs.get(name)!r} there, {ours[name]!r} here" for name in ours if theirs.get(name) != ours[name]
+    ]
+    if differ:
+        raise CheckpointError(
+            f"{path} belongs to another run ({'; '.join(differ)}). Resume with the settings it was started "
+            "with, or choose "
+            "another folder."
+        )
