@@ -18,7 +18,7 @@ demo: $(READY)  ## train the five rules on Adult; print accuracy per group and Î
 	$(BIN)/python examples/adult.py
 
 test: $(READY)  ## the whole test suite
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .

@@ -2,10 +2,11 @@
 
     python benchmarks/step.py [--models dutch adult mnist celeba] [--batch 256] [--rounds 15] [--quick]
 
-What is timed is the whole step as a user runs it: `fit`'s own step (Poisson sampling, gather, passes, noise, ledger, update) beside a
-plain PyTorch loop over shuffled batches, and Opacus 1.6 with its own Poisson loader, by hooks and by ghost clipping. The ways take
-turns within a round, so that whatever else the machine does hits all alike; a time is the median over the rounds. Peak memory is the
-highest resident size of a process of its own that takes a few steps, less what it had before the first.
+What is timed is the whole step as a user runs it: `fit`'s own step (Poisson sampling, gather, passes, noise, ledger,
+update) beside a plain PyTorch loop over shuffled batches, and Opacus 1.6 with its own Poisson loader, by hooks and by
+ghost clipping. The ways take turns within a round, so that whatever else the machine does hits all alike; a time is
+the median over the rounds. Peak memory is the highest resident size of a process of its own that takes a few steps,
+less what it had before the first.
 
 Prints a table of ratios to plain SGD and writes benchmarks/results/step.json with the environment.
 """
@@ -123,7 +124,9 @@ def times(case: str, batch: int, rounds: int) -> dict[str, list[float]]:
 
 
 def peak_memory(way: str, case: str, batch: int) -> float:
-    """MiB that the steps of one way need beyond what the process has with model and data loaded, in a process of its own."""
+    """MiB that the steps of one way need beyond what the process has with model and data loaded, in a process of its
+    own.
+    """
     command = [sys.executable, __file__, "--memory", way, "--models", case, "--batch", str(batch)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.strip().splitlines()[-1])

@@ -181,7 +181,7 @@ def test_pld_of_some_steps_is_the_convolution_of_the_definition(q, sigma, steps,
 
 
 def gaussian_delta(epsilon, mu):
-    """Balle, Wang 2018, Theorem 8."""
+    """Balle, Wang 2018, Eq. 6."""
     return norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
 
 

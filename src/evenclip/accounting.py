@@ -91,8 +91,8 @@ def event(ledger: Ledger) -> dp_accounting.DpEvent:
 def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float | None:
     """ε at δ of everything in the ledger, by "rdp" or "pld"; None where there is none; 0 where nothing was released.
 
-    Guarantee: an upper bound, for adding or removing one record. PLD is within about 1e-4·ε of the exact value (a few
-    per cent for q below 1e-5) and needs δ above `smallest_delta`.
+    Guarantee: an upper bound, for adding or removing one record. PLD is within about 1e-4·ε of the exact value (some
+    per cent where q is 1e-5 or less) and needs δ above `smallest_delta`.
 
     >>> steps = 20 * 92  # 20 epochs on Adult: (3.41, 3.10) at δ = 1e-6
     >>> ledger = Ledger([Entry(1 / 92, (("gradient", 1.0),), steps)])
@@ -129,7 +129,7 @@ def epsilon_without_amplification(ledger: Ledger, delta: float) -> float | None:
     """ε at δ if every record had been in every batch, q = 1: what is left if the sampling were known.
 
     Exact: Gaussians compose to one Gaussian with the joint multiplier of all steps, m = (Σ_t m_t⁻²)^(-1/2), and with
-    μ = 1/m its δ(ε) = Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ) (Balle, Wang 2018, arXiv:1805.06530, Theorem 8).
+    μ = 1/m its δ(ε) = Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ) (Balle, Wang 2018, arXiv:1805.06530, Eq. 6).
 
     >>> ledger = Ledger([Entry(0.01, (("gradient", 10.0),), 100)])  # μ = √100 / 10 = 1
     >>> round(epsilon_without_amplification(ledger, 0.12693674), 6)  # δ(1) = Φ(-1/2) − e·Φ(-3/2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 import textwrap
 from collections.abc import Sequence
+from decimal import ROUND_CEILING, Context
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from evenclip.release import Ledger
 if TYPE_CHECKING:
     from evenclip.run import Settings
 
-__all__ = ["paragraph", "report"]
+__all__ = ["paragraph", "report", "rounded_up"]
 
 UNIT = "one record with its labels; no guarantee for a person with several records"
 RELATION = "add or remove one record, with q, B, T, δ and the rule's constants fixed"
@@ -92,9 +93,9 @@ def paragraph(report: dict[str, Any], width: int = 79) -> str:
         first = (
             f"This model was trained by {report['method']} ({report['soundness']}) and is (ε, "
             "δ)-differentially private with "
-            f"ε = {_up(report['epsilon'])} at δ = {report['delta']:g} (by PLD; {_up(report['epsilon_rdp'])} by RDP). "
+            f"ε = {rounded_up(report['epsilon'])} at δ = {report['delta']:g} (by PLD; {rounded_up(report['epsilon_rdp'])} by RDP). "
             "Without the amplification by Poisson sampling it would be "
-            f"{_up(report['epsilon_without_amplification'])}. "
+            f"{rounded_up(report['epsilon_without_amplification'])}. "
             f"Unit: {report['unit']}. Neighbours: {report['neighbouring_relation']}. "
             f"{report['steps']} steps at rate q = {report['q']:.6g}; noise multipliers "
             + ", ".join(f"{m:g} ({name})" for name, m in report["multipliers"].items())
@@ -110,10 +111,12 @@ def paragraph(report: dict[str, Any], width: int = 79) -> str:
     return "\n\n".join(textwrap.fill(text, width) for text in (first, second))
 
 
-def _up(epsilon: float) -> str:
-    """Rounded up to three digits: a printed ε is never below the true one."""
-    from decimal import ROUND_CEILING, Context
+def rounded_up(epsilon: float) -> str:
+    """Three digits, rounded up: a printed ε is never below the true one.
 
+    >>> rounded_up(3.1012), rounded_up(0.25)
+    ('3.11', '0.25')
+    """
     return str(Context(prec=3, rounding=ROUND_CEILING).create_decimal_from_float(epsilon).normalize())
 
 
