@@ -16,9 +16,9 @@ import time
 import torch
 
 import evenclip
+from evenclip.accounting import rounded_up
 from evenclip.data import Dataset, adult
 from evenclip.models import mlp
-from evenclip.privacy import rounded_up
 
 BATCHES = 92  # Adult's training split in batches of 256; the published ε are for this rate and these steps
 GROUPS = ("female", "male")

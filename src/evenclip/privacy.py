@@ -10,7 +10,6 @@ from __future__ import annotations
 import platform
 import textwrap
 from collections.abc import Sequence
-from decimal import ROUND_CEILING, Context
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from evenclip.release import Ledger
 if TYPE_CHECKING:
     from evenclip.run import Settings
 
-__all__ = ["paragraph", "report", "rounded_up"]
+__all__ = ["paragraph", "report"]
 
 UNIT = "one record with its labels; no guarantee for a person with several records"
 RELATION = "add or remove one record, with q, B, T, δ and the rule's constants fixed"
@@ -83,41 +82,31 @@ def report(settings: Settings, ledger: Ledger, trace: Sequence[dict[str, Any]]) 
 
 def paragraph(report: dict[str, Any], width: int = 79) -> str:
     """The report in words, for a person who has to sign it."""
+    from evenclip.accounting import rounded_up
+
     if report["epsilon"] is None:
         first = (
-            f"This model was trained by {report['method']} and has no valid ε: it promises no privacy to the "
-            "records it was "
-            "trained on."
+            f"This model was trained by {report['method']} and has no valid ε: it promises no privacy to the records it "
+            "was trained on."
         )
     else:
+        pld, rdp, alone = (
+            rounded_up(report[name]) for name in ("epsilon", "epsilon_rdp", "epsilon_without_amplification")
+        )
+        multipliers = ", ".join(f"{m:g} ({name})" for name, m in report["multipliers"].items())
         first = (
-            f"This model was trained by {report['method']} ({report['soundness']}) and is (ε, "
-            "δ)-differentially private with "
-            f"ε = {rounded_up(report['epsilon'])} at δ = {report['delta']:g} (by PLD; {rounded_up(report['epsilon_rdp'])} by RDP). "
-            "Without the amplification by Poisson sampling it would be "
-            f"{rounded_up(report['epsilon_without_amplification'])}. "
-            f"Unit: {report['unit']}. Neighbours: {report['neighbouring_relation']}. "
-            f"{report['steps']} steps at rate q = {report['q']:.6g}; noise multipliers "
-            + ", ".join(f"{m:g} ({name})" for name, m in report["multipliers"].items())
-            + f", jointly {report['joint_multiplier']:.4g}; sums divided by {report['divisor']}, "
-            f"{report['expected_batch_size']:g}."
+            f"This model was trained by {report['method']} ({report['soundness']}) and is (ε, δ)-differentially private "
+            f"with ε = {pld} at δ = {report['delta']:g} (by PLD; {rdp} by RDP). Without the amplification by Poisson "
+            f"sampling it would be {alone}. Unit: {report['unit']}. Neighbours: {report['neighbouring_relation']}. "
+            f"{report['steps']} steps at rate q = {report['q']:.6g}; noise multipliers {multipliers}, jointly "
+            f"{report['joint_multiplier']:.4g}; sums divided by {report['divisor']}, {report['expected_batch_size']:g}."
         )
     labels = "entered" if report["group_labels_entered_training"] else "did not enter"
     second = (
         f"Group labels {labels} training. The seed is {report['seed']}. Not covered by ε: "
-        f"{'; '.join(report['not_covered'])}. "
-        f"Not protected: {', '.join(report['not_protected'])}."
+        f"{'; '.join(report['not_covered'])}. Not protected: {', '.join(report['not_protected'])}."
     )
     return "\n\n".join(textwrap.fill(text, width) for text in (first, second))
-
-
-def rounded_up(epsilon: float) -> str:
-    """Three digits, rounded up: a printed ε is never below the true one.
-
-    >>> rounded_up(3.1012), rounded_up(0.25)
-    ('3.11', '0.25')
-    """
-    return str(Context(prec=3, rounding=ROUND_CEILING).create_decimal_from_float(epsilon).normalize())
 
 
 def _version(package: str) -> str | None:

@@ -57,12 +57,12 @@ class LastState(nn.Module):
 class Cells(nn.Module):
     """A cell called once for every position, with the state that it returned."""
 
-    def __init__(self):
+    def __init__(self, begun):
         super().__init__()
-        self.cell, self.head = nn.LSTMCell(D, 3), nn.Linear(3, CLASSES)
+        self.cell, self.head, self.begun = nn.LSTMCell(D, 3), nn.Linear(3, CLASSES), begun
 
     def forward(self, x):
-        state = None
+        state = (x.new_zeros(len(x), 3), x.new_zeros(len(x), 3)) if self.begun else None
         for t in range(x.shape[1]):
             state = self.cell(x[:, t], state)
         return self.head(state[0])
@@ -269,8 +269,8 @@ MODELS = {  # what it shows: how it is made, what goes in, how it is taken apart
         lambda: nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, CLASSES)), "row", Tape),
     "one layer, the model itself": (lambda: nn.Linear(D, CLASSES), "row", Tape),
     "convolutions": (lambda: pictures(
-        nn.Conv2d(1, 3, 3, padding=1), nn.GroupNorm(3, 3), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(3, 8, 2), nn.InstanceNorm2d(8, affine=True), nn.AdaptiveAvgPool2d(1), out=8), "sequence", Tape),
+        nn.Conv2d(1, 3, 3, padding=1), nn.GroupNorm(3, 3), nn.ReLU(), nn.MaxPool2d(2, stride=1),
+        nn.Conv2d(3, 8, 2), nn.InstanceNorm2d(8, affine=True), nn.Tanh(), nn.Conv2d(8, 9, 2), out=18), "sequence", Tape),
     "LSTM": (lambda: Recurrent(nn.LSTM(D, 3, batch_first=True), 3), "sequence", Tape),
     "LSTM, position first": (lambda: Recurrent(nn.LSTM(D, 3), 3), "sequence", Tape),
     "LSTM, last state": (LastState, "sequence", Tape),
@@ -278,7 +278,8 @@ MODELS = {  # what it shows: how it is made, what goes in, how it is taken apart
     "GRU, two layers, both ways": (
         lambda: Recurrent(nn.GRU(D, 3, num_layers=2, bidirectional=True, batch_first=True), 6), "sequence", Tape),
     "RNN": (lambda: Recurrent(nn.RNN(D, 3), 3), "sequence", Tape),
-    "LSTMCell": (Cells, "sequence", Tape),
+    "LSTMCell": (lambda: Cells(begun=True), "sequence", Tape),
+    "LSTMCell, first called without a state": (lambda: Cells(begun=False), "sequence", WholeTape),
     "attention": (Attention, "sequence", Tape),
     "attention, position first": (lambda: Attention(batch_first=False), "sequence", Tape),
     "attention, one mask for all": (lambda: Attention(masked=True), "sequence", Tape),
@@ -294,7 +295,7 @@ MODELS = {  # what it shows: how it is made, what goes in, how it is taken apart
     "one layer in two modules": (OneModuleInTwo, "row", Tape),
     "tied embedding": (lambda: Language(openly=True), "tokens", Tape),
     "tied embedding, behind its back": (lambda: Language(openly=False), "tokens", WholeTape),
-    "embedding with padding": (lambda: Language(openly=True, padding_idx=2), "tokens", WholeTape),
+    "embedding with padding": (lambda: Language(openly=True, padding_idx=2), "tokens", Tape),
     "sparse embedding": (lambda: nn.Sequential(
         nn.Embedding(6, D, sparse=True), nn.Flatten(), nn.Linear(T * D, CLASSES)), "tokens", Tape),
     "frozen layer": (lambda: frozen(CalledTwice(), "layer.weight", "layer.bias"), "row", Tape),
@@ -367,6 +368,7 @@ def test_a_batch_of_one(name, case, alone, same):
     same(per_sample_gradients(model, F.cross_entropy, x, y), expected)
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 @pytest.mark.parametrize("name", MODELS)
 def test_float32_agrees_with_float64_to_rounding(name, case, alone, same):
     model, x, y, _ = case(name)
@@ -478,6 +480,6 @@ def test_a_layer_that_was_skipped_in_the_plan_does_not_go_untrained_in_silence(n
     with torch.random.fork_rng(devices=[]), plan(model, F.cross_entropy, x, y).listening() as tape:
         torch.manual_seed(0)
         tape(x, y)
-        torch.manual_seed(4)
+        torch.manual_seed(1)
         with pytest.raises(RuntimeError, match=r"layer \(Linear\) was not called when the model was taken apart"):
             tape(x, y)

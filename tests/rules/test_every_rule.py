@@ -69,7 +69,7 @@ class SoftClip(Rule):
 
 @dataclass(frozen=True)
 class Liar(Rule):
-    """Claims S = 1; returns, by group, 1e6, NaN, -1e6, 1e300, and statistics of length 100 with NaN and ∞ among them."""
+    """Claims S = 1; returns, by group, 1e6, NaN, -1e6, 1e300, and statistics of length 100 with NaN and ∞ in them."""
 
     name: ClassVar[str] = "liar"
     sigma: float = 1.0
@@ -172,7 +172,7 @@ def batches(draw, rule, strange=True):
     return Batch(state, now, norms, group, norms.unsqueeze(1) * torch.tensor(ways, dtype=torch.float64))
 
 
-def over_batches(rules, strange=True, examples=60):
+def over_batches(rules, strange=True, examples=150):
     """Run a test(rule, batch) on many batches of each rule, the same ones every time."""
 
     def decorate(test):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Annotated, Any
 
 import typer
@@ -44,7 +43,8 @@ def epsilon(
             check.positive(**{"--sigma": sigma})
         case None, float():
             check.positive(**{"--target-epsilon": target_epsilon})
-            sigma = _rounded_up(_calibrated(target_epsilon, sigma_count, delta=delta, q=rate, steps=steps))
+            exact = _calibrated(target_epsilon, sigma_count, delta=delta, q=rate, steps=steps)
+            sigma = float(accounting.rounded_up(exact, digits=6))
         case _:
             given = "neither" if sigma is None else "both"
             raise ValueError(f"--sigma or --target-epsilon: {given} given; give exactly one of them.")
@@ -65,12 +65,6 @@ def _calibrated(target: float, sigma_count: float | None, *, delta: float, q: fl
             f"whatever σ is: give more than {joint:.4g}."
         )
     return accounting.gradient_multiplier(joint, sigma_count)
-
-
-def _rounded_up(sigma: float) -> float:
-    """σ to six digits, which are printed, and never less: the σ that is read off costs no more than the target."""
-    digits = 5 - math.floor(math.log10(sigma))
-    return float(f"{math.ceil(sigma * 10.0**digits)}e{-digits}")
 
 
 def _facts(
@@ -103,16 +97,20 @@ def _facts(
 
 def _text(facts: dict[str, Any]) -> str:
     """The facts in words, at most 80 columns wide."""
+    from evenclip.accounting import rounded_up
+
     noise = f"σ = {facts['sigma']:.6g}"
     if facts["sigma_count"] is not None:
         noise += f", σ_count = {facts['sigma_count']:.6g}; as one, {facts['joint_multiplier']:.6g}"
     lines = [
         f"noise    {noise}",
         f"steps    {facts['steps']} on Poisson samples of rate {facts['rate']:.6g}",
-        f"ε        {facts['pld']:.4g} by PLD, {facts['rdp']:.4g} by RDP, at δ = {facts['delta']:g}",
+        f"ε        {rounded_up(facts['pld'])} by PLD, {rounded_up(facts['rdp'])} by RDP, at δ = {facts['delta']:g}",
         "unit     one record, added or removed; batches drawn by Poisson sampling",
     ]
     if "curve" in facts:
         lines += ["", f"{'δ':>10}{'PLD':>10}{'RDP':>10}"]
-        lines += [f"{row['delta']:>10.3g}{row['pld']:>10.4g}{row['rdp']:>10.4g}" for row in facts["curve"]]
+        lines += [
+            f"{row['delta']:>10.3g}{rounded_up(row['pld']):>10}{rounded_up(row['rdp']):>10}" for row in facts["curve"]
+        ]
     return "\n".join(lines)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from evenclip.gradients.axis import Axis
 
-__all__ = ["AnyLayer", "Mode"]
+__all__ = ["AnyLayer", "Mode", "call_with"]
 
 _TENSOR = object()  # stands for a tensor among the constants of a call
 
@@ -108,13 +108,32 @@ class _Call:
         )
         leaves = [next(given) if constant is _TENSOR else constant for constant in self._constants]
         args, kwargs = self._spec.unflatten(leaves)
-        output = functional_call(layer.module, parameters, args, kwargs)
+        output = call_with(layer.module, parameters, args, kwargs)
         found = [o for o in tree_leaves(output) if isinstance(o, Tensor)]
         products = [
             (found[pick].squeeze(axis.at or 0) * delta).sum()
             for pick, axis, delta in zip(layer.picks, layer.outputs, deltas, strict=True)
         ]
         return torch.stack(products).sum()
+
+
+def call_with(
+    module: nn.Module, parameters: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> Any:
+    """The module's output with these tensors for its parameters, by the names that `named_parameters` gives.
+
+    Where one layer lies at two places of the module, torch's own way of tying (`tie_weights=True`) leaves the tensors in
+    the module for good (https://github.com/pytorch/pytorch/issues/164759), so every place is filled once here.
+    """
+    own = dict(module.named_parameters())
+    given = {id(own[name]): tensor for name, tensor in parameters.items()}
+    places = {
+        f"{path}.{name}".lstrip("."): given[id(p)]
+        for path, part in module.named_modules()  # each once, wherever it lies
+        for name, p in part._parameters.items()
+        if id(p) in given
+    }
+    return functional_call(module, places, args, kwargs, tie_weights=False)
 
 
 def _sample(tensors: Sequence[Tensor], axes: Sequence[Axis], i: int) -> list[Tensor]:
@@ -131,5 +150,5 @@ def _alone(
         value = call(leaves, tensors, deltas)
     found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     zeros = (torch.zeros_like(p) for p in leaves.values())
-    filled = [z if g is None else g for g, z in zip(found, zeros, strict=True)]
+    filled = [z if g is None else g.to_dense() for g, z in zip(found, zeros, strict=True)]  # embeddings may be sparse
     return dict(zip(leaves, filled, strict=True)), value.detach()

@@ -17,10 +17,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp
+from torch.func import vjp
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from evenclip.gradients.anylayer import call_with
 from evenclip.gradients.axis import Axis
 from evenclip.gradients.tape import LossOf, PerSample, Record, Tape, Unit, detached
 
@@ -104,7 +105,7 @@ class _Graphs:
         listener = _Taps(self._template, iter(taps), len(tree_leaves(y)[0]))
         handles = [u.module.register_forward_hook(partial(listener, u), with_kwargs=True) for u in self._tape.units]
         try:
-            losses = functional_call(whole, {f"model.{name}": p for name, p in parameters.items()}, (x, y))
+            losses = call_with(whole, {f"model.{name}": p for name, p in parameters.items()}, (x, y))
         finally:
             for handle in handles:
                 handle.remove()

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from evenclip.gradients.anylayer import AnyLayer, Mode
 from evenclip.gradients.axis import Axis
 from evenclip.gradients.layers import Formed, LayerGradient
+from evenclip.gradients.layers.linear import operands
 from evenclip.gradients.losses import Loss
 
 __all__ = [
@@ -141,6 +142,7 @@ class Record:
     unit: Unit
     inputs: Any  # the (args, kwargs) of the call; tensors as they were
     deltas: tuple[Tensor, ...]  # one for each output that takes a gradient
+    keep: Tensor | None = None  # the samples that count; None: all.  # [sample], bool
 
     @property
     def parameters(self) -> dict[str, str]:
@@ -154,10 +156,16 @@ class Record:
         axes = iter(unit.inputs)
         leaves = [next(axes).zeroed(leaf, keep) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         deltas = [axis.zeroed(delta, keep) for delta, axis in zip(self.deltas, unit.outputs, strict=True)]
-        return replace(self, inputs=spec.unflatten(leaves), deltas=tuple(deltas))
+        both = keep if self.keep is None else keep & self.keep
+        return replace(self, inputs=spec.unflatten(leaves), deltas=tuple(deltas), keep=both)
 
     def gradient(self, n: int, names: Sequence[str]) -> LayerGradient:
         """This call's part of every sample's gradient, for those parameters (the unit's own names)."""
+        found = self._gradient(n, names)
+        # Inputs of 0 may have a gradient of NaN (x / ‖x‖), and δ = 0 does not help against it.
+        return found if self.keep is None or not isinstance(found, Formed) else found.masked(self.keep)
+
+    def _gradient(self, n: int, names: Sequence[str]) -> LayerGradient:
         unit = self.unit
         if unit.formula is None:
             layer = AnyLayer(unit.module, unit.inputs, unit.outputs, unit.picks, unit.mode)
@@ -241,7 +249,7 @@ class PerSample:
             return torch.zeros_like(self.losses, dtype=torch.float64)
         squares = [part.gradient.square_norms() for part in self.parts]
         total = squares[0] if len(squares) == 1 else torch.stack(squares).sum(dim=0)
-        return total.sqrt() * _rounding_up(self.losses)
+        return total.sqrt() * _rounding_up(self.layout.blank)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Σ_i weights_i · g_i as one vector.  weights: [sample] -> [parameter]"""
@@ -284,12 +292,9 @@ def _rounding_up(like: Tensor) -> float:
     """What makes a norm an upper bound on what the sum adds: the roundings of weight · input · δ, sixteen unit
     roundoffs.
 
-    TF32 products, where somebody has allowed them on a GPU, keep ten bits; then it is sixteen of those.
+    Where somebody has allowed products of fewer bits (TF32), it is sixteen of theirs.
     """
-    unit = torch.finfo(like.dtype).eps / 2
-    if like.is_cuda and like.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        unit = 2.0**-11
-    return 1 + 16 * unit
+    return 1 + 16 * max(torch.finfo(like.dtype).eps / 2, operands(like))
 
 
 @dataclass(frozen=True)
@@ -356,6 +361,11 @@ class Tape:
             output = unit.outputs[0].first(output, self._n)
             unit = replace(unit, outputs=(Axis(),))
         found = [o for o in tree_leaves(output) if isinstance(o, Tensor) and o.requires_grad]
+        if found and not unit.outputs:
+            raise RuntimeError(
+                f"{unit.path or 'the model'} ({type(unit.module).__name__}) was not called when the model was taken apart "
+                "and is called now, so its gradient would be missing. Call every layer in every forward pass."
+            )
         if found:
             # The edge, not the tensor: whoever overwrites the output in place (ReLU(inplace=True)) does not move the
             # edge.

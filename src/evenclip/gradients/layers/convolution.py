@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from evenclip.gradients.layers.layer import Formed, LayerGradient, square_sums, wanted
+from evenclip.gradients.layers.layer import Formed, LayerGradient, operand_roundoff, sum_square_norms, wanted
 from evenclip.gradients.layers.linear import product_square_norms
 
 __all__ = ["gradient"]
@@ -100,10 +100,10 @@ class LargeConvolution(LayerGradient):
         shifts = self._shifts
         total = shifts.a.new_zeros(shifts.n, dtype=torch.float64)
         if "weight" in self._names:
-            each = product_square_norms(shifts.unfolded, shifts.outputs.mT)  # [sample · group]
+            each = product_square_norms(shifts.unfolded, shifts.outputs.mT, _operands(shifts.a))  # [sample · group]
             total = each.reshape(shifts.n, shifts.g).sum(dim=1)
         if "bias" in self._names:
-            total = total + square_sums(shifts.bias_gradients)
+            total = total + sum_square_norms(shifts.delta.flatten(2).mT)
         return total
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
@@ -122,6 +122,12 @@ class LargeConvolution(LayerGradient):
 
     def per_sample(self) -> dict[str, Tensor]:
         return wanted({"weight": self._shifts.weight_gradients, "bias": self._shifts.bias_gradients}, self._names)
+
+
+def _operands(like: Tensor) -> float:
+    """What a convolution rounds its operands to; on a GPU that is TF32 unless somebody has forbidden it."""
+    backend = torch.backends.cudnn if like.is_cuda else torch.backends.mkldnn
+    return operand_roundoff(like, backend.conv.fp32_precision)
 
 
 def _padded(module: Convolution, a: Tensor) -> Tensor:

@@ -11,12 +11,13 @@ lets the samples of a batch influence each other) are refused before training.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 
-from evenclip.gradients.layers.layer import LayerGradient, square_sums
+from evenclip.gradients.layers.layer import LayerGradient
 
 __all__ = ["gradient"]
 
@@ -43,10 +44,14 @@ class EmbeddingGradient(LayerGradient):
         owner = torch.arange(n, device=self._tokens.device).repeat_interleave(T)
         place = owner * self._rows + self._tokens.flatten()
         found, where = torch.unique(place, return_inverse=True)  # (sample, token) pairs
-        rows = self._delta.new_zeros(len(found), width, dtype=torch.float64)
-        rows.index_add_(0, where, self._delta.reshape(-1, width).double())
-        total = rows.new_zeros(n)
-        return total.index_add_(0, found // self._rows, square_sums(rows)) if len(found) else total
+        delta = self._delta.reshape(-1, width).double()
+        rows = delta.new_zeros(len(found), width).index_add_(0, where, delta)
+        sizes = delta.new_zeros(len(found)).index_add_(0, where, delta.norm(dim=1))  # Σ_t ‖δ_t‖
+        # The later sum is taken in the layer's own precision; a token that occurs once takes part in no sum.
+        times = torch.bincount(where, minlength=len(found))
+        slack = torch.where(times > 1, torch.expm1(times * math.log1p(torch.finfo(self._delta.dtype).eps / 2)), 0.0)
+        norms = rows.norm(dim=1) + slack * sizes
+        return delta.new_zeros(n).index_add_(0, found // self._rows, norms.square())
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         weighted = self._delta * weights.to(self._delta.dtype).view(-1, 1, 1)

@@ -15,13 +15,14 @@ they are not, sums over positions may cancel, and the bound on their rounding is
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
-__all__ = ["Formed", "LayerGradient", "square_sums"]
+__all__ = ["Formed", "LayerGradient", "operand_roundoff", "rounding", "square_sums", "sum_square_norms", "wanted"]
 
 
 class LayerGradient(ABC):
@@ -55,6 +56,11 @@ class Formed(LayerGradient):
     def per_sample(self) -> dict[str, Tensor]:  # noqa: D102
         return self._each
 
+    def masked(self, keep: Tensor) -> Formed:
+        """The same with 0 for samples that are not kept.  keep: [sample], bool"""
+        zeroed = {name: torch.where(keep.view(-1, *(1 for _ in g.shape[1:])), g, 0.0) for name, g in self._each.items()}
+        return Formed(zeroed)
+
 
 def square_sums(x: Tensor) -> Tensor:
     """Σ x² over everything but the sample axis, accumulated in float64.  # [sample]
@@ -64,6 +70,33 @@ def square_sums(x: Tensor) -> Tensor:
     """
     lengths: Tensor = torch.linalg.vector_norm(x.unsqueeze(1).flatten(1), dim=1, dtype=torch.float64)
     return lengths.square()
+
+
+def sum_square_norms(delta: Tensor) -> Tensor:
+    """‖Σ_t δ_t‖², never below that of the sum that is taken later.  delta: [sample, position, out] -> [sample], float64"""
+    T = delta.shape[1]
+    if T == 1:
+        return square_sums(delta)
+    sizes: Tensor = torch.linalg.vector_norm(delta, dim=2, dtype=torch.float64)  # ‖δ_t‖  [sample, position]
+    total: Tensor = torch.linalg.vector_norm(delta.sum(dim=1), dim=1, dtype=torch.float64)
+    return (total + rounding(delta, 2 * T) * sizes.sum(dim=1)).square()  # this sum's roundings and the later one's
+
+
+def rounding(like: Tensor, operations: int) -> float:
+    """How far a result may lie off after so many roundings, relative to what went in: (1 + u)^operations − 1.
+
+    >>> rounding(torch.zeros(1), 1) == 2.0**-24
+    True
+    """
+    return math.expm1(operations * math.log1p(torch.finfo(like.dtype).eps / 2))
+
+
+def operand_roundoff(like: Tensor, precision: str) -> float:
+    """What float32 numbers are rounded to before they are multiplied, where somebody has allowed that.
+
+    TF32 keeps eleven bits, bfloat16 eight. `precision` is the setting of torch.backends for the operation.
+    """
+    return {"tf32": 2.0**-11, "bf16": 2.0**-8}.get(precision, 0.0) if like.dtype == torch.float32 else 0.0
 
 
 def wanted(parts: dict[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:

@@ -8,9 +8,9 @@ With a [sample, position, in] and δ [sample, position, out], the gradient of sa
                     ‖δ_iᵀ a_i‖²                         otherwise, formed
 
 The sum over positions can cancel (nearly constant inputs, δ that add up to nearly nothing). The Gram form is therefore
-computed
-in float64, and where a formed product is measured but not kept, the sum that is added later rounds differently: by at
-most T·u·Σ_t ‖a_t‖‖δ_t‖ (u the unit roundoff), which is added to the norm.
+computed in float64, and bounds on roundings are added: of the sum that is taken later, (T + 1)·u·Σ_t ‖a_t‖‖δ_t‖ (u the
+unit roundoff); of a formed product that is measured and not kept, T·u of the same; of the Gram form, (in + out + T²)·u
+of (Σ_t ‖a_t‖‖δ_t‖)², u being that of float64.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from evenclip.gradients.layers.layer import LayerGradient, square_sums
+from evenclip.gradients.layers.layer import LayerGradient, operand_roundoff, rounding, square_sums, sum_square_norms
 
-__all__ = ["gradient", "product_square_norms"]
+__all__ = ["gradient", "operands", "product_square_norms"]
 
 # Numbers in a block of per-sample products that are formed only to be measured: 64 MiB in float32.
 _BLOCK = 2**24
@@ -45,9 +45,9 @@ class LinearGradient(LayerGradient):
     def square_norms(self) -> Tensor:
         total = self._a.new_zeros(len(self._a), dtype=torch.float64)
         if "weight" in self._names:
-            total = product_square_norms(self._a, self._delta)
+            total = product_square_norms(self._a, self._delta, operands(self._a))
         if "bias" in self._names:
-            total = total + square_sums(_over_positions(self._delta))
+            total = total + sum_square_norms(self._delta)
         return total
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
@@ -69,21 +69,32 @@ class LinearGradient(LayerGradient):
         return out
 
 
-def product_square_norms(a: Tensor, delta: Tensor) -> Tensor:
-    """‖δ_iᵀ a_i‖², never below that of the sum that is formed later.  a: [sample, position, in], delta: [sample,
-    position, out]
+def product_square_norms(a: Tensor, delta: Tensor, reduced: float) -> Tensor:
+    """‖δ_iᵀ a_i‖², never below that of the sum that is formed later.
+
+    Args:
+        a: [sample, position, in]
+        delta: [sample, position, out]
+        reduced: what the later products round their operands to, 0 for not at all; see `operand_roundoff`.
     """
-    T = a.shape[1]
+    T, d, p = a.shape[1], a.shape[2], delta.shape[2]
     if T == 1:
-        return square_sums(a) * square_sums(delta)
-    if a.shape[2] * delta.shape[2] >= 2 * T**2:
-        square = _gram_square_norms(a, delta)
-    else:
-        square = _formed_square_norms(a, delta)
-    unit_roundoff = torch.finfo(a.dtype).eps / 2
+        return square_sums(a) * square_sums(delta) * (1 + 3 * reduced) ** 2
     sizes: Tensor = torch.linalg.vector_norm(a, dim=2, dtype=torch.float64)  # ‖a_t‖  [sample, position]
     sizes = sizes * torch.linalg.vector_norm(delta, dim=2, dtype=torch.float64)  # ‖a_t‖‖δ_t‖
-    return (square.sqrt() + T * unit_roundoff * sizes.sum(dim=1)).square()
+    size = sizes.sum(dim=1)
+    later = rounding(a, T + 1) + 3 * reduced  # two operands, and a little for the product of their roundings
+    if d * p >= 2 * T**2:
+        norm = (_gram_square_norms(a, delta) + rounding(size, d + p + T**2) * size.square()).sqrt()
+    else:
+        norm = _formed_square_norms(a, delta).sqrt() + (rounding(a, T) + 3 * operands(a)) * size
+    return (norm + later * size).square()
+
+
+def operands(like: Tensor) -> float:
+    """What a matrix product rounds its operands to; 0 if it does not."""
+    backend = torch.backends.cuda if like.is_cuda else torch.backends.mkldnn
+    return operand_roundoff(like, backend.matmul.fp32_precision)
 
 
 def _gram_square_norms(a: Tensor, delta: Tensor) -> Tensor:

@@ -1,0 +1,161 @@
+"""What the tests of training share: small data, small models, every rule, and a look at what is drawn and released."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from evenclip import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate
+from evenclip.release import Releases
+from evenclip.rules import BY_NAME
+from evenclip.sampling import Poisson, Shuffled
+
+RULES = {
+    rule.name: rule
+    for rule in (
+        NonPrivate(),
+        DPSGD(C0=0.7, sigma=0.8),
+        DPSGDF(C0=0.8, sigma=0.8, sigma_count=3.0),
+        DPSGDGlobal(C0=0.7, sigma=0.8, Z=1.6),
+        DPSGDGlobalAdapt(C0=0.7, sigma=0.8, Z0=1.2, tau=1.1, eta_Z=0.2, sigma_count=2.0),
+    )
+}
+assert set(RULES) == set(BY_NAME), "a new rule belongs into these tests too"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    """Small tensors are slower on several threads, and bit-identity is promised for one configuration."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=RULES)
+def rule(request):
+    """Every built-in rule, with constants that clip some of the toy's samples and not others."""
+    return RULES[request.param]
+
+
+@pytest.fixture(params=[name for name, rule in RULES.items() if rule.poisson])
+def private_rule(request):
+    """Every built-in rule that has an ε."""
+    return RULES[request.param]
+
+
+class Toy:
+    """Three classes, three groups of different size and difficulty, models small enough for one-sample loops."""
+
+    d, classes, K = 5, 3, 3
+
+    def data(self, n: int = 40, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """(x, y, group)"""
+        random = torch.Generator().manual_seed(seed)
+        group = torch.multinomial(torch.tensor([0.6, 0.3, 0.1]), n, replacement=True, generator=random)
+        group[: self.K] = torch.arange(self.K)  # every group is in use
+        x = torch.randn(n, self.d, generator=random, dtype=dtype) * (1 + group.to(dtype)).unsqueeze(1) / 2
+        return x, torch.randint(self.classes, (n,), generator=random), group
+
+    def images(self, n: int = 40, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """(x, y, group) with x [n, 1, 7, 7]"""
+        _, y, group = self.data(n, dtype, seed)
+        return torch.randn(n, 1, 7, 7, generator=torch.Generator().manual_seed(seed + 1), dtype=dtype), y, group
+
+    def mlp(self, dtype: torch.dtype = torch.float64, dropout: float = 0.0, seed: int = 0) -> nn.Sequential:
+        """38 + … parameters; with dropout only where asked."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            hidden = [nn.Linear(self.d, 6), nn.Tanh(), *([nn.Dropout(dropout)] if dropout else [])]
+            return nn.Sequential(*hidden, nn.Linear(6, self.classes)).to(dtype)
+
+    def cnn(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Sequential:
+        """Two convolutions and a linear layer, for `images`."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            layers = [nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 3, stride=2), nn.Tanh(), nn.Flatten()]
+            return nn.Sequential(*layers, nn.Linear(8, self.classes)).to(dtype)
+
+    def vector(self, model: nn.Module) -> Tensor:
+        """All parameters of a model in one vector."""
+        return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    def same(self, a: nn.Module, b: nn.Module) -> bool:
+        """Whether two models agree to the last bit."""
+        return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+    def gradients(self, model: nn.Module, x: Any, y: Tensor, loss: Any = cross_entropy) -> tuple[Tensor, Tensor]:
+        """Losses [sample] and gradients [sample, parameter], one sample and one backward pass after the other."""
+        losses, rows = [], []
+        for i in range(len(y)):
+            value = loss(model(x[i : i + 1]), y[i : i + 1])
+            parts = torch.autograd.grad(value, list(model.parameters()))
+            losses.append(value.detach())
+            rows.append(torch.cat([part.flatten() for part in parts]))
+        blank = self.vector(model)
+        if not rows:
+            return blank.new_zeros(0), blank.new_zeros(0, len(blank))
+        return torch.stack(losses), torch.stack(rows)
+
+
+@pytest.fixture
+def toy() -> Toy:
+    return Toy()
+
+
+@dataclass
+class Released:
+    """One call of a release."""
+
+    name: str
+    value: Tensor
+    sensitivity: float
+    multiplier: float
+    out: Tensor
+
+
+@dataclass
+class Spy:
+    """What a training run drew and released, step by step."""
+
+    batches: list[Tensor] = field(default_factory=list)
+    noise: list[dict[str, Tensor]] = field(default_factory=list)
+    releases: list[Released] = field(default_factory=list)
+
+
+@pytest.fixture
+def spy(monkeypatch) -> Spy:
+    """Looks on while models are trained; clear its lists between two runs."""
+    seen = Spy()
+    for sampler in (Poisson, Shuffled):
+        monkeypatch.setattr(sampler, "next", _watched_batches(sampler.next, seen))
+    start, call = Releases.__init__, Releases.__call__
+
+    def watched_start(self, noise):
+        seen.noise.append({name: numbers.clone() for name, numbers in noise.items()})
+        start(self, noise)
+
+    def watched_call(self, name, value, *, sensitivity, multiplier):
+        out = call(self, name, value, sensitivity=sensitivity, multiplier=multiplier)
+        if value.numel():
+            seen.releases.append(Released(name, value.clone(), float(sensitivity), multiplier, out.clone()))
+        return out
+
+    monkeypatch.setattr(Releases, "__init__", watched_start)
+    monkeypatch.setattr(Releases, "__call__", watched_call)
+    return seen
+
+
+def _watched_batches(draw, seen):
+    def watched(self):
+        batch = draw(self)
+        seen.batches.append(batch.clone())
+        return batch
+
+    return watched

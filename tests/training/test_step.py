@@ -1,0 +1,384 @@
+"""One step against a slow transcription of Algorithm 2: one-sample autograd, plain Python numbers, the same noise."""
+
+from __future__ import annotations
+
+import copy
+import math
+import signal
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from evenclip import DPSGD, DPSGDGlobalAdapt, NonPrivate, Performance, Rule, fit
+from evenclip.gradients import plan
+from evenclip.privacy import paragraph
+from evenclip.release import Releases
+from evenclip.rules import Guarded
+from evenclip.step import Chunk, step
+
+K = 3
+
+
+# --- the slow transcription ----------------------------------------------------------------------------------------------
+
+
+def slow_non_private(rule, norms, groups, state, B, count_noise):
+    return 0.0, [1.0 for _ in norms], state
+
+
+def slow_dpsgd(rule, norms, groups, state, B, count_noise):
+    return rule.C0, [1.0 if norm <= rule.C0 else rule.C0 / norm for norm in norms], state
+
+
+def slow_dpsgd_f(rule, norms, groups, state, B, count_noise):
+    above, below = [0.0] * K, [0.0] * K
+    for norm, k in zip(norms, groups, strict=True):
+        if norm > rule.C0:
+            above[k] += 1
+        else:
+            below[k] += 1
+    shares = []
+    for k in range(K):
+        o = max(0, math.floor(below[k] + rule.sigma_count * count_noise[2 * k]))
+        m = max(0, math.floor(above[k] + rule.sigma_count * count_noise[2 * k + 1]))
+        shares.append(m / (m + o) if m + o > 0 else 1.0)
+    mean = sum(shares) / K
+    C = [rule.C0 * (1 + (share / mean if mean > 0 else 0.0)) for share in shares]
+    weights = [min(1.0, C[k] / norm) for norm, k in zip(norms, groups, strict=True)]
+    return max(C), weights, C
+
+
+def slow_global(rule, norms, groups, state, B, count_noise):
+    return rule.C0, [rule.C0 / rule.Z if norm <= rule.Z else 0.0 for norm in norms], state
+
+
+def slow_global_adapt(rule, norms, groups, state, B, count_noise):
+    Z = state
+    weights = [rule.C0 / Z if norm <= Z else rule.C0 / norm for norm in norms]
+    count = sum(1 for norm in norms if norm > rule.tau * Z)
+    noisy = (count + rule.sigma_count * count_noise[0]) / B
+    return rule.C0, weights, Z * math.exp(-rule.eta_Z + noisy)
+
+
+SLOW = {
+    "non-private": slow_non_private,
+    "dpsgd": slow_dpsgd,
+    "dpsgd-f": slow_dpsgd_f,
+    "dpsgd-global": slow_global,
+    "dpsgd-global-adapt": slow_global_adapt,
+}
+
+
+@dataclass
+class Slow:
+    gradient: Tensor
+    state: object
+    S: float
+    weights: list[float]
+    norms: list[float]
+    losses: Tensor
+
+
+def slow_step(toy, rule, model, x, y, group, state, B, noise) -> Slow:
+    losses, gradients = toy.gradients(model, x, y)
+    norms = [math.sqrt(sum(number**2 for number in g.tolist())) for g in gradients]
+    counts = noise.get("count", torch.zeros(0)).tolist()
+    S, weights, following = SLOW[rule.name](rule, norms, group.tolist(), state, B, counts)
+    total = torch.zeros_like(toy.vector(model))
+    for weight, gradient in zip(weights, gradients, strict=True):
+        total = total + weight * gradient
+    if rule.sigma:
+        total = total + rule.sigma * S * noise["gradient"]
+    return Slow(total / B, following, S, weights, norms, losses)
+
+
+def close(a, b, tolerance=1e-10) -> bool:
+    a, b = torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64)
+    return a.shape == b.shape and torch.allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def public_state(rule):
+    return rule.init(K).tolist()
+
+
+# --- one step ------------------------------------------------------------------------------------------------------------
+
+
+def one(x, y, group):
+    return [Chunk(x, y, group)]
+
+
+def several(x, y, group):
+    return [Chunk(x[i : i + 5], y[i : i + 5], group[i : i + 5]) for i in range(0, len(y), 5)]
+
+
+def padded(x, y, group):
+    """Chunks of 8 whose free rows are copies of the first sample, under a mask."""
+    rows = torch.cat([torch.arange(len(y)), torch.zeros(-len(y) % 8, dtype=torch.int64)])
+    real = torch.arange(len(rows)) < len(y)
+    return [Chunk(x[r], y[r], group[r], m) for r, m in zip(rows.split(8), real.split(8), strict=True)]
+
+
+@pytest.mark.parametrize("cut", [one, several, padded])
+def test_a_step_is_algorithm_2(toy, rule, cut):
+    model, (x, y, group), B = toy.mlp(), toy.data(19), 16.0
+    noise = noise_for(toy, rule, model)
+    tape = plan(model, cross_entropy, x, y)
+    with tape.listening():
+        found = step(tape, Guarded(rule), rule.init(K), cut(x, y, group), B, Releases(noise))
+    slow = slow_step(toy, rule, model, x, y, group, public_state(rule), B, noise)
+    assert close(found.public.gradient, slow.gradient)
+    assert close(found.public.state, slow.state)
+    assert close(found.weights, slow.weights)
+    assert close(found.norms, slow.norms)
+    assert close(found.losses, slow.losses)
+    assert torch.equal(found.group, group)
+    assert found.B == B
+    if rule.poisson:
+        assert float(found.public.sensitivity) == pytest.approx(slow.S, rel=1e-12)
+        assert len({round(weight, 9) for weight in slow.weights}) > 1, "the constants should clip some and not others"
+
+
+def test_an_empty_batch_is_a_step_of_pure_noise(toy, private_rule):
+    model, (x, y, group) = toy.mlp(), toy.data(5)
+    noise = noise_for(toy, private_rule, model)
+    tape = plan(model, cross_entropy, x, y)
+    with tape.listening():
+        found = step(tape, Guarded(private_rule), private_rule.init(K), [], 16.0, Releases(noise))
+    state = public_state(private_rule)
+    slow = slow_step(toy, private_rule, model, x[:0], y[:0], group[:0], state, 16.0, noise)
+    assert close(found.public.gradient, private_rule.sigma * slow.S * noise["gradient"] / 16.0)
+    assert close(found.public.gradient, slow.gradient)
+    assert close(found.public.state, slow.state)
+    assert found.public.multipliers == private_rule.multipliers()  # accounted like any other
+    assert len(found.losses) == len(found.norms) == len(found.weights) == len(found.group) == 0
+    assert torch.equal(found.weighted_sum(torch.zeros(0)), torch.zeros_like(found.public.gradient))
+
+
+def noise_for(toy, rule, model):
+    random = torch.Generator().manual_seed(5)
+    counts = {"dpsgd-f": 2 * K, "dpsgd-global-adapt": 1}.get(rule.name, 0)
+    return {
+        "count": torch.randn(counts, generator=random, dtype=torch.float64),
+        "gradient": torch.randn(len(toy.vector(model)), generator=random, dtype=torch.float64),
+    }
+
+
+# --- many steps ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "performance",
+    [Performance(), Performance(chunk=2), Performance(chunk=3, pad=True)],
+    ids=["plain", "chunks", "padded"],
+)
+def test_fit_is_algorithm_2_over_many_steps(toy, rule, spy, performance):
+    data = toy.data(24)
+    result = fit(toy.mlp(), data, rule=rule, batch_size=2, steps=50, lr=0.1, seed=11, performance=performance)
+    assert len(spy.batches) == 50
+    sizes = [len(batch) for batch in spy.batches]
+    if rule.poisson:
+        assert 0 in sizes
+        assert max(sizes) > 3, "the seed should give an empty batch and one of several chunks"
+    model, state = toy.mlp(), public_state(rule)
+    for batch, noise in zip(spy.batches, spy.noise, strict=True):
+        B = 2.0 if rule.poisson else float(len(batch))
+        slow = slow_step(toy, rule, model, *(column[batch] for column in data), state, B, noise)
+        moved = toy.vector(model) - 0.1 * slow.gradient
+        torch.nn.utils.vector_to_parameters(moved, model.parameters())
+        state = slow.state
+    assert close(toy.vector(result.model), toy.vector(model), 1e-9)
+    assert close(result.state, state, 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_non_private_is_plain_sgd(toy, spy, dtype):
+    x, y, _ = toy.data(41, dtype)
+    result = fit(toy.mlp(dtype), (x, y), rule=NonPrivate(), batch_size=8, epochs=3, lr=0.2, seed=0)
+    model = toy.mlp(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    assert [len(batch) for batch in spy.batches] == [8, 8, 8, 8, 8, 1] * 3
+    for epoch in range(3):
+        assert sorted(torch.cat(spy.batches[6 * epoch : 6 * epoch + 6]).tolist()) == list(range(41))
+    for batch in spy.batches:
+        optimizer.zero_grad()
+        cross_entropy(model(x[batch]), y[batch]).backward()
+        optimizer.step()
+    assert close(toy.vector(result.model), toy.vector(model), 1e-12 if dtype == torch.float64 else 1e-6)
+
+
+def test_no_clipping_and_no_noise_is_sgd(toy):
+    x, y, group = toy.data(32)
+    private, plain = toy.mlp(), toy.mlp()
+    tape = plan(private, cross_entropy, x, y)
+    rule, sgd = Guarded(DPSGD(C0=1e6, sigma=1.0)), torch.optim.SGD(plain.parameters(), lr=0.5)
+    with tape.listening():
+        for batch in torch.arange(32).split(8):
+            silence = {"gradient": torch.zeros(len(toy.vector(private)), dtype=torch.float64)}
+            chunk = Chunk(x[batch], y[batch], group[batch])
+            found = step(tape, rule, torch.zeros(0), [chunk], 8.0, Releases(silence))
+            torch.nn.utils.vector_to_parameters(toy.vector(private) - 0.5 * found.public.gradient, private.parameters())
+            sgd.zero_grad()
+            cross_entropy(plain(x[batch]), y[batch]).backward()
+            sgd.step()
+    assert close(toy.vector(private), toy.vector(plain), 1e-12)
+    assert not close(toy.vector(private), toy.vector(toy.mlp()), 1e-3)
+
+
+def test_global_adapt_is_dpsgd_with_bound_Z_at_another_learning_rate(toy):
+    """γ = (C0/Z)·min(1, Z/‖g‖): with Z held still, the same models come out of DPSGD(C0=Z) at lr·C0/Z."""
+    x, y, group = toy.data(32)
+    C0, Z, lr = 0.5, 1.3, 0.4
+    still = DPSGDGlobalAdapt(C0=C0, sigma=1.0, Z0=Z, tau=1e6, eta_Z=1e-300)  # nothing is counted, nothing is forgotten
+    adapt = trajectory(toy, still, lr, (x, y, group))
+    clipped = trajectory(toy, DPSGD(C0=Z, sigma=1.0), lr * C0 / Z, (x, y, group))
+    assert close(adapt, clipped, 1e-12)
+    assert not close(adapt, trajectory(toy, DPSGD(C0=C0, sigma=1.0), lr, (x, y, group)), 1e-3)
+
+
+def trajectory(toy, rule, lr, data):
+    """Parameters after four steps with given batches and noise, no noise on the count."""
+    x, y, group = data
+    model, state, random = toy.mlp(), rule.init(K), torch.Generator().manual_seed(3)
+    tape = plan(model, cross_entropy, x, y)
+    with tape.listening():
+        for batch in torch.arange(32).split(8):
+            z = torch.randn(len(toy.vector(model)), generator=random, dtype=torch.float64)
+            release = Releases({"count": torch.zeros(1, dtype=torch.float64), "gradient": z})
+            found = step(tape, Guarded(rule), state, [Chunk(x[batch], y[batch], group[batch])], 8.0, release)
+            state = found.public.state
+            torch.nn.utils.vector_to_parameters(toy.vector(model) - lr * found.public.gradient, model.parameters())
+    return toy.vector(model)
+
+
+# --- somebody else's rule ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Soft(Rule):
+    """γ = c/(c + ‖g‖), so γ‖g‖ < c; c follows the noisy balance of norms above and below it."""
+
+    name: ClassVar[str] = "soft"
+    counts_first: ClassVar[bool] = True
+
+    sigma: float = 0.9
+    sigma_count: float | None = 4.0
+
+    def init(self, groups: int) -> Tensor:
+        return torch.tensor([2.0], dtype=torch.float64)
+
+    def statistic(self, norm: Tensor, group: Tensor, state: Tensor) -> Tensor:
+        return torch.where(norm > state, 1.0, -1.0)
+
+    def observe(self, noisy: Tensor, B: float, state: Tensor) -> tuple[Tensor, Tensor]:
+        c = state * torch.exp(0.1 * noisy / B)
+        return c, c
+
+    def sensitivity(self, now: Tensor) -> Tensor:
+        return now[0]
+
+    def weight(self, norm: Tensor, group: Tensor, now: Tensor) -> Tensor:
+        return now[0] / (now[0] + norm)
+
+
+def slow_soft(norms, c, B, z):
+    count = sum(1.0 if norm > c else -1.0 for norm in norms)
+    c = c * math.exp(0.1 * (count + 4.0 * z) / B)
+    return c, [c / (c + norm) for norm in norms]
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_a_strangers_rule_is_trained_as_it_is_written(toy, spy, chunk):
+    x, y, group = toy.data(24)
+    result = fit(
+        toy.mlp(), (x, y), rule=Soft(), batch_size=4, steps=12, lr=0.3, seed=2, performance=Performance(chunk=chunk)
+    )  # fmt: skip
+    model, c = toy.mlp(), 2.0
+    for batch, noise in zip(spy.batches, spy.noise, strict=True):
+        _, gradients = toy.gradients(model, x[batch], y[batch])
+        c, weights = slow_soft(gradients.norm(dim=1).tolist(), c, 4.0, float(noise["count"]))
+        total = torch.tensor(weights, dtype=torch.float64) @ gradients + 0.9 * c * noise["gradient"]
+        torch.nn.utils.vector_to_parameters(toy.vector(model) - 0.3 * total / 4.0, model.parameters())
+    assert close(toy.vector(result.model), toy.vector(model), 1e-6)  # the count's ±1 are float32
+    assert result.state.tolist() == [pytest.approx(c, rel=1e-6)]
+
+
+def test_a_strangers_rule_has_trace_report_and_resume(toy, tmp_path):
+    settings = {"rule": Soft(), "batch_size": 8, "epochs": 3, "lr": 0.3, "seed": 4}
+    data = toy.data(40)
+    whole = fit(toy.mlp(), data, **settings)
+    assert [row["steps"] for row in whole.trace] == [5, 5, 5]
+    assert all(row["clamped"] == 0 and row["clip_fraction"] == 1.0 for row in whole.trace)  # every γ is below γ(0) = 1
+    report = whole.privacy
+    assert (report["method"], report["soundness"]) == ("soft", "sound")
+    assert report["multipliers"] == {"count": 4.0, "gradient": 0.9}
+    assert report["joint_multiplier"] == pytest.approx((1 / 0.81 + 1 / 16) ** -0.5)
+    assert "soft" in paragraph(report)
+
+    def stop(found):
+        if found.t == 6:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(toy.mlp(), data, **settings, checkpoint=tmp_path, observers=[stop])
+    resumed = fit(toy.mlp(), data, **settings, checkpoint=tmp_path, resume=True)
+    assert toy.same(whole.model, resumed.model)
+    assert (whole.trace, whole.ledger, whole.state.tolist()) == (resumed.trace, resumed.ledger, resumed.state.tolist())
+
+
+@dataclass(frozen=True)
+class Liar(Rule):
+    """Says that no sample adds more than 0.1, lets all of them through, and counts a thousand where one is allowed."""
+
+    name: ClassVar[str] = "liar"
+
+    sigma: float = 1.0
+    sigma_count: float | None = 10.0
+    size: float = 1000.0
+
+    def statistic(self, norm: Tensor, group: Tensor, state: Tensor) -> Tensor:
+        return torch.stack([norm * 0 + self.size, norm * 0 - self.size])
+
+    def sensitivity(self, now: Tensor) -> float:
+        return 0.1
+
+    def weight(self, norm: Tensor, group: Tensor, now: Tensor) -> Tensor:
+        return norm * 0 + 1.0
+
+
+def test_a_lying_rule_is_held_to_its_bound_and_counted(toy, spy):
+    x, y, _ = toy.data(40)
+    seen = []
+    result = fit(toy.mlp(), (x, y), rule=Liar(), batch_size=10, epochs=2, lr=0.1, seed=0, observers=[seen.append])
+    large = 0
+    for found, batch in zip(seen, spy.batches, strict=True):
+        assert (found.weights * found.norms <= 0.1 * (1 + 1e-12)).all()
+        assert found.clipped_sum.norm() <= 0.1 * len(batch) * (1 + 1e-12)
+        large += int((found.norms > 0.1).sum())
+    assert large > 50
+    assert sum(row["clamped"] for row in result.trace) == large == result.privacy["clamped_weights"]
+    for released, batch in zip([r for r in spy.releases if r.name == "count"], spy.batches, strict=True):
+        assert close(released.value, [len(batch) / math.sqrt(2), -len(batch) / math.sqrt(2)])  # length 1 each
+
+
+def test_what_the_lying_rule_releases_is_what_honest_clipping_releases(toy):
+    x, y, group = toy.data(16)
+    model, gradients = toy.mlp(), []
+    tape = plan(model, cross_entropy, x, y)
+    for rule in (Liar(), DPSGD(C0=0.1, sigma=1.0)):
+        silence = {"count": torch.zeros(2), "gradient": torch.zeros(len(toy.vector(model)))}
+        with tape.listening():
+            found = step(tape, Guarded(rule), torch.zeros(0), [Chunk(x, y, group)], 16.0, Releases(silence))
+        gradients.append(found.public.gradient)
+    assert close(*gradients, 1e-12)
+
+
+def test_the_original_model_does_not_move(toy):
+    model = toy.mlp()
+    before = copy.deepcopy(model)
+    fit(model, toy.data(), rule=DPSGD(), batch_size=10, lr=0.5, seed=0)
+    assert toy.same(model, before)
