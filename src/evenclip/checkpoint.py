@@ -59,9 +59,13 @@ def save(directory: Path, step: int, checkpoint: Checkpoint) -> Path:
     }
     manifest = {name: {"bytes": len(b), "sha256": hashlib.sha256(b).hexdigest()} for name, b in contents.items()}
     contents["manifest.json"] = json.dumps(manifest, indent=1).encode()
-    for name, content in contents.items():
-        _write(scratch / name, content)
-    os.replace(scratch, target)
+    try:
+        for name, content in contents.items():
+            _write(scratch / name, content)
+        os.replace(scratch, target)
+    except BaseException:  # whatever went wrong, secrets are not left lying about
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
     _synchronise(directory)
     for old in _steps(directory)[:-2]:
         shutil.rmtree(old)
@@ -76,7 +80,8 @@ def latest(directory: Path) -> Path | None:
 
 def load(path: Path) -> Checkpoint:
     """The checkpoint in this folder, after checking that it is whole."""
-    contents = {name: _checked(path, name) for name in _FILES}
+    manifest = _manifest(path)
+    contents = {name: _checked(path, name, manifest[name]) for name in _FILES}
     published = json.loads(contents["published.json"])
     if published.pop("format", None) != FORMAT:
         raise CheckpointError(f"{path} was written in another format than this version reads ({FORMAT}).")
@@ -84,18 +89,32 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(model, published, secret)
 
 
-def _checked(path: Path, name: str) -> bytes:
-    """A file's content, if it is what the manifest says."""
+def _manifest(path: Path) -> dict[str, dict[str, Any]]:
+    """Size and checksum of each file."""
+    content = _read(path, "manifest.json")
     try:
-        expected = json.loads((path / "manifest.json").read_text())[name]
-        content = (path / name).read_bytes()
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} is not a whole checkpoint ({name}: {error}). {_before(path)}") from error
+        found = json.loads(content)
+        return {name: {"bytes": int(found[name]["bytes"]), "sha256": str(found[name]["sha256"])} for name in _FILES}
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is not a whole checkpoint (manifest.json: damaged). {_before(path)}") from error
+
+
+def _read(path: Path, name: str) -> bytes:
+    """A file's content, if there is such a file."""
+    try:
+        return (path / name).read_bytes()
+    except OSError as error:
+        why = f"{name}: {error.strerror}"
+        raise CheckpointError(f"{path} is not a whole checkpoint ({why}). {_before(path)}") from error
+
+
+def _checked(path: Path, name: str, expected: dict[str, Any]) -> bytes:
+    """A file's content, if it is what the manifest says."""
+    content = _read(path, name)
     if hashlib.sha256(content).hexdigest() != expected["sha256"]:
         raise CheckpointError(
-            f"{path / name} is damaged: {len(content)} bytes, {expected['bytes']} were written, and the "
-            "checksum differs. "
-            f"{_before(path)}"
+            f"{path / name} is damaged: {len(content)} bytes, {expected['bytes']} were written, and the checksum "
+            f"differs. {_before(path)}"
         )
     return content
 

@@ -16,26 +16,37 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from evenclip.release import Ledger
+from evenclip.rules import NO_EPSILON
 
 if TYPE_CHECKING:
     from evenclip.run import Settings
 
-__all__ = ["paragraph", "report"]
+__all__ = ["epsilon", "paragraph", "report"]
 
 UNIT = "one record with its labels; no guarantee for a person with several records"
 RELATION = "add or remove one record, with q, B, T, δ and the rule's constants fixed"
 NOT_COVERED = (
     "the number of records n and of groups, from which q and T are computed",
     "preprocessing, balancing and splitting of the data",
-    "the choice of model, rule and settings, if it was made on these data",
-    "a check of three records before training, which only ever stops it",
+    "the choice of model, rule, settings and seed, if it was made on these data",
+    "a check of a few records before training, which only ever stops it",
 )
+
+
+def epsilon(settings: Settings, ledger: Ledger, accountant: str = "pld", delta: float | None = None) -> float | None:
+    """ε of a run at δ (its own unless given); None where the ledger has none, or the rule claims none to be valid."""
+    from evenclip import accounting
+
+    if settings.rule.soundness == NO_EPSILON:
+        return None
+    return accounting.epsilon(ledger, settings.delta if delta is None else delta, accountant)
 
 
 def report(settings: Settings, ledger: Ledger, trace: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The report of one run, as values that JSON can hold; ε is None where none is valid."""
     from evenclip import accounting
 
+    valid = settings.rule.soundness != NO_EPSILON
     rule, delta = settings.rule, settings.delta
     last = ledger.entries[-1] if ledger.entries else None
     return {
@@ -45,9 +56,11 @@ def report(settings: Settings, ledger: Ledger, trace: Sequence[dict[str, Any]]) 
         "protected": ["the final model", "every intermediate model", "the rule's state", "the ledger"],
         "not_protected": ["traces and group figures", "what observers record", "metrics on test data"],
         "not_covered": list(NOT_COVERED),
-        "epsilon": accounting.epsilon(ledger, delta, "pld"),
-        "epsilon_rdp": accounting.epsilon(ledger, delta, "rdp"),
-        "epsilon_without_amplification": accounting.epsilon_without_amplification(ledger, delta),
+        "epsilon": epsilon(settings, ledger, "pld"),
+        "epsilon_rdp": epsilon(settings, ledger, "rdp"),
+        "epsilon_without_amplification": (
+            accounting.epsilon_without_amplification(ledger, delta) if valid else None
+        ),
         "delta": delta,
         "delta_times_n": delta * settings.n,
         "accountant": {"epsilon": "PLD", "library": "dp-accounting", "version": _version("dp-accounting")},
@@ -73,6 +86,7 @@ def report(settings: Settings, ledger: Ledger, trace: Sequence[dict[str, Any]]) 
             if settings.seed is None
             else f"{settings.seed}, given: reproducible, so not private against whoever knows it"
         ),
+        "specification": settings.specification,
         "ledger": ledger.to_json(),
         "versions": {
             "evenclip": _version("evenclip"), "torch": torch.__version__, "python": platform.python_version()

@@ -115,6 +115,10 @@ def _entry(q: float | None, multipliers: Mapping[str, float], steps: int) -> Ent
     return Entry(None if q is None else float(q), tuple((name, float(m)) for name, m in multipliers.items()), steps)
 
 
+# Below this many numbers a call into torch takes longer than the arithmetic.
+_SMALL = 4096
+
+
 class Noise:
     """Standard normal noise with a true tail, from one stream of random numbers that belongs to one run.
 
@@ -130,13 +134,16 @@ class Noise:
     def normal(self, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """The next `size` numbers of the stream, N(0, 1), on the CPU.  # [size]"""
         half = (size + 1) // 2
-        radius = torch.from_numpy(self._uniform.random(half)).neg_().log1p_().mul_(-2.0).sqrt_()
-        angle = torch.from_numpy(self._uniform.random(half)).mul_(2.0 * math.pi)
+        u, v = self._uniform.random(half), self._uniform.random(half)
+        if size < _SMALL:
+            radius, angle = np.sqrt(-2.0 * np.log1p(-u)), 2.0 * math.pi * v
+            return torch.from_numpy(np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size]).to(dtype)
+        far, around = torch.from_numpy(u), torch.from_numpy(v)
         # The tail is in the radius; beyond that the numbers need no more precision than what they are added to.
-        radius, angle = radius.to(dtype), angle.to(dtype)
+        reach, turn = far.neg_().log1p_().mul_(-2.0).sqrt_().to(dtype), around.mul_(2.0 * math.pi).to(dtype)
         out = torch.empty(2 * half, dtype=dtype)
-        torch.mul(radius, angle.cos(), out=out[:half])
-        torch.mul(radius, angle.sin_(), out=out[half:])
+        torch.mul(reach, turn.cos(), out=out[:half])
+        torch.mul(reach, turn.sin_(), out=out[half:])
         return out[:size]
 
     def state(self) -> Tensor:
@@ -181,4 +188,7 @@ class Releases:
         self.multipliers[name] = multiplier
         if multiplier == 0:
             return value
-        return value + (sensitivity * multiplier) * self._noise.pop(name).view(value.shape)
+        fresh = self._noise.pop(name).view(value.shape)
+        if isinstance(sensitivity, Tensor):
+            return value + (sensitivity * multiplier) * fresh
+        return torch.add(value, fresh, alpha=sensitivity * multiplier)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from evenclip import checkpoint
+from evenclip import check, checkpoint
 from evenclip.checkpoint import Checkpoint, CheckpointError
 from evenclip.data import Dataset, MapDataset
 from evenclip.gradients import AnyTape, WholeTape, plan
@@ -42,6 +42,10 @@ class Performance:
     chunk: int | None = None
     pad: bool = False
     compile: bool = False
+
+    def __post_init__(self) -> None:
+        if self.chunk is not None:
+            check.natural(chunk=self.chunk)
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,11 @@ class Settings:
         rule = {"class": type(self.rule).__qualname__, "name": self.rule.name, "repr": repr(self.rule)}
         return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "rule"} | {"rule": rule}
 
+    @property
+    def specification(self) -> str:
+        """SHA-256 of all that, as hexadecimal digits: the name of these settings in reports."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
 
 class Run:
     """Everything that changes while a model is trained, a step at a time.
@@ -112,10 +121,13 @@ class Run:
         self.guard = Guarded(settings.rule)
         self.performance = replace(performance, pad=performance.pad or performance.compile)
         self.state = settings.rule.init(settings.groups).to(device)
-        self.ledger, self.trace, self.t = Ledger(), Trace(settings.groups), 0
+        self.ledger, self.trace, self.t = Ledger(), Trace(self.guard, settings.groups), 0
         self.tape = _tape(model, loss, data, performance)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = optimizer(self.parameters, lr=settings.lr)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self.gradient = self.tape.layout.join({})  # g̃, which the parameters' .grad are views of
+        for parameter, view in zip(parameters, self.tape.layout.split(self.gradient).values(), strict=True):
+            parameter.grad = view
+        self.optimizer = optimizer(parameters, lr=settings.lr)
         self.scheduler = None if scheduler is None else scheduler(self.optimizer)
         streams = _streams(settings)
         self.sampler = _sampler(settings, streams["batches"])
@@ -147,13 +159,11 @@ class Run:
 
     def update(self, found: Step) -> None:
         """Publish: move the parameters along the noisy gradient, carry the rule's state on."""
-        pieces = self.tape.layout.split(found.public.gradient).values()
-        for parameter, gradient in zip(self.parameters, pieces, strict=True):
-            parameter.grad = gradient
+        self.gradient.copy_(found.public.gradient)
         self.optimizer.step()
         self.state = found.public.state
         self.t += 1
-        self.trace.add(found.losses, found.norms, found.clipped, found.group, found.clamped, found.finite)
+        self.trace.add(found)
         if self.ended:
             self.trace.close(self.state, float(found.public.sensitivity))
             if self.scheduler is not None:
@@ -207,7 +217,14 @@ class Run:
         """Go on from a checkpoint, if it is one of this very run."""
         found = checkpoint.load(path)
         _refuse_foreign(path, found.published["settings"], json.loads(json.dumps(self.settings.to_json())))
-        self.model.load_state_dict(found.model)
+        try:
+            self.model.load_state_dict(found.model)
+        except RuntimeError as error:
+            said = " ".join(str(error).split())
+            raise CheckpointError(
+                f"{path} belongs to another model ({said}). Resume with the model it was started with, or choose another "
+                "folder."
+            ) from error
         self.t = found.published["t"]
         self.state = torch.tensor(found.published["state"], dtype=self.state.dtype, device=self.device)
         self.ledger = Ledger.from_json(found.published["ledger"])
@@ -231,9 +248,9 @@ def _check_counts(rule: Rule, counts: int) -> None:
 
 
 def _tape(model: nn.Module, loss: Loss, data: Dataset | MapDataset, performance: Performance) -> AnyTape:
-    """The model taken apart, after a look at three samples."""
-    device = next(model.parameters()).device
-    some = data.take(torch.arange(min(3, len(data)), device=device if isinstance(data, Dataset) else "cpu"))
+    """The model taken apart, after a look at three samples: finite ones, if there are such among the first sixteen."""
+    first = torch.arange(min(16, len(data)), device=data.y.device if isinstance(data, Dataset) else "cpu")
+    some = data.take(first)
     tape = plan(model, loss, some.x, some.y)
     if not performance.compile or isinstance(tape, WholeTape):
         return tape
@@ -254,12 +271,9 @@ def _streams(settings: Settings) -> dict[str, np.random.SeedSequence]:
 
     The seed is mixed with the specification, so that two rules, or two settings of one, never draw the same numbers.
     """
-    specification = hashlib.sha256(json.dumps(settings.to_json(), sort_keys=True).encode()).digest()
     entropy = np.random.SeedSequence().entropy if settings.seed is None else settings.seed
     assert isinstance(entropy, int)
-    if entropy < 0:
-        raise ValueError(f"seed is {entropy}; it must be a whole number of at least 0.")
-    words = [entropy, int.from_bytes(specification[:16])]
+    words = [entropy, int(settings.specification[:32], 16)]
     purposes = ("batches", "noise", "dropout")
     return {purpose: np.random.SeedSequence(words, spawn_key=(i,)) for i, purpose in enumerate(purposes)}
 
@@ -272,6 +286,5 @@ def _refuse_foreign(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) ->
     if differ:
         raise CheckpointError(
             f"{path} belongs to another run ({'; '.join(differ)}). Resume with the settings it was started "
-            "with, or choose "
-            "another folder."
+            "with, or choose another folder."
         )

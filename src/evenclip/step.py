@@ -13,6 +13,7 @@ else in a `Step` is private, is shown to observers, and is never fed back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,9 +78,9 @@ class Step:
         clamped: where the rule broke its bound and was held to it.  # [sample], bool
         finite: where the gradient is finite; None: everywhere.  # [sample], bool
         clipped_sum: Σ γ_i g_i before noise.  # [parameter]
-        clipped: where the weight is below that of a zero gradient.  # [sample], bool
         B: the public expected batch size.
         weighted_sum: any other Σ w_i g_i of the same batch, w [sample]: g_B, group gradients.
+        guard: the rule.
         model: with the parameters θ_t that all this was computed at; not to be changed.
         t: number of the step, from 0.
     """
@@ -91,12 +92,18 @@ class Step:
     group: Tensor
     clamped: Tensor
     finite: Tensor | None
-    clipped: Tensor
     clipped_sum: Tensor
     B: float
     weighted_sum: Callable[[Tensor], Tensor]
+    guard: Guarded
     model: nn.Module
     t: int = 0
+
+    @property
+    def clipped(self) -> Tensor:
+        """Where the weight is below that of a zero gradient.  # [sample], bool"""
+        groups = int(self.group.max()) + 1 if len(self.group) else 1
+        return self.weights < self.guard.resting(self.public.now.unsqueeze(0), groups)[0, self.group]
 
 
 def step(tape: AnyTape, guard: Guarded, state: Tensor, chunks: Sequence[Chunk], B: float, release: Releases) -> Step:
@@ -113,7 +120,8 @@ def step(tape: AnyTape, guard: Guarded, state: Tensor, chunks: Sequence[Chunk], 
     rule, batch = guard.rule, _Batch(tape, guard, chunks, state)
     if len(chunks) > 1 and not rule.counts_first:
         batch.clipped_sum(state)  # `now` will be the state: clip and count in one pass over the chunks
-    counts = guard.statistics(batch.norms, batch.group, state, batch.keep)
+    look = batch.look
+    counts = guard.statistics(look.norms, look.group, state, look.keep)
     noisy = release("count", counts, sensitivity=1.0, multiplier=rule.sigma_count or 0.0)
     now, following = rule.observe(noisy, B, state)
     S = rule.sensitivity(now)
@@ -124,121 +132,91 @@ def step(tape: AnyTape, guard: Guarded, state: Tensor, chunks: Sequence[Chunk], 
 
 @dataclass(frozen=True)
 class _Look:
-    """One chunk after its passes through the model."""
+    """A chunk, or the whole batch, after its passes through the model."""
 
-    gradients: PerSample | None  # None once there was another chunk to look at
+    gradients: PerSample | None  # of one chunk; None for a batch in several
     losses: Tensor
     norms: Tensor
     group: Tensor
     finite: Tensor | None
     real: Tensor | None
 
+    @property
+    def keep(self) -> Tensor | None:
+        """Which rows count; None: all.  # [sample], bool"""
+        if self.finite is None or self.real is None:
+            return self.real if self.finite is None else self.finite
+        return self.finite & self.real
+
 
 class _Batch:
     """The chunks of a batch: one in memory at a time, what is small of all of them."""
 
     def __init__(self, tape: AnyTape, guard: Guarded, chunks: Sequence[Chunk], state: Tensor) -> None:
-        self._tape, self._guard, self._chunks = tape, guard, chunks
-        self._nothing = state.new_zeros(0)  # on the right device
-        self._looks: list[_Look] = []
+        self._tape, self._guard, self._chunks, self._state = tape, guard, chunks, state
+        self._look: _Look | None = None
         self._clipped: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # now, sum, weights, clamped
 
     @property
-    def norms(self) -> Tensor:
-        """‖g_i‖, 0 where it is not finite.  # [sample]"""
-        return self._column(lambda look: look.norms, self._nothing)
-
-    @property
-    def group(self) -> Tensor:
-        """[sample], int64"""
-        return self._column(lambda look: look.group, self._nothing.long())
-
-    @property
-    def losses(self) -> Tensor:
-        """ℓ_i.  # [sample]"""
-        return self._column(lambda look: look.losses, self._nothing)
-
-    @property
-    def keep(self) -> Tensor | None:
-        """Which samples count; None: all.  # [sample], bool"""
-        return _both(self._mask(lambda look: look.finite), self._mask(lambda look: look.real))
+    def look(self) -> _Look:
+        """The whole batch, looked at now if it was not before."""
+        if self._look is None:
+            for _ in self._passes():
+                pass
+        assert self._look is not None
+        return self._look
 
     def clipped_sum(self, now: Tensor) -> Tensor:
         """Σ γ_i g_i with the rule's weights for this `now`; remembered for the last one.  # [parameter]"""
         if self._clipped is None or self._clipped[0] is not now:
             S, found = self._guard.rule.sensitivity(now), []
             for look in self._passes():
-                weights, clamped = self._guard.weights(look.norms, look.group, now, S, _both(look.finite, look.real))
                 assert look.gradients is not None
+                weights, clamped = self._guard.weights(look.norms, look.group, now, S, look.keep)
                 found.append((look.gradients.weighted_sum(weights), weights, clamped))
             self._clipped = now, *self._joined(found)
         return self._clipped[1]
-
-    def seen(self, public: Public, clipped_sum: Tensor, B: float) -> Step:
-        """Everything about this step; rows that only fill a chunk up are left out."""
-        assert self._clipped is not None
-        _, _, weights, clamped = self._clipped
-        real, finite = self._mask(lambda look: look.real), self._mask(lambda look: look.finite)
-        columns = (self.losses, self.norms, weights, self.group, clamped)
-        if real is not None:
-            columns = tuple(column[real] for column in columns)  # type: ignore[assignment]
-            finite = None if finite is None else finite[real]
-        losses, norms, weights, group, clamped = columns
-        clipped = weights < self._guard.resting(public.now, public.sensitivity, group)
-        sums = _Sums(self, real)
-        return Step(
-            public, losses, norms, weights, group, clamped, finite, clipped, clipped_sum, B, sums, self._tape.model
-        )
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Σ w_i g_i for given weights of all rows, padding included.  # [parameter]"""
         total, at = self._tape.layout.join({}), 0
         for look in self._passes():
             assert look.gradients is not None
-            n = len(look.losses)
-            total = total + look.gradients.weighted_sum(weights[at : at + n])
-            at += n
+            total = total + look.gradients.weighted_sum(weights[at : at + len(look.losses)])
+            at += len(look.losses)
         return total
 
+    def seen(self, public: Public, clipped_sum: Tensor, B: float) -> Step:
+        """Everything about this step; rows that only fill a chunk up are left out."""
+        assert self._clipped is not None
+        look, (_, _, weights, clamped) = self.look, self._clipped
+        losses, norms, group, finite, real = look.losses, look.norms, look.group, look.finite, look.real
+        if real is not None:
+            losses, norms, weights, group, clamped = (x[real] for x in (losses, norms, weights, group, clamped))
+            finite = None if finite is None else finite[real]
+        sums, model = _Sums(self, real), self._tape.model
+        return Step(public, losses, norms, weights, group, clamped, finite, clipped_sum, B, sums, self._guard, model)
+
     def _passes(self) -> Iterator[_Look]:
-        """The chunks with their gradients in memory, one after the other."""
+        """The chunks with their gradients in memory, one after the other; a batch in one chunk passes once."""
         if len(self._chunks) == 1:
-            yield from self._looked()
+            if self._look is None:
+                self._look = _look(self._tape, self._chunks[0])
+            yield self._look
             return
         light = []
         for chunk in self._chunks:
             look = _look(self._tape, chunk)
             yield look
             light.append(replace(look, gradients=None))
-        self._looks = light
-
-    def _looked(self) -> list[_Look]:
-        """The chunks, looked at now if they were not before."""
-        if not self._looks and self._chunks:
-            if len(self._chunks) == 1:
-                self._looks = [_look(self._tape, self._chunks[0])]
-            else:
-                for _ in self._passes():
-                    pass
-        return self._looks
-
-    def _column(self, pick: Callable[[_Look], Tensor], nothing: Tensor) -> Tensor:
-        columns = [pick(look) for look in self._looked()]
-        return columns[0] if len(columns) == 1 else torch.cat(columns) if columns else nothing
-
-    def _mask(self, pick: Callable[[_Look], Tensor | None]) -> Tensor | None:
-        looks = self._looked()
-        if all(pick(look) is None for look in looks):
-            return None
-        masks = [torch.ones_like(look.group, dtype=torch.bool) if (m := pick(look)) is None else m for look in looks]
-        return torch.cat(masks)
+        self._look = _stitched(light, self._state.new_zeros(0))
 
     def _joined(self, found: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
         """Sum, weights and clamped of all chunks."""
         if len(found) == 1:
             return found[0]
         if not found:
-            none = self._nothing
+            none = self._state.new_zeros(0)
             return self._tape.layout.join({}), none, none.bool()
         sums, weights, clamped = zip(*found, strict=True)
         return torch.stack(sums).sum(dim=0), torch.cat(weights), torch.cat(clamped)
@@ -263,10 +241,27 @@ def _look(tape: AnyTape, chunk: Chunk) -> _Look:
     _seed(chunk)
     gradients = tape(chunk.x, chunk.y)
     losses, norms, finite = gradients.losses, gradients.norms(), None
-    if not torch.isfinite(norms.sum() + losses.sum()):  # this synchronises
+    if not math.isfinite(float(norms.sum()) + float(losses.sum())):  # this synchronises
         finite = torch.isfinite(norms) & torch.isfinite(losses)
         gradients, norms = gradients.masked(finite), torch.where(finite, norms, 0.0)
     return _Look(gradients, losses, norms, chunk.group, finite, chunk.real)
+
+
+def _stitched(looks: Sequence[_Look], nothing: Tensor) -> _Look:
+    """Several chunks, or none, as one look at the batch."""
+    if not looks:
+        return _Look(None, nothing, nothing, nothing.long(), None, None)
+    losses, norms, group = (torch.cat([getattr(k, name) for k in looks]) for name in ("losses", "norms", "group"))
+    finite, real = (_mask([getattr(k, name) for k in looks], looks) for name in ("finite", "real"))
+    return _Look(None, losses, norms, group, finite, real)
+
+
+def _mask(masks: Sequence[Tensor | None], looks: Sequence[_Look]) -> Tensor | None:
+    """The masks of all chunks as one; None stands for everything."""
+    if all(mask is None for mask in masks):
+        return None
+    pairs = zip(masks, looks, strict=True)
+    return torch.cat([torch.ones_like(k.group, dtype=torch.bool) if mask is None else mask for mask, k in pairs])
 
 
 def _seed(chunk: Chunk) -> None:
@@ -274,10 +269,3 @@ def _seed(chunk: Chunk) -> None:
     torch.default_generator.manual_seed(chunk.seed)
     if chunk.group.is_cuda:
         torch.cuda.manual_seed(chunk.seed)
-
-
-def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """A and b, where None is everything."""
-    if a is None or b is None:
-        return b if a is None else a
-    return a & b

@@ -14,51 +14,53 @@ One row per epoch:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from evenclip.rules import Guarded
+from evenclip.step import Step
+
 __all__ = ["Trace"]
 
 Row = dict[str, Any]
+# losses, norms, weights, group, clamped, finite (None: everywhere), each [sample]; and the step's `now`
+_Columns = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
 
 
 class Trace:
     """Rows of finished epochs, and the steps of the one under way."""
 
-    def __init__(self, groups: int) -> None:
+    def __init__(self, guard: Guarded, groups: int) -> None:
         self.rows: list[Row] = []
-        self._groups = groups
-        self._open = _Open()
+        self._guard, self._groups = guard, groups
+        self._open: list[_Columns] = []
 
-    def add(
-        self, losses: Tensor, norms: Tensor, clipped: Tensor, group: Tensor, clamped: Tensor, finite: Tensor | None
-    ) -> None:
-        """One step, all [sample]: cheap, because the arithmetic waits for the end of the epoch."""
-        self._open.columns.append((losses, norms, clipped, group, clamped, finite))
+    def add(self, step: Step) -> None:
+        """One step: cheap, because the arithmetic waits for the end of the epoch."""
+        self._open.append(
+            (step.losses, step.norms, step.weights, step.group, step.clamped, step.finite, step.public.now)
+        )
 
     def close(self, state: Tensor, sensitivity: float) -> Row:
         """The epoch is over: its row."""
-        done = self._open
-        self._open = _Open()
-        row = {"epoch": len(self.rows) + 1, "steps": len(done.columns), **self._means(done.columns)}
+        row = {"epoch": len(self.rows) + 1, "steps": len(self._open), **self._means(self._open)}
         row |= {"state": state.tolist(), "sensitivity": sensitivity}
+        self._open = []
         self.rows.append(row)
         return row
 
-    def _means(self, columns: list[tuple[Tensor, ...]]) -> Row:
+    def _means(self, steps: Sequence[_Columns]) -> Row:
         """Sums over the epoch, by group."""
-        empty = sum(len(step[0]) == 0 for step in columns)
-        steps = [step for step in columns if len(step[0])]
-        if not steps:
-            nothing = [None] * self._groups
-            return {
-                "samples": 0, "loss": nothing, "gradient_norm": nothing, "group_samples": [0] * self._groups,
-                "clip_fraction": None, "non_finite": 0, "empty_batches": empty, "clamped": 0,
-            }  # fmt: skip
-        finite = torch.cat([torch.ones_like(step[2]) if step[5] is None else step[5] for step in steps])
-        losses, norms, clipped, group, clamped = (torch.cat([step[i] for step in steps]) for i in range(5))
+        sizes = torch.tensor([len(step[0]) for step in steps])
+        columns = zip(*(step[:5] for step in steps), strict=True)
+        losses, norms, weights, group, clamped = (torch.cat(column).cpu() for column in columns)
+        masks = [torch.ones(len(step[0]), dtype=torch.bool) if step[5] is None else step[5].cpu() for step in steps]
+        finite = torch.cat(masks)
+        resting = self._guard.resting(torch.stack([step[6] for step in steps]), self._groups).cpu()  # [step, group]
+        clipped = weights < resting[torch.arange(len(steps)).repeat_interleave(sizes), group]
         seen = torch.bincount(group[finite], minlength=self._groups)
         return {
             "samples": len(losses),
@@ -67,7 +69,7 @@ class Trace:
             "group_samples": seen.tolist(),
             "clip_fraction": float(clipped[finite].double().mean()) if finite.any() else None,
             "non_finite": int((~finite).sum()),
-            "empty_batches": empty,
+            "empty_batches": int((sizes == 0).sum()),
             "clamped": int(clamped.sum()),
         }
 
@@ -77,17 +79,9 @@ class Trace:
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint: private."""
-        return {"rows": self.rows, "open": [list(step) for step in self._open.columns]}
+        return {"rows": self.rows, "open": [list(step) for step in self._open]}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self.rows = list(state["rows"])
-        self._open = _Open()
-        self._open.columns = [tuple(step) for step in state["open"]]
-
-
-class _Open:
-    """The steps of an epoch that is not over."""
-
-    def __init__(self) -> None:
-        self.columns: list[tuple[Any, ...]] = []
+        self._open = [tuple(step) for step in state["open"]]

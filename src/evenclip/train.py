@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,8 @@ from torch.optim import SGD, Optimizer
 from evenclip import check, checkpoint, privacy
 from evenclip.checkpoint import CheckpointError
 from evenclip.data import Dataset, MapDataset, as_dataset
-from evenclip.gradients.losses import Loss
+from evenclip.gradients.losses import Loss, per_sample
+from evenclip.gradients.plan import refuse_stateful
 from evenclip.gradients.tape import call
 from evenclip.progress import Interrupt, Progress
 from evenclip.release import Ledger
@@ -61,12 +63,8 @@ class Result:
     records: list[dict[str, Any]] = field(repr=False)
 
     def epsilon(self, accountant: str = "pld", delta: float | None = None) -> float | None:
-        """ε at δ for the release of this model and everything public about its training; None if there is no valid
-        one.
-        """
-        from evenclip import accounting
-
-        return accounting.epsilon(self.ledger, self.settings.delta if delta is None else delta, accountant)
+        """ε at δ for releasing this model and all that is public about its training; None where none is valid."""
+        return privacy.epsilon(self.settings, self.ledger, accountant, delta)
 
     @cached_property
     def privacy(self) -> dict[str, Any]:
@@ -109,15 +107,15 @@ def fit(
         lr: learning rate, handed to the optimiser.
         delta: δ; the largest power of ten below 1/(2n) unless given.
         seed: fixes batches, noise and dropout, so that whoever knows it can subtract the noise; from the operating
-            system
-            unless given.
+            system unless given.
         device: where to train; where the model is unless given.
         optimizer: called as optimizer(parameters, lr=lr). What it does with noisy gradients costs no privacy.
         scheduler: called as scheduler(optimizer), then `.step()` after every epoch.
         checkpoint: folder for checkpoints: after every epoch, every `checkpoint_every` steps, and on Ctrl-C.
         checkpoint_every: steps between checkpoints.
         resume: go on from the folder's last checkpoint, if there is one.
-        observers: called with every `Step` before the update; what they return is collected in `Result.records`.
+        observers: called with every `Step` before the update; what they return is collected in `Result.records`, from
+            where this call took over.
         q: Poisson rate, batch_size/n unless given; an epoch is then round(1/q) steps.
         steps: T, instead of epochs.
         performance: how it is computed, which does not change what comes out.
@@ -132,9 +130,13 @@ def fit(
         device=device, optimizer=optimizer, scheduler=scheduler, q=q, steps=steps, performance=performance,
     )  # fmt: skip
     folder = None if checkpoint is None else Path(checkpoint)
+    if checkpoint_every is not None:
+        check.natural(checkpoint_every=checkpoint_every)
     _start(run, folder, resume)
     records = _train(run, folder, checkpoint_every, observers, Progress(run.settings.steps, progress))
     run.model.zero_grad(set_to_none=True)
+    for trained, given in zip(run.model.modules(), model.modules(), strict=True):
+        trained.training = given.training
     return Result(run.model, run.settings, run.ledger, run.state.cpu(), run.trace.rows, records)
 
 
@@ -166,10 +168,12 @@ def prepare(
     """
     data = as_dataset(data)
     rule = DPSGDGlobalAdapt() if rule is None else rule
+    _check_kinds(model, rule, optimizer, scheduler)
     model, place = _placed(model, device)
     settings = _settings(model, data, rule, epochs, batch_size, lr, delta, seed, optimizer, q, steps)
+    data = data.to(place)
     _check_inputs(model, loss, data, rule, place)
-    return Run(model, data.to(place), loss, settings, optimizer, scheduler, performance or Performance(), place)
+    return Run(model, data, loss, settings, optimizer, scheduler, performance or Performance(), place)
 
 
 def _train(
@@ -183,9 +187,10 @@ def _train(
             records += [{"t": run.t, **(observer(found) or {})} for observer in observers]
             run.update(found)
             progress(run.t, f"epoch {math.ceil(run.t / run.settings.epoch)}")
-            if folder is not None and (run.ended or interrupt.came or (every and run.t % every == 0)):
+            stop = interrupt.came  # asked once: it may come at any moment, and what is said to be saved must be
+            if folder is not None and (run.ended or stop or (every and run.t % every == 0)):
                 run.save(folder)
-            if interrupt.came:
+            if stop:
                 progress.close()
                 _say_saved(folder, run.t, steps)
                 raise KeyboardInterrupt
@@ -193,35 +198,34 @@ def _train(
     return records
 
 
-# --- before training
-# -----------------------------------------------------------------------------------------------------
+# --- before training -------------------------------------------------------------------------------------------------
 
 
 def _settings(
     model: nn.Module, data: Dataset | MapDataset, rule: Rule, epochs: int, batch_size: int, lr: float,
     delta: float | None, seed: int | None, optimizer: Callable[..., Optimizer], q: float | None, steps: int | None,
 ) -> Settings:  # fmt: skip
-    """The public constants of the run."""
+    """The public constants of the run, as Python's own numbers: numpy's are not written to JSON."""
     n = len(data)
     check.natural(epochs=epochs, batch_size=batch_size)
     check.positive(lr=lr)
+    epochs, batch_size = int(epochs), int(batch_size)
     if q is None or not rule.poisson:
         if rule.poisson and batch_size > n:
             raise ValueError(
                 f"batch_size is {batch_size} and there are {n} records, so the sampling rate q = batch_size/n "
-                "would be above 1; "
-                f"choose a batch_size of at most {n}."
+                f"would be above 1; choose a batch_size of at most {n}."
             )
         q, epoch = batch_size / n, math.ceil(n / batch_size)
     else:
         check.fraction(q=q)
-        epoch = round(1 / q)
+        q, epoch = float(q), round(1 / q)
     if steps is not None:
         check.natural(steps=steps)
     return Settings(
         rule=rule, n=n, groups=data.K, q=q if rule.poisson else None, B=float(batch_size), epoch=epoch,
-        steps=epochs * epoch if steps is None else steps, delta=_delta(delta, n), lr=float(lr),
-        optimizer=_name(optimizer), seed=seed,
+        steps=epochs * epoch if steps is None else int(steps), delta=_delta(delta, n), lr=float(lr),
+        optimizer=_name(optimizer), seed=_seed(seed),
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
     )  # fmt: skip
 
@@ -243,65 +247,106 @@ def _delta(delta: float | None, n: int) -> float:
         warnings.warn(
             f"delta is {delta:g}, not below 1/n = {1 / n:.1e}: publishing one whole record would satisfy it. "
             f"Choose at most {10.0 ** (math.ceil(math.log10(1 / (2 * n))) - 1):g}.",
-            stacklevel=4,
+            stacklevel=5,  # whoever called fit
         )
-    return delta
+    return float(delta)
+
+
+def _seed(seed: int | None) -> int | None:
+    """The seed as a number of Python's own."""
+    if seed is not None and (not isinstance(seed, SupportsIndex) or operator.index(seed) < 0):
+        raise ValueError(f"seed is {seed}; it must be a whole number of at least 0.")
+    return None if seed is None else operator.index(seed)
+
+
+def _check_kinds(model: Any, rule: Any, optimizer: Any, scheduler: Any) -> None:
+    """Raise for the usual mix-ups of a class and its instance."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {model!r}; it must be a torch.nn.Module.")
+    if not isinstance(rule, Rule) or not is_dataclass(rule):
+        raise TypeError(
+            f"rule is {rule!r}; it must be a rule such as DPSGDGlobalAdapt(C0=1.0, sigma=1.0), or a frozen dataclass that "
+            "derives from evenclip.Rule."
+        )
+    for name, given, example in (
+        ("optimizer", optimizer, "torch.optim.Adam or functools.partial(torch.optim.SGD, momentum=0.9)"),
+        ("scheduler", scheduler, "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)"),
+    ):
+        if given is not None and not callable(given):
+            raise TypeError(
+                f"{name} is an object of class {type(given).__name__}; give what makes one, such as {example}, because the "
+                "model that is trained is a copy."
+            )
 
 
 def _placed(model: nn.Module, device: str | torch.device | None) -> tuple[nn.Module, torch.device]:
     """A copy of the model on the device, in training mode."""
     first = next(model.parameters(), None)
-    place = torch.device(device) if device is not None else first.device if first is not None else torch.device("cpu")
+    try:
+        given = device if device is not None else first.device if first is not None else "cpu"
+        place = torch.device(given)
+    except RuntimeError as error:
+        raise ValueError(f"device is {device!r}; torch says: {error}") from error
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"device is {str(place)!r} and torch {torch.__version__} finds no CUDA device; pass device='cpu', "
-            "or install a CUDA "
-            "build of torch and its driver."
+            "or install a CUDA build of torch and its driver."
         )
     return copy.deepcopy(model).to(place).train(), place
 
 
 def _check_inputs(model: nn.Module, loss: Loss, data: Dataset | MapDataset, rule: Rule, place: torch.device) -> None:
     """Raise for data that this model, loss or rule cannot be trained on."""
-    some = data.take(torch.arange(min(3, len(data)))).to(place)
+    some = data.take(torch.arange(min(3, len(data)), device=place if isinstance(data, Dataset) else "cpu"))
     if rule.uses_groups and some.group is None:
         raise ValueError(
             f"{rule.name} needs every sample's group and the data have none; pass (x, y, group), or choose a "
-            "rule that does not "
-            "use group labels, such as DPSGDGlobalAdapt."
+            "rule that does not use group labels, such as DPSGDGlobalAdapt."
         )
-    state = torch.random.get_rng_state()
+    refuse_stateful(model)
+    with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), torch.no_grad():
+        output = _tried(f"The model does not take this input, of shape {_shapes(some.x)}", call, model, some.x)
+        _check_labels(output, loss, data.y if isinstance(data, Dataset) else some.y)
+        _tried(
+            f"The loss does not take the model's output, of shape {_shapes(output)}, with these targets, of shape "
+            f"{_shapes(some.y)}",
+            per_sample(loss), output, some.y,
+        )  # fmt: skip
+
+
+def _tried(complaint: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """function(*arguments), or else the complaint and what torch has to say."""
     try:
-        with torch.no_grad():
-            output = call(model, some.x)
-    except (RuntimeError, TypeError, IndexError) as error:
-        shapes = _shapes(some.x)
-        raise ValueError(f"The model does not take this input, of shape {shapes}; torch says: {error}") from error
-    finally:
-        torch.random.set_rng_state(state)
-    _check_labels(output, loss, data)
+        with warnings.catch_warnings():
+            # torch only warns where a loss stretches targets [sample] over outputs [sample, 1], which mixes the samples.
+            warnings.filterwarnings("error", message="Using a target size")
+            return function(*arguments)
+    except (RuntimeError, TypeError, IndexError, ValueError, UserWarning) as error:
+        raise ValueError(f"{complaint}; torch says: {error}") from error
 
 
-def _check_labels(output: Any, loss: Loss, data: Dataset | MapDataset) -> None:
+def _check_labels(output: Any, loss: Loss, y: Any) -> None:
     """Raise for class labels that the model has no output for."""
-    if not (loss is cross_entropy or isinstance(loss, nn.CrossEntropyLoss)) or not isinstance(output, Tensor):
+    if not (loss is cross_entropy or isinstance(loss, nn.CrossEntropyLoss)):
         return
-    if isinstance(data, MapDataset) or data.y.is_floating_point() or output.ndim < 2:
+    if not isinstance(output, Tensor) or output.ndim < 2 or y.is_floating_point():
         return
     ignored = getattr(loss, "ignore_index", -100)
-    labels = data.y[data.y != ignored]
+    labels = y[y != ignored]
     if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= output.shape[1]):
         raise ValueError(
             f"The labels run from {int(labels.min())} to {int(labels.max())} and the model has "
-            f"{output.shape[1]} outputs, for the "
-            f"labels 0 to {output.shape[1] - 1}; number the classes from 0, or give the model more outputs."
+            f"{output.shape[1]} outputs, for the labels 0 to {output.shape[1] - 1}; number the classes from 0, or give "
+            "the model more outputs."
         )
 
 
 def _shapes(x: Any) -> str:
-    """The shapes of an input, with the sample axis named."""
+    """The shapes of inputs, outputs or targets, with the sample axis named."""
     if isinstance(x, Tensor):
         return f"[sample{''.join(f', {size}' for size in x.shape[1:])}] and dtype {x.dtype}"
+    if not isinstance(x, dict | tuple | list):
+        return f"a {type(x).__name__}"
     items = x.items() if isinstance(x, dict) else enumerate(x)
     return "; ".join(f"{name}: {_shapes(value)}" for name, value in items)
 
@@ -311,6 +356,8 @@ def _start(run: Run, folder: Path | None, resume: bool) -> None:
     last = None if folder is None else checkpoint.latest(folder)
     if resume and folder is None:
         raise ValueError("resume=True needs the folder with the checkpoint; pass checkpoint=DIR too.")
+    if folder is not None and last is None:
+        _make(folder)
     if last is None:
         return
     if not resume:
@@ -319,6 +366,14 @@ def _start(run: Run, folder: Path | None, resume: bool) -> None:
             "another folder."
         )
     run.restore(last)
+
+
+def _make(folder: Path) -> None:
+    """The folder for checkpoints; better refused now than after the first epoch."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot hold checkpoints ({error.strerror}); choose another folder.") from error
 
 
 def _say_saved(folder: Path | None, t: int, steps: int) -> None:

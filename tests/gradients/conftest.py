@@ -15,7 +15,7 @@ RTOL = 1e-9  # two orders of the same float64 operations
 
 @pytest.fixture(scope="session")
 def numbers():
-    """numbers(seed, *shape): standard normal, float64, from a generator of their own."""
+    """`numbers(seed, *shape)`: standard normal, float64, from a generator of their own."""
 
     def draw(seed, *shape):
         return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -25,7 +25,7 @@ def numbers():
 
 @pytest.fixture(scope="session")
 def tokens():
-    """tokens(seed, high, *shape): integers from 0 to high - 1."""
+    """`tokens(seed, high, *shape)`: integers from 0 to high - 1."""
 
     def draw(seed, high, *shape):
         return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
@@ -35,7 +35,7 @@ def tokens():
 
 @pytest.fixture(scope="session")
 def made():
-    """made(seed, make): a float64 module, whose parameters do not depend on what was drawn before and are all not 0."""
+    """`made(seed, make)`: a float64 module; what was drawn before does not matter, and no parameter is left at 0."""
 
     def make_it(seed, make):
         with torch.random.fork_rng(devices=[]):
@@ -51,7 +51,7 @@ def made():
 
 @pytest.fixture(scope="session")
 def alone():
-    """alone(model, loss, x, y): each sample's gradient, from a batch of that one.  # [sample, parameter]"""
+    """`alone(model, loss, x, y)`: each sample's gradient, from a batch of that one.  # [sample, parameter]"""
 
     def gradients(model, loss, x, y):
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -70,7 +70,7 @@ def alone():
 
 @pytest.fixture(scope="session")
 def layer_alone():
-    """layer_alone(module, a, delta): name -> gradient of ⟨module(a_i), δ_i⟩ for every sample i alone."""
+    """`layer_alone(module, a, delta)`: name -> gradient of ⟨module(a_i), δ_i⟩ for every sample i alone."""
 
     def gradients(module, a, delta):
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -85,7 +85,7 @@ def layer_alone():
 
 @pytest.fixture(scope="session")
 def same_layer():
-    """same_layer(found, expected): a LayerGradient is {name: [sample, *parameter]}, asked in all three ways."""
+    """`same_layer(found, expected)`: a LayerGradient is {name: [sample, *parameter]}, asked in all three ways."""
 
     def compare(found, expected):
         n = len(next(iter(expected.values())))
@@ -103,7 +103,7 @@ def same_layer():
 
 @pytest.fixture(scope="session")
 def same():
-    """same(found, expected): a PerSample is these gradients [sample, parameter], asked in all three ways."""
+    """`same(found, expected)`: a PerSample is these gradients [sample, parameter], asked in all three ways."""
 
     def compare(found, expected, rtol=RTOL):
         close = {"rtol": rtol, "atol": rtol * float(expected.abs().max()), "check_dtype": False}

@@ -92,7 +92,7 @@ CONVOLUTIONS = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
 
 @pytest.fixture(scope="session")
 def drawn(numbers, tokens, made):
-    """drawn(kind, data): a layer, some of its parameters frozen, with random a and δ."""
+    """`drawn(kind, data)`: a layer, some of its parameters frozen, with random a and δ."""
 
     def draw(kind, data):
         make, shape = data.draw(CASES[kind], label="layer")

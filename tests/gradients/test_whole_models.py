@@ -270,7 +270,8 @@ MODELS = {  # what it shows: how it is made, what goes in, how it is taken apart
     "one layer, the model itself": (lambda: nn.Linear(D, CLASSES), "row", Tape),
     "convolutions": (lambda: pictures(
         nn.Conv2d(1, 3, 3, padding=1), nn.GroupNorm(3, 3), nn.ReLU(), nn.MaxPool2d(2, stride=1),
-        nn.Conv2d(3, 8, 2), nn.InstanceNorm2d(8, affine=True), nn.Tanh(), nn.Conv2d(8, 9, 2), out=18), "sequence", Tape),
+        nn.Conv2d(3, 8, 2), nn.InstanceNorm2d(8, affine=True), nn.Tanh(), nn.Conv2d(8, 9, 2), out=18),
+        "sequence", Tape),
     "LSTM": (lambda: Recurrent(nn.LSTM(D, 3, batch_first=True), 3), "sequence", Tape),
     "LSTM, position first": (lambda: Recurrent(nn.LSTM(D, 3), 3), "sequence", Tape),
     "LSTM, last state": (LastState, "sequence", Tape),
@@ -278,7 +279,7 @@ MODELS = {  # what it shows: how it is made, what goes in, how it is taken apart
     "GRU, two layers, both ways": (
         lambda: Recurrent(nn.GRU(D, 3, num_layers=2, bidirectional=True, batch_first=True), 6), "sequence", Tape),
     "RNN": (lambda: Recurrent(nn.RNN(D, 3), 3), "sequence", Tape),
-    "LSTMCell": (lambda: Cells(begun=True), "sequence", Tape),
+    "LSTMCell": (lambda: Cells(begun=True), "sequence", WholeTape),  # δ of its second output goes through the first
     "LSTMCell, first called without a state": (lambda: Cells(begun=False), "sequence", WholeTape),
     "attention": (Attention, "sequence", Tape),
     "attention, position first": (lambda: Attention(batch_first=False), "sequence", Tape),
@@ -332,7 +333,7 @@ MODELS = {  # what it shows: how it is made, what goes in, how it is taken apart
 
 @pytest.fixture(scope="session")
 def case(numbers, tokens, made):
-    """case(name): model, x, y and the kind of tape it should get."""
+    """`case(name)`: model, x, y and the kind of tape it should get."""
 
     def build(name, n=N):
         make, kind, tape = MODELS[name]

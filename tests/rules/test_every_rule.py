@@ -172,7 +172,7 @@ def batches(draw, rule, strange=True):
     return Batch(state, now, norms, group, norms.unsqueeze(1) * torch.tensor(ways, dtype=torch.float64))
 
 
-def over_batches(rules, strange=True, examples=150):
+def over_batches(rules, strange=True, examples=60):
     """Run a test(rule, batch) on many batches of each rule, the same ones every time."""
 
     def decorate(test):

@@ -23,7 +23,7 @@ from evenclip.step import Chunk, step
 K = 3
 
 
-# --- the slow transcription ----------------------------------------------------------------------------------------------
+# --- the slow transcription -----------------------------------------------------------------------------------------
 
 
 def slow_non_private(rule, norms, groups, state, B, count_noise):
@@ -105,7 +105,7 @@ def public_state(rule):
     return rule.init(K).tolist()
 
 
-# --- one step ------------------------------------------------------------------------------------------------------------
+# --- one step -------------------------------------------------------------------------------------------------------
 
 
 def one(x, y, group):
@@ -168,7 +168,7 @@ def noise_for(toy, rule, model):
     }
 
 
-# --- many steps ----------------------------------------------------------------------------------------------------------
+# --- many steps -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def trajectory(toy, rule, lr, data):
     return toy.vector(model)
 
 
-# --- somebody else's rule ------------------------------------------------------------------------------------------------
+# --- somebody else's rule -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ def slow_soft(norms, c, B, z):
 
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_a_strangers_rule_is_trained_as_it_is_written(toy, spy, chunk):
-    x, y, group = toy.data(24)
+    x, y, _ = toy.data(24)
     result = fit(
         toy.mlp(), (x, y), rule=Soft(), batch_size=4, steps=12, lr=0.3, seed=2, performance=Performance(chunk=chunk)
     )  # fmt: skip

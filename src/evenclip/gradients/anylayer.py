@@ -122,8 +122,8 @@ def call_with(
 ) -> Any:
     """The module's output with these tensors for its parameters, by the names that `named_parameters` gives.
 
-    Where one layer lies at two places of the module, torch's own way of tying (`tie_weights=True`) leaves the tensors in
-    the module for good (https://github.com/pytorch/pytorch/issues/164759), so every place is filled once here.
+    Where one layer lies at two places of the module, torch's own way of tying (`tie_weights=True`) leaves the tensors
+    in the module for good (https://github.com/pytorch/pytorch/issues/164759), so every place is filled once here.
     """
     own = dict(module.named_parameters())
     given = {id(own[name]): tensor for name, tensor in parameters.items()}

@@ -53,11 +53,12 @@ class CompiledTape:
         return self._plain(x, y) if graphs is None else graphs(x, y)
 
     def _compiled(self, x: Any, y: Any) -> _Graphs | None:
+        device = self.layout.blank.device
         try:
-            graphs = _Graphs(self._plain, x, y)
-            graphs(x, y).weighted_sum(
-                torch.ones(len(tree_leaves(y)[0]), dtype=torch.float64, device=self.layout.blank.device)
-            )
+            # Trying it out must not use up the dropout masks of the step under way.
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                graphs = _Graphs(self._plain, x, y)
+                graphs(x, y).weighted_sum(torch.ones(len(tree_leaves(y)[0]), dtype=torch.float64, device=device))
         except Exception as error:  # whatever the compiler stumbles over, the plain tape does the same work
             _log.debug("not compiled: %s", error)
             return None
@@ -69,8 +70,7 @@ class _Graphs:
 
     def __init__(self, tape: Tape, x: Any, y: Any) -> None:
         self._tape = tape
-        with torch.random.fork_rng(devices=[tape.layout.blank.device] if tape.layout.blank.is_cuda else []):
-            first = tape(x, y)
+        first = tape(x, y)
         self._records = [record for record in first.records if isinstance(record, Record)]
         self._template = [_Template(record) for record in self._records]
         parameters = self._parameters()

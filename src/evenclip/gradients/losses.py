@@ -8,6 +8,9 @@ sums or does not reduce; and a loss cannot let the samples of a batch influence 
 | a torch loss with a `reduction` | asked for `reduction="none"`, then averaged (or summed) within the sample |
 | a function that returns one value per sample | used as it is (several values a sample are summed) |
 | a function that returns one number | mapped over samples |
+
+Two things a torch loss does when it averages do not survive that: class weights weigh the samples (the average over a
+batch of one would cancel them), and a sample's average counts the positions that `ignore_index` leaves out as 0.
 """
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ class _Reduced:
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         values = self._loss(output, target, **self._options)
-        if values.ndim <= 1:
+        if values.ndim == 0 or len(values) != _count(target):
+            raise _wrong_shape(values, target)
+        if values.ndim == 1:
             return values
         values = values.flatten(1)
         return values.mean(dim=1) if self._mean else values.sum(dim=1)
@@ -62,22 +67,29 @@ class _Unknown:
         self._loss = loss
 
     def __call__(self, output: Any, target: Any) -> Tensor:
-        n = len(target) if isinstance(target, Tensor) else len(next(iter(torch.utils._pytree.tree_leaves(target))))
         values = self._loss(output, target)
-        if values.ndim > 0 and len(values) == n:
+        if values.ndim > 0 and len(values) == _count(target):
             return values if values.ndim == 1 else values.flatten(1).sum(dim=1)
         if values.numel() != 1:
-            raise ValueError(
-                f"The loss returned shape {list(values.shape)} for {n} samples; it must return one number, or "
-                "one value per "
-                "sample along the first axis."
-            )
+            raise _wrong_shape(values, target)
         return torch.func.vmap(self._alone)(output, target)
 
     def _alone(self, output: Any, target: Any) -> Tensor:
         """The loss of a batch of one."""
         one = torch.utils._pytree.tree_map(_with_sample_axis, (output, target))
         return self._loss(*one).reshape(())
+
+
+def _count(target: Any) -> int:
+    """Number of samples."""
+    return len(torch.utils._pytree.tree_leaves(target)[0])
+
+
+def _wrong_shape(values: Tensor, target: Any) -> ValueError:
+    return ValueError(
+        f"The loss returned shape {list(values.shape)} for {_count(target)} samples; it must return one number, or one "
+        "value per sample along the first axis."
+    )
 
 
 def _with_sample_axis(value: Any) -> Any:

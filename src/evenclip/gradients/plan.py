@@ -64,7 +64,7 @@ def plan(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tape | WholeTape:
     raise ModelError(
         f"The per-sample gradients of {type(model).__name__} could not be verified against autograd on three samples. "
         "Is its forward pass random in a way that does not come from torch's generator, does it change its own state, "
-        "or are all three gradients not finite?"
+        "or are its gradients not finite?"
     )
 
 
@@ -119,8 +119,8 @@ def _refuse_mixing(model: nn.Module, loss: Loss, x: Any, y: Any, reference: Tens
     path = _mixing_module(model, x)
     raise ModelError(
         f"The samples of a batch influence each other in {path}: changing one sample changed another's loss. "
-        "Private training needs samples that are computed independently; use layers that normalise or attend within one "
-        "sample, and a loss of one sample at a time."
+        "Private training needs samples that are computed independently; use layers that normalise or attend within "
+        "one sample, and a loss of one sample at a time."
     )
 
 
@@ -257,18 +257,15 @@ class _Noting:
 def _agrees(tape: Tape | WholeTape, model: nn.Module, loss: Loss, x: Any, y: Any) -> bool:
     """Whether the tape's gradients are autograd's, sample by sample, on the same forward pass."""
     expected = _autograd(model, loss, x, y, tape.layout)
-    finite = expected.isfinite().all(dim=1)  # [sample]; the others will be masked in training, too
     try:
         _same_draws()
         found = tape(x, y)
-        found = found if finite.all() else found.masked(finite)
         before = _generators()
         each, norms = found.per_sample(), found.norms()
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
         return False  # PyTorch refused this way of taking the model apart; the next one may do
-    if not finite.any() or not all(map(torch.equal, before, _generators())):
+    if not all(map(torch.equal, before, _generators())):
         return False  # a unit that was run again drew again: other dropout masks than in the forward pass
-    expected = torch.where(finite.unsqueeze(1), expected, 0.0)
     tolerance = _tolerance(each.dtype)
     off = float(expected.abs().max()) * tolerance
     sizes: Tensor = torch.linalg.vector_norm(expected, dim=1, dtype=torch.float64)
@@ -355,9 +352,8 @@ class _Keeping:
         self._found, self._path = found, path
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        inputs, outputs = (
-            [leaf.clone() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in ((args, kwargs), output)
-        )
+        inputs = [leaf.clone() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf.clone() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         self._found.append(_Called(self._path, module, inputs, outputs))
 
 
@@ -365,9 +361,8 @@ class _Keeping:
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Leave torch's generators and the model's buffers as they were."""
     before = {name: b.clone() for name, b in model.named_buffers()}
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=_gpus()):
             yield
     finally:
         for name, buffer in model.named_buffers():
@@ -376,24 +371,33 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def _same_draws() -> None:
-    """Put torch's generators where every pass begins. Not `torch.manual_seed`: it seeds GPUs that are not in use yet."""
+    """Put torch's generators where every pass begins. (`torch.manual_seed` would seed GPUs that are not in use yet.)"""
     torch.default_generator.manual_seed(0)
-    if torch.cuda.is_initialized():
+    if _gpus():
         torch.cuda.manual_seed_all(0)
 
 
 def _generators() -> list[Tensor]:
     """Where torch's generators stand."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus())]
+
+
+def _gpus() -> Sequence[int]:
+    """The GPUs, if any is in use."""
+    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
 
 
 def _three(value: Any) -> Any:
-    """Three samples, repeated where there are fewer; the second is the one that differs from the first in most tensors."""
-    leaves = tree_leaves(value)
-    differ = [(leaf != leaf[:1]).reshape(len(leaf), -1).any(dim=1).cpu() for leaf in leaves]  # tensor of [sample]
-    second = int(torch.stack(differ).sum(dim=0).argmax())
-    rest = [i for i in range(len(leaves[0])) if i not in (0, second)]
-    rows = [0, second, *rest, 0][:3]
+    """Three samples, repeated where there are fewer; finite ones, if there are any.
+
+    The second differs from the first in as many tensors as any: exchanging one for the other has to change something.
+    """
+    leaves = [leaf.reshape(len(leaf), -1) for leaf in tree_leaves(value)]
+    finite = torch.stack([leaf.isfinite().all(dim=1).cpu() for leaf in leaves]).all(dim=0)
+    rows = finite.nonzero().flatten().tolist() or list(range(len(finite)))
+    differ = torch.stack([(leaf != leaf[rows[0]]).any(dim=1).cpu() for leaf in leaves]).sum(dim=0)  # [sample]
+    second = max(rows, key=differ.tolist().__getitem__)
+    rows = [rows[0], second, *(i for i in rows if i not in (rows[0], second)), rows[0]][:3]
     return tree_map(lambda t: t[torch.tensor(rows, device=t.device)], value)
 
 
@@ -404,7 +408,7 @@ def _first_two(value: Any) -> Any:
 def _first_changed(value: Tensor) -> Tensor:
     """The samples with the first one changed: beyond recognition if it is numbers, for its neighbour's if it is tokens.
 
-    Where the neighbour has the same tokens, the smallest of all tokens takes their place: it is valid wherever they are.
+    Where the neighbour has the same, the smallest of all tokens takes their place: it is valid wherever they are.
     """
     changed = value.clone()
     if value.is_floating_point():

@@ -363,8 +363,8 @@ class Tape:
         found = [o for o in tree_leaves(output) if isinstance(o, Tensor) and o.requires_grad]
         if found and not unit.outputs:
             raise RuntimeError(
-                f"{unit.path or 'the model'} ({type(unit.module).__name__}) was not called when the model was taken apart "
-                "and is called now, so its gradient would be missing. Call every layer in every forward pass."
+                f"{unit.path or 'the model'} ({type(unit.module).__name__}) was not called when the model was taken "
+                "apart and is called now, so its gradient would be missing. Call every layer in every forward pass."
             )
         if found:
             # The edge, not the tensor: whoever overwrites the output in place (ReLU(inplace=True)) does not move the

@@ -17,6 +17,7 @@ elementwise. Whatever comes back, these hold, because here they are enforced and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,10 +30,9 @@ __all__ = ["Guarded"]
 
 Method = Callable[[Tensor, Tensor, Tensor], Tensor]  # (norm, group, public) -> one sample's value
 
-# A weight that is too large by rounding alone is held, like any other, but not counted as a lie.
-_ROUNDING = 1 + 2.0**-40
-# A larger weight would be infinite in a float32 sum, and 0 · ∞ is NaN.
-_LARGEST = 2.0**100
+# C0/‖g‖ · ‖g‖ may come out a few units in the last place above C0. Norms are rounded up by far more than that, so it is
+# neither held nor counted as a lie.
+_ROUNDING = 1 + 2.0**-50
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,12 @@ class Guarded:
         """
         each = self._map(self.rule.statistic, norms, group, state).to(torch.float64)
         each = each.unsqueeze(1) if each.ndim == 1 else each.flatten(1)  # [sample, m]
-        if each.shape[1] == 0:
-            return each.new_zeros(0)
-        each = each.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        each = each / torch.linalg.vector_norm(each, dim=1, keepdim=True).clamp(min=1.0)
+        if each.numel() == 0:
+            return each.new_zeros(each.shape[1])
+        lengths: Tensor = torch.linalg.vector_norm(each, dim=1, keepdim=True)
+        if not (_readable(lengths) and float(lengths.max()) <= _ROUNDING):  # NaN is not
+            each = each.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+            each = each / torch.linalg.vector_norm(each, dim=1, keepdim=True).clamp(min=1.0)
         if keep is not None:
             each = torch.where(keep.unsqueeze(1), each, 0.0)
         return each.sum(dim=0)
@@ -65,18 +67,30 @@ class Guarded:
     ) -> tuple[Tensor, Tensor]:
         """γ_i with |γ_i| · norms_i ≤ S, and which of them had to be held to it.  # [sample] float64, [sample] bool"""
         raw = self._map(self.rule.weight, norms, group, now).to(torch.float64)
-        raw = raw.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        # S/0 is infinite: a zero gradient may have any weight that fits a float32. 0/0 and NaN let nothing through.
-        limit = (S / norms).nan_to_num(nan=0.0).clamp(0.0, _LARGEST)
-        held = raw.clamp(-limit, limit)
-        clamped = raw.abs() > limit * _ROUNDING
+        if (
+            len(raw)
+            and _readable(raw, S)
+            and float(torch.linalg.vector_norm(raw * norms, ord=math.inf)) <= S * _ROUNDING
+        ):
+            held, clamped = raw, torch.zeros_like(raw, dtype=torch.bool)  # the rule kept its word
+        else:
+            raw = raw.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+            limit = S / norms  # infinite for a zero gradient: any weight is fine there
+            held = torch.minimum(torch.maximum(raw, -limit), limit)
+            clamped = raw.abs() > limit * _ROUNDING
         if keep is not None:
             held, clamped = torch.where(keep, held, 0.0), clamped & keep
         return held, clamped
 
-    def resting(self, now: Tensor, S: float | Tensor, group: Tensor) -> Tensor:
-        """The weight that a zero gradient of the same group would have; a smaller one is clipped.  # [sample]"""
-        return self.weights(torch.zeros_like(group, dtype=torch.float64), group, now, S, None)[0]
+    def resting(self, nows: Tensor, groups: int) -> Tensor:
+        """The weight of a zero gradient, for each step's `now` and each group; a smaller one is clipped.
+
+        nows: [step, ...] -> [step, group]
+        """
+        zero, group = nows.new_zeros(groups, dtype=torch.float64), torch.arange(groups, device=nows.device)
+        each_group = torch.func.vmap(self.rule.weight, in_dims=(0, 0, None))
+        weights: Tensor = torch.func.vmap(each_group, in_dims=(None, None, 0))(zero, group, nows)
+        return weights.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _map(self, method: Method, norms: Tensor, group: Tensor, public: Tensor) -> Tensor:
         """`method(norm, group, public)` for every sample."""
@@ -86,3 +100,11 @@ class Guarded:
             one = method(norms.new_zeros(()), group.new_zeros(()), public)
             return one.new_zeros((0, *one.shape))
         return torch.func.vmap(method, in_dims=(0, 0, None))(norms, group, public)
+
+
+def _readable(*values: Tensor | float) -> bool:
+    """Whether the values can be looked at here and now: on the CPU, and neither mapped nor traced."""
+    return all(
+        not isinstance(v, Tensor) or (v.is_cpu and not torch._C._functorch.is_functorch_wrapped_tensor(v))
+        for v in values
+    )

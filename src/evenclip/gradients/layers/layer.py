@@ -65,15 +65,15 @@ class Formed(LayerGradient):
 def square_sums(x: Tensor) -> Tensor:
     """Σ x² over everything but the sample axis, accumulated in float64.  # [sample]
 
-    >>> square_sums(torch.full((2, 3), 2.0))
-    tensor([12., 12.], dtype=torch.float64)
+    >>> square_sums(torch.full((2, 4), 2.0))
+    tensor([16., 16.], dtype=torch.float64)
     """
     lengths: Tensor = torch.linalg.vector_norm(x.unsqueeze(1).flatten(1), dim=1, dtype=torch.float64)
     return lengths.square()
 
 
 def sum_square_norms(delta: Tensor) -> Tensor:
-    """‖Σ_t δ_t‖², never below that of the sum that is taken later.  delta: [sample, position, out] -> [sample], float64"""
+    """‖Σ_t δ_t‖², never below that of the sum that is taken later.  delta: [sample, position, out] -> [sample]"""
     T = delta.shape[1]
     if T == 1:
         return square_sums(delta)

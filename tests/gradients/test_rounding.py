@@ -1,0 +1,144 @@
+"""A norm is never below the norm of what the sample really adds to the sum, whatever cancels.
+
+Every model here is one layer under the loss ⟨output, y⟩, so that δ is y to the last bit and can be chosen. What sample
+i adds is weighted_sum(w·e_i) in the model's own precision; its norm is taken in float64.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from evenclip.gradients import Tape, plan
+from evenclip.gradients.layers import Formed, convolution, linear
+
+few = settings(derandomize=True, deadline=None, max_examples=60)
+
+
+def against(output, y):
+    """The loss whose δ is y."""
+    return (output * y).flatten(1).sum(dim=1)
+
+
+LAYERS = {  # how it is made, one sample's input, one sample's output, axes of the output that run over positions
+    "Linear, one position": (lambda: nn.Linear(7, 5), (7,), (5,), ()),
+    "Linear, Gram": (lambda: nn.Linear(24, 24), (16, 24), (16, 24), (1,)),
+    "Linear, formed": (lambda: nn.Linear(3, 2), (300, 3), (300, 2), (1,)),
+    "Linear, one number": (lambda: nn.Linear(1, 1), (64, 1), (64, 1), (1,)),
+    "Linear, weight only": (lambda: nn.Linear(4, 4, bias=False), (50, 4), (50, 4), (1,)),
+    "Conv1d, formed": (lambda: nn.Conv1d(2, 2, 3), (2, 102), (2, 100), (2,)),
+    "Conv2d, large, Gram": (lambda: nn.Conv2d(16, 24, 3), (16, 5, 5), (24, 3, 3), (2, 3)),
+    "Conv1d, large, formed": (lambda: nn.Conv1d(2, 8, 40, padding=20), (2, 30), (8, 31), (2,)),
+    "Conv2d, large, one position": (lambda: nn.Conv2d(6, 9, 3), (6, 3, 3), (9, 1, 1), ()),
+    "Embedding": (lambda: nn.Embedding(4, 3), (80,), (80, 3), (1,)),
+    "Embedding, one row": (lambda: nn.Embedding(1, 2), (80,), (80, 2), (1,)),
+    "LayerNorm": (lambda: nn.LayerNorm(6), (50, 6), (50, 6), (1,)),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), (4, 50), (4, 50), (2,)),
+    "PReLU": (lambda: nn.PReLU(4), (4, 50), (4, 50), (2,)),
+}
+
+
+@pytest.fixture(scope="session")
+def tapes(made, numbers, tokens):
+    """`tapes(name, dtype)`: the tape of that layer, planned on ordinary numbers, once."""
+    kept = {}
+
+    def tape(name, dtype):
+        if (name, dtype) not in kept:
+            make, inputs, outputs, _ = LAYERS[name]
+            model = made(0, make).to(dtype)
+            x = tokens(1, model.num_embeddings, 3, *inputs) if "Embedding" in name else numbers(1, 3, *inputs).to(dtype)
+            kept[name, dtype] = plan(model, against, x, numbers(2, 3, *outputs).to(dtype))
+        return kept[name, dtype]
+
+    return tape
+
+
+@pytest.fixture(scope="session")
+def cancelling(numbers, tokens):
+    """`cancelling(name, data)`: nearly constant inputs, and δ that add up to nearly nothing over the positions."""
+
+    def draw(name, data, n=3):
+        make, inputs, outputs, positions = LAYERS[name]
+        exponents = st.integers(-6, 6)
+        size_a, size_delta = (10.0 ** data.draw(exponents, label=f"size of {part}") for part in ("a", "δ"))
+        wiggle = 10.0 ** data.draw(st.integers(-9, 0), label="wiggle")
+        seed = data.draw(st.integers(0, 999), label="seed")
+        if "Embedding" in name:
+            a = tokens(seed, make().num_embeddings, n, *inputs)
+        else:
+            a = size_a * (numbers(seed, n, *(1 for _ in inputs)) + wiggle * numbers(seed + 1, n, *inputs))
+        delta = numbers(seed + 2, n, *outputs)
+        if positions:
+            delta = delta - delta.mean(dim=positions, keepdim=True)
+        weight = data.draw(st.sampled_from([1.0, 0.3, 1e-3, 7.7]), label="weight")
+        return a, size_delta * delta, weight
+
+    return draw
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", LAYERS)
+@few
+@given(data=st.data())
+def test_a_norm_is_never_too_small(name, dtype, data, tapes, cancelling):
+    a, delta, weight = cancelling(name, data)
+    a = a.to(dtype) if a.is_floating_point() else a
+    with tapes(name, dtype).listening() as tape:
+        found = tape(a, delta.to(dtype))
+    for one, norm in zip(weight * torch.eye(len(a), dtype=torch.float64), found.norms(), strict=True):
+        assert found.weighted_sum(one).double().norm() <= weight * norm
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if "Conv" in name])
+def test_the_cases_take_the_way_they_say(name, tapes, numbers):
+    _, inputs, outputs, _ = LAYERS[name]
+    with tapes(name, torch.float64).listening() as tape:
+        (part,) = tape(numbers(0, 2, *inputs), numbers(1, 2, *outputs)).parts
+    assert isinstance(part.gradient, convolution.LargeConvolution if "large" in name else Formed)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_norm_is_hardly_too_large_where_nothing_cancels(name, tapes, numbers, tokens):
+    make, inputs, outputs, _ = LAYERS[name]
+    a = tokens(0, make().num_embeddings, 3, *inputs) if "Embedding" in name else numbers(0, 3, *inputs).float()
+    with tapes(name, torch.float32).listening() as tape:
+        found = tape(a, numbers(1, 3, *outputs).float())
+    exact = found.per_sample().double().norm(dim=1)
+    assert (found.norms() <= exact * 1.001).all()
+
+
+def test_a_thousand_positions_are_no_reason_to_give_the_layer_up(numbers):
+    model = nn.Linear(8, 8)
+    tape = plan(model, against, numbers(0, 3, 4096, 8).float(), numbers(1, 3, 4096, 8).float())
+    assert isinstance(tape, Tape)
+
+
+def test_a_loss_in_float64_does_not_hide_that_the_model_is_in_float32(numbers):
+    model = nn.Linear(1, 1, bias=False)
+    a, delta = numbers(0, 500, 1).float(), numbers(1, 500, 1)
+    with plan(model, lambda output, y: against(output.double(), y), a, delta).listening() as tape:
+        found = tape(a, delta)
+    added = torch.stack([found.weighted_sum(one) for one in torch.eye(500, dtype=torch.float64)])
+    assert (added.double().norm(dim=1) <= found.norms()).all()
+
+
+def naive_gram_norms(a, delta):
+    """The published formula in the precision of its inputs: the planted fault."""
+    return ((a @ a.mT) * (delta @ delta.mT)).sum(dim=(1, 2)).clamp(min=0.0).sqrt()
+
+
+def test_the_gram_form_in_float32_is_too_small_and_ours_is_not(numbers):
+    a = (numbers(2, 100, 1, 24) + 1e-4 * numbers(0, 100, 16, 24)).float()
+    delta = numbers(1, 100, 16, 24)
+    delta = (delta - delta.mean(dim=1, keepdim=True)).float()
+    found = linear.gradient(None, a, delta, ["weight"])
+    added = [found.weighted_sum(one)["weight"] for one in torch.eye(100, dtype=torch.float64)]
+    norms = torch.stack(added).double().flatten(1).norm(dim=1)
+    naive = naive_gram_norms(a, delta)
+    assert (naive < 0.5 * norms).sum() > 10  # less than half of what it should be, for more than a tenth of the samples
+    assert (found.square_norms().sqrt() >= norms).all()
+    assert (found.square_norms().sqrt() <= 2 * norms).all()

@@ -1,0 +1,118 @@
+"""Neighbouring datasets, trained with the same q, B and T, are released in the same way: only the values differ."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from evenclip import fit
+from evenclip.gradients import plan
+from evenclip.release import Releases
+from evenclip.rules import Guarded
+from evenclip.step import Chunk, step
+
+STEPS, Q, B = 12, 0.2, 8
+
+
+@pytest.fixture(params=["one less", "one more"])
+def neighbours(request, toy):
+    """Two datasets that differ in one record."""
+    data = toy.data(40)
+    return data, tuple(column[:-1] for column in data) if request.param == "one less" else toy.data(41)
+
+
+def trained(toy, spy, rule, data):
+    """A run and its releases, step by step."""
+    spy.releases.clear()
+    seen = []
+    result = fit(toy.mlp(), data, rule=rule, q=Q, batch_size=B, steps=STEPS, lr=0.1, seed=1, observers=[seen.append])
+    each = len(spy.releases) // STEPS
+    return result, seen, [spy.releases[each * t : each * (t + 1)] for t in range(STEPS)]
+
+
+def test_one_record_changes_no_divisor_no_noise_and_no_shape(toy, spy, private_rule, neighbours):
+    runs = [trained(toy, spy, private_rule, data) for data in neighbours]
+    (one, seen, releases), (other, other_seen, other_releases) = runs
+    assert one.settings.n != other.settings.n
+    for name in ("q", "B", "steps", "epoch", "groups"):
+        assert getattr(one.settings, name) == getattr(other.settings, name)
+    assert one.ledger == other.ledger
+    assert one.epsilon("rdp", 1e-5) == other.epsilon("rdp", 1e-5)
+    assert one.state.shape == other.state.shape
+    for found, other_found in zip(seen, other_seen, strict=True):
+        assert found.B == other_found.B == B
+        assert found.public.gradient.shape == other_found.public.gradient.shape
+    for step_releases, other_step in zip(releases, other_releases, strict=True):
+        assert [r.name for r in step_releases] == [r.name for r in other_step]
+        for released, other_released in zip(step_releases, other_step, strict=True):
+            assert released.out.shape == other_released.out.shape
+            assert released.multiplier == other_released.multiplier == private_rule.multipliers()[released.name]
+
+
+def test_the_noise_is_scaled_by_what_is_public(toy, spy, private_rule, neighbours):
+    """Sensitivity: a constant of the rule, or computed from what the same step released before."""
+    for data in neighbours:
+        _, _, releases = trained(toy, spy, private_rule, data)
+        for step_releases in releases:
+            for released in step_releases:
+                known = public_sensitivity(private_rule, released, step_releases)
+                assert released.sensitivity == pytest.approx(known, rel=1e-12)
+
+
+def public_sensitivity(rule, released, step_releases) -> float:
+    if released.name == "count":
+        return 1.0
+    if rule.name != "dpsgd-f":
+        return rule.C0
+    counts = [max(0, math.floor(number)) for number in step_releases[0].out.tolist()]
+    pairs = list(zip(counts[::2], counts[1::2], strict=True))
+    shares = [above / (above + below) if above + below else 1.0 for below, above in pairs]
+    mean = sum(shares) / len(shares)
+    return rule.C0 * (1 + (max(shares) / mean if mean else 0.0))
+
+
+def test_the_update_is_the_release_over_B_whatever_the_batch(toy, spy, private_rule, neighbours):
+    sizes = set()
+    for data in neighbours:
+        result, seen, releases = trained(toy, spy, private_rule, data)
+        model = toy.mlp()
+        for found, (*_, released) in zip(seen, releases, strict=True):
+            sizes.add(len(found.losses))
+            assert torch.equal(found.public.gradient, released.out / B)
+            moved = toy.vector(model) - 0.1 * released.out / B
+            torch.nn.utils.vector_to_parameters(moved, model.parameters())
+        torch.testing.assert_close(toy.vector(result.model), toy.vector(model), rtol=1e-12, atol=1e-12)
+    assert len(sizes) > 3, "batches should differ in size"
+
+
+def test_one_sample_moves_every_release_by_at_most_its_sensitivity(toy, private_rule):
+    """The batch with and without each sample, scaled up to be the worst: counts move by 1, the sum by S."""
+    x, y, group = toy.data(12)
+    x = x * torch.tensor([0.01, 0.5, 1.0, 30.0]).repeat(3).unsqueeze(1)
+    model, state = toy.mlp(), private_rule.init(3)
+    tape, guard = plan(model, cross_entropy, x, y), Guarded(private_rule)
+    silence = {"count": torch.zeros(6), "gradient": torch.zeros(len(toy.vector(model)))}
+    with tape.listening():
+        whole = step(tape, guard, state, [Chunk(x, y, group)], 8.0, _Silent(silence))
+        for i in range(len(y)):
+            rest = torch.arange(len(y)) != i
+            gradients = tape(x[rest], y[rest])
+            norms = gradients.norms()
+            counts = guard.statistics(whole.norms, group, state, None) - guard.statistics(
+                norms, group[rest], state, None
+            )
+            assert torch.linalg.vector_norm(counts) <= 1 + 1e-12
+            S = private_rule.sensitivity(whole.public.now)
+            weights, _ = guard.weights(norms, group[rest], whole.public.now, S, None)
+            moved = torch.linalg.vector_norm(whole.clipped_sum - gradients.weighted_sum(weights))
+            assert moved <= S * (1 + 1e-9)
+
+
+class _Silent(Releases):
+    """Releases without noise, of any length."""
+
+    def __call__(self, name, value, *, sensitivity, multiplier):
+        return value

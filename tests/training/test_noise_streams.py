@@ -1,0 +1,135 @@
+"""The noise belongs to one run and one step alone, and has the size that the ledger says."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from scipy import stats
+from torch.optim import SGD
+
+from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, Performance, fit
+
+STEPS = 6
+
+
+def noise(toy, rule=None, n=40, data=None, **more):
+    """(g̃·B − Σ γ_i g_i)/(σS), step by step: the numbers that were added.  # [step, parameter]"""
+    rule = DPSGD(C0=0.5, sigma=1.3) if rule is None else rule
+    given = {"batch_size": 8, "steps": STEPS, "lr": 0.1, "seed": 5, **more}
+    rows = []
+
+    def look(found):
+        added = found.public.gradient * found.B - found.clipped_sum
+        rows.append(added / (float(found.public.sensitivity) * rule.sigma))
+
+    fit(toy.mlp(), toy.data(n) if data is None else data, rule=rule, observers=[look], **given)
+    return torch.stack(rows)
+
+
+def alike(a, b) -> bool:
+    """Whether any step of one shares its noise with any step of the other, up to sign."""
+    products = (a @ b.T).abs() / torch.outer(a.norm(dim=1), b.norm(dim=1))
+    return bool((products > 0.9).any())
+
+
+def test_every_step_has_its_own(toy, private_rule):
+    rows = noise(toy, private_rule)
+    products = (rows @ rows.T).abs() / rows.norm(dim=1).outer(rows.norm(dim=1))
+    assert float((products - torch.eye(STEPS)).max()) < 0.7  # 57 numbers a row
+
+
+OTHERS = {
+    "seed": {"seed": 6},
+    "learning rate": {"lr": 0.2},
+    "batch size": {"batch_size": 10},
+    "number of steps": {"steps": STEPS + 1},
+    "δ": {"delta": 1e-6},
+    "rule": {"rule": DPSGDGlobalAdapt(C0=0.5, sigma=1.3)},
+    "rule with counts": {"rule": DPSGDF(C0=0.5, sigma=1.3)},
+    "constant of the rule": {"rule": DPSGD(C0=0.6, sigma=1.3)},
+    "σ": {"rule": DPSGD(C0=0.5, sigma=1.4)},
+    "records": {"n": 41},
+    "optimiser": {"optimizer": torch.optim.Adam},
+    "momentum": {"optimizer": partial(SGD, momentum=0.9)},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_two_runs_that_differ_in_anything_share_no_noise(toy, kind):
+    assert not alike(noise(toy), noise(toy, **OTHERS[kind]))
+
+
+def test_the_same_seed_and_settings_give_the_same_noise(toy, private_rule):
+    one, other = noise(toy, private_rule), noise(toy, private_rule)
+    assert torch.equal(one, other)
+
+
+def test_how_it_is_computed_does_not_change_the_noise(toy):
+    torch.testing.assert_close(noise(toy, performance=Performance(chunk=3, pad=True)), noise(toy), rtol=1e-8, atol=1e-8)
+
+
+def test_torchs_global_seed_has_no_say(toy):
+    rows = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        rows.append(noise(toy))
+    assert torch.equal(*rows)
+
+
+def test_without_a_seed_every_run_is_different(toy):
+    torch.manual_seed(0)
+    one = noise(toy, seed=None)
+    torch.manual_seed(0)
+    assert not alike(one, noise(toy, seed=None))
+
+
+def test_batches_differ_with_the_seed_and_not_without_it(toy, spy):
+    batches = []
+    for seed in (5, 5, 6, None, None):
+        spy.batches.clear()
+        noise(toy, seed=seed)
+        batches.append([batch.tolist() for batch in spy.batches])
+    assert batches[0] == batches[1]
+    assert len({str(found) for found in batches}) == 4
+
+
+def test_the_gradients_noise_has_standard_deviation_sigma_times_S(toy, private_rule):
+    """Σ z² over coordinates and steps is χ²; each tail outside has probability 1e-6."""
+    seen = noise(toy, private_rule, steps=150)
+    low, high = stats.chi2.ppf([1e-6, 1 - 1e-6], seen.numel())
+    assert low < float(seen.square().sum()) < high
+    assert stats.kstest(seen.flatten().numpy(), "norm").pvalue > 1e-4
+
+
+@pytest.mark.parametrize(
+    "rule", [DPSGDF(sigma_count=3.0), DPSGDGlobalAdapt(sigma_count=3.0)], ids=lambda rule: rule.name
+)
+def test_the_counts_noise_has_standard_deviation_sigma_count(toy, spy, rule):
+    fit(toy.mlp(), toy.data(), rule=rule, batch_size=8, steps=200, lr=0.01, seed=0)
+    seen = torch.stack([(r.out - r.value) / 3.0 for r in spy.releases if r.name == "count"])
+    assert len(seen) == 200
+    low, high = stats.chi2.ppf([1e-6, 1 - 1e-6], seen.numel())
+    assert low < float(seen.square().sum()) < high
+
+
+def test_the_count_and_the_gradient_do_not_share_noise(toy, spy):
+    fit(toy.mlp(), toy.data(), rule=DPSGDGlobalAdapt(), batch_size=8, steps=200, lr=0.01, seed=0)
+    counts = torch.tensor([float(step["count"][0]) for step in spy.noise], dtype=torch.float64)
+    gradients = torch.stack([step["gradient"] for step in spy.noise])  # [step, parameter]
+    pairs = torch.corrcoef(torch.cat([counts.unsqueeze(0), gradients.T]))
+    assert float(pairs.fill_diagonal_(0).abs().max()) < 0.45  # 1653 pairs of 200 numbers: 6 standard deviations
+
+
+def test_float32_noise_has_the_same_size(toy):
+    x, y, group = toy.data(40, torch.float32)
+    rows = []
+
+    def look(found):
+        rows.append((found.public.gradient * found.B - found.clipped_sum).double() / (0.5 * 1.3))
+
+    fit(toy.mlp(torch.float32), (x, y, group), rule=DPSGD(C0=0.5, sigma=1.3), batch_size=8, steps=150, observers=[look])
+    seen = torch.stack(rows)
+    low, high = stats.chi2.ppf([1e-6, 1 - 1e-6], seen.numel())
+    assert low < float(seen.square().sum()) < high

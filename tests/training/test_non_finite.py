@@ -1,0 +1,264 @@
+"""A sample whose loss or gradient is not finite contributes exactly nothing, and is counted."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+
+from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, Performance, fit
+from evenclip.data import MapDataset
+from evenclip.gradients import Tape, WholeTape, plan
+from evenclip.release import Releases
+from evenclip.rules import Guarded
+from evenclip.step import Chunk, step
+
+BAD = 4  # the row that is not finite
+
+
+class Overflowing(nn.Module):
+    """One row's scores overflow: its features are huge and exp is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp(self.inner(x) ** 2)
+
+
+class Kinked(nn.Module):
+    """A finite loss whose gradient is not: √ has no slope at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 3, bias=False).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).abs().sqrt()
+
+
+class Scaled(nn.Module):
+    """A parameter of the model's own: no formula for it, `torch.func` maps the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5, dtype=torch.float64))
+        self.inner = nn.Linear(5, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * self.scale)
+
+
+class BehindTheBack(nn.Module):
+    """Uses a layer's weight without calling it, so that the whole model goes through `torch.func`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(5, 5).double(), nn.Linear(5, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(x @ self.inner.weight.T))
+
+
+class Spoilt:
+    """Feature rows with something in one of them."""
+
+    def __init__(self, make, value, tape=Tape) -> None:
+        self.make, self.value, self.tape = make, value, tape
+
+
+CASES = {
+    "NaN in a feature": Spoilt(lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double(), math.nan),
+    "infinity in a feature": Spoilt(lambda: nn.Linear(5, 3).double(), math.inf),
+    "scores overflow": Spoilt(Overflowing, 1e3),
+    "finite loss, infinite slope": Spoilt(Kinked, 0.0),
+    "layer norm": Spoilt(lambda: nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 3)).double(), math.nan),
+    "several positions": Spoilt(
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (5, 1)), nn.Linear(1, 4), nn.Tanh(), nn.Flatten(), nn.Linear(20, 3)
+        ).double(),
+        math.nan,
+    ),
+    "convolution": Spoilt(
+        lambda: nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(6, 3)).double(),
+        math.nan,
+    ),
+    "module of one's own": Spoilt(Scaled, math.nan),
+    "whole model": Spoilt(BehindTheBack, math.nan, WholeTape),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    return CASES[request.param]
+
+
+def noise_for(model):
+    random = torch.Generator().manual_seed(0)
+    size = sum(p.numel() for p in model.parameters())
+    return torch.randn(6, generator=random).double(), torch.randn(size, generator=random).double()
+
+
+def taken(model, rule, chunks, tape=None):
+    """One step, with the same noise every time."""
+    x, y, _ = chunks[0].x, chunks[0].y, None
+    tape = tape or plan(model, cross_entropy, x[:3], y[:3])
+    state = rule.init(3)
+    counts, gradient = noise_for(model)
+    m = len(Guarded(rule).statistics(torch.zeros(0), torch.zeros(0).long(), state, None))
+    with tape.listening():
+        return step(tape, Guarded(rule), state, chunks, 8.0, Releases({"count": counts[:m], "gradient": gradient}))
+
+
+def masked(x, y, group):
+    """The rows as they are before one was spoilt, that one under a mask: its weight is 0."""
+    return Chunk(x, y, group, torch.arange(len(y)) != BAD)
+
+
+def test_it_contributes_exactly_nothing(toy, private_rule, case):
+    torch.manual_seed(0)
+    model, (x, y, group) = case.make(), toy.data(10)
+    spoilt = x.clone()
+    spoilt[BAD] = case.value
+    tape = plan(model, cross_entropy, x[:3], y[:3])
+    assert isinstance(tape, case.tape)
+    found = taken(model, private_rule, [Chunk(spoilt, y, group)], tape)
+    without = taken(model, private_rule, [masked(x, y, group)], tape)
+    assert found.finite is not None
+    assert found.finite.tolist() == [i != BAD for i in range(10)]
+    assert torch.equal(found.public.gradient, without.public.gradient)
+    assert torch.equal(found.public.state, without.public.state)
+    assert torch.equal(found.public.now, without.public.now)
+    assert found.weights[BAD] == 0
+    assert found.norms[BAD] == 0
+    assert torch.isfinite(found.public.gradient).all()
+    fewer = torch.arange(10) != BAD
+    smaller = taken(model, private_rule, [Chunk(x[fewer], y[fewer], group[fewer])], tape)
+    torch.testing.assert_close(found.public.gradient, smaller.public.gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_an_infinite_loss_with_a_finite_gradient_contributes_nothing_either(toy):
+    x, y, group = toy.data(10)
+    model, offsets = toy.mlp(), torch.zeros(10, dtype=torch.float64)
+    offsets[BAD] = math.inf
+
+    def loss(output, target):
+        return cross_entropy(output, target[:, 0].long(), reduction="none") + target[:, 1]
+
+    targets = torch.stack([y.double(), offsets], dim=1)
+    tape = plan(model, loss, x[:3], targets[:3])
+    with tape.listening():
+        assert torch.isfinite(tape(x, targets).norms()).all()
+    found = taken(model, DPSGD(), [Chunk(x, targets, group)], tape)
+    without = taken(model, DPSGD(), [masked(x, torch.stack([y.double(), 0 * offsets.nan_to_num()], 1), group)], tape)
+    assert torch.equal(found.public.gradient, without.public.gradient)
+    assert not found.finite[BAD]
+
+
+@pytest.mark.parametrize("rule", [DPSGDF(C0=0.5), DPSGDGlobalAdapt(Z0=0.1, tau=0.5)], ids=lambda rule: rule.name)
+def test_it_is_in_no_statistic(toy, spy, rule):
+    x, y, group = toy.data(10)
+    model, spoilt = toy.mlp(), x.clone()
+    spoilt[BAD] = math.nan
+    taken(model, rule, [Chunk(x, y, group)])
+    taken(model, rule, [Chunk(spoilt, y, group)])
+    whole, fewer = (released.value for released in spy.releases if released.name == "count")
+    assert float(whole.sum() - fewer.sum()) == 1.0  # every other sample is counted once, in one place
+    assert float((whole - fewer).abs().max()) == 1.0
+
+
+def test_a_batch_of_nothing_else_is_a_step_of_pure_noise(toy, private_rule):
+    x, y, group = toy.data(10)
+    model = toy.mlp()
+    tape = plan(model, cross_entropy, x[:3], y[:3])
+    found = taken(model, private_rule, [Chunk(torch.full_like(x, math.nan), y, group)], tape)
+    nothing = taken(model, private_rule, [Chunk(x, y, group, torch.zeros(10, dtype=torch.bool))], tape)
+    assert torch.equal(found.public.gradient, nothing.public.gradient)
+    assert torch.equal(found.public.state, nothing.public.state)
+    noise = noise_for(model)[1]
+    torch.testing.assert_close(found.public.gradient * 8, float(found.public.sensitivity) * private_rule.sigma * noise)
+
+
+class Rows(Dataset):
+    """Rows of (x, y, group), read one at a time."""
+
+    def __init__(self, x, y, group) -> None:
+        self.columns = x, y, group
+
+    def __len__(self) -> int:
+        return len(self.columns[1])
+
+    def __getitem__(self, i):
+        return tuple(column[i] for column in self.columns)
+
+
+PERFORMANCES = {
+    "plain": Performance(),
+    "chunks": Performance(chunk=3),
+    "padded": Performance(pad=True),
+    "chunks, padded": Performance(chunk=3, pad=True),
+}
+
+
+@pytest.mark.parametrize("performance", PERFORMANCES.values(), ids=PERFORMANCES)
+def test_it_is_counted_in_trace_and_report(toy, spy, performance):
+    """Rows of which every third is spoilt, through a whole training."""
+    x, y, group = toy.data(40)
+    x[3::3] = math.nan
+    data = MapDataset(Rows(x, y, group), ("a", "b", "c"))
+    seen = []
+    result = fit(
+        toy.mlp(),
+        data,
+        rule=DPSGDF(C0=0.8),
+        batch_size=8,
+        epochs=3,
+        lr=0.1,
+        seed=0,
+        performance=performance,
+        observers=[seen.append],
+    )
+    assert torch.isfinite(toy.vector(result.model)).all()
+    spoilt = [int(torch.isnan(x[batch, 0]).sum()) for batch in spy.batches]
+    assert sum(spoilt) > 5
+    for t, row in enumerate(result.trace):
+        batches = spy.batches[5 * t : 5 * t + 5]
+        assert row["non_finite"] == sum(spoilt[5 * t : 5 * t + 5])
+        assert row["samples"] == sum(len(batch) for batch in batches)
+        good = torch.cat([batch[~torch.isnan(x[batch, 0])] for batch in batches])
+        assert row["group_samples"] == torch.bincount(group[good], minlength=3).tolist()
+        assert all(value is None or math.isfinite(value) for value in row["loss"] + row["gradient_norm"])
+    assert result.privacy["non_finite_samples"] == sum(spoilt)
+    for found, batch in zip(seen, spy.batches, strict=True):
+        assert torch.isfinite(found.weighted_sum(torch.ones(len(batch), dtype=torch.float64))).all()
+
+
+def test_training_on_spoilt_rows_is_training_without_them(toy, spy):
+    """The same batches less the spoilt rows, one slow step after the other."""
+    x, y, group = toy.data(40)
+    x[5::4] = math.inf
+    data, rule = MapDataset(Rows(x, y, group), ("a", "b", "c")), DPSGD(C0=0.7, sigma=0.5)
+    result = fit(toy.mlp(), data, rule=rule, batch_size=8, epochs=2, lr=0.2, seed=3)
+    model = toy.mlp()
+    for batch, noise in zip(spy.batches, spy.noise, strict=True):
+        good = batch[torch.isfinite(x[batch, 0])]
+        _, gradients = toy.gradients(model, x[good], y[good])
+        clipped = gradients * (0.7 / gradients.norm(dim=1, keepdim=True)).clamp(max=1.0)
+        total = clipped.sum(dim=0) + 0.5 * 0.7 * noise["gradient"]
+        torch.nn.utils.vector_to_parameters(toy.vector(model) - 0.2 * total / 8, model.parameters())
+    torch.testing.assert_close(toy.vector(result.model), toy.vector(model), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("rows", [[0], [0, 1, 2]], ids=["the first", "the first three"])
+def test_it_may_be_among_the_rows_that_the_model_is_checked_on(toy, rows):
+    x, y, group = toy.data(40)
+    x[rows] = math.nan
+    data = MapDataset(Rows(x, y, group), ("a", "b", "c"))
+    result = fit(toy.mlp(), data, rule=DPSGD(), batch_size=8, epochs=2, lr=0.1, seed=0)
+    assert torch.isfinite(toy.vector(result.model)).all()
+    assert sum(row["non_finite"] for row in result.trace) > 0

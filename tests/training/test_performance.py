@@ -1,0 +1,299 @@
+"""How a run is computed, and who looks on, does not change what it is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, Performance, fit
+from evenclip.gradients import plan
+from evenclip.release import Releases
+from evenclip.rules import Guarded
+from evenclip.step import Chunk, step
+
+WAYS = {
+    "chunks": Performance(chunk=3),
+    "padded": Performance(pad=True),
+    "chunks, padded": Performance(chunk=5, pad=True),
+    "one sample at a time": Performance(chunk=1),
+}
+RULES = [DPSGDF(C0=0.8, sigma=0.8), DPSGDGlobalAdapt(C0=0.7, sigma=0.8, Z0=1.2)]
+named = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+
+
+def compiles(test):
+    """For a test that needs a compiler, and half a minute."""
+    compiler = any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++")))
+    for mark in (
+        pytest.mark.slow,
+        pytest.mark.skipif(not compiler, reason="needs a C++ compiler"),
+        pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's compiler uses what torch deprecates
+    ):
+        test = mark(test)
+    return test
+
+
+@pytest.fixture(params=["mlp", "cnn"])
+def task(request, toy):
+    """A model and its data."""
+    return (toy.mlp(), toy.data()) if request.param == "mlp" else (toy.cnn(), toy.images())
+
+
+def trained(model, data, rule, **more):
+    given = {"batch_size": 8, "steps": 20, "lr": 0.1, "seed": 3, **more}
+    return fit(model, data, rule=rule, **given)
+
+
+def assert_close(toy, one, other, tolerance=1e-9) -> None:
+    """The same up to rounding: parameters, state, ledger and every figure of the trace."""
+    close = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(toy.vector(one.model), toy.vector(other.model), **close)
+    torch.testing.assert_close(one.state, other.state, **close)
+    assert one.ledger == other.ledger
+    for row, other_row in zip(one.trace, other.trace, strict=True):
+        assert set(row) == set(other_row)
+        for name, value in row.items():
+            assert seen(value) == pytest.approx(seen(other_row[name]), rel=tolerance, abs=tolerance), name
+
+
+def seen(figure):
+    """A figure of the trace without its gaps: a group that was not seen has none."""
+    return {k: number for k, number in enumerate(figure) if number is not None} if isinstance(figure, list) else figure
+
+
+# --- chunks, padding, compilation -------------------------------------------------------------------------------------
+
+
+@named
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_agrees_with_the_plain_one(toy, task, rule, way):
+    model, data = task
+    assert_close(toy, trained(model, data, rule, performance=WAYS[way]), trained(model, data, rule))
+
+
+@named
+def test_a_batch_larger_than_the_padded_chunk_takes_another_chunk(toy, spy, rule):
+    """Nothing is cut off: batches of up to 40 records where there is room for 2 or 24."""
+    data = toy.data()
+    plain = trained(toy.mlp(), data, rule, q=0.9, batch_size=2)
+    assert max(len(batch) for batch in spy.batches) > 24
+    padded = Performance(pad=True)
+    assert_close(toy, trained(toy.mlp(), data, rule, q=0.9, batch_size=2, performance=padded), plain)
+    few = Performance(chunk=2, pad=True)
+    assert_close(toy, trained(toy.mlp(), data, rule, q=0.9, batch_size=2, performance=few), plain)
+
+
+def test_float32_agrees_to_its_own_rounding(toy):
+    data, model = toy.data(40, torch.float32), toy.mlp(torch.float32)
+    rule = DPSGDGlobalAdapt(C0=0.7, sigma=0.8, Z0=1.2)
+    plain = trained(model, data, rule)
+    for performance in WAYS.values():
+        assert_close(toy, trained(model, data, rule, performance=performance), plain, 1e-4)
+
+
+@compiles
+@named
+def test_the_compiled_one_agrees(toy, task, rule, monkeypatch):
+    from evenclip.gradients import compiled
+
+    graphs = []
+    make = compiled.CompiledTape._compiled
+
+    def watched(self, x, y):
+        graphs.append(make(self, x, y))
+        return graphs[-1]
+
+    monkeypatch.setattr(compiled.CompiledTape, "_compiled", watched)
+    model, data = task
+    fast = trained(model, data, rule, performance=Performance(compile=True))
+    assert len(graphs) == 1, "padding keeps the shapes, so one graph serves all steps"
+    assert graphs[0] is not None, "it should really have been compiled"
+    assert_close(toy, fast, trained(model, data, rule))
+
+
+@compiles
+def test_a_compiled_step_replays_its_own_dropout(toy):
+    """The pass that compiles draws nothing from the step's stream: the first pass over a chunk is like the second."""
+    from evenclip.gradients.compiled import CompiledTape
+    from evenclip.gradients.tape import Tape
+
+    model, (x, y, _) = toy.mlp(dropout=0.5), toy.data(8)
+    plain = plan(model, cross_entropy, x, y)
+    assert isinstance(plain, Tape)
+    tape, losses = CompiledTape(plain), []
+    with tape.listening():
+        for _ in range(3):
+            torch.manual_seed(0)
+            losses.append(tape(x, y).losses)
+    assert torch.equal(losses[0], losses[1])
+    assert torch.equal(losses[1], losses[2])
+
+
+def test_without_a_compiler_it_is_plain_and_silent(toy, monkeypatch, capfd):
+    """Padded, but computed by the plain tape: the same to the last bit, and not a word."""
+
+    def none(*_, **__):
+        raise RuntimeError("InvalidCxxCompiler: no working C++ compiler found")
+
+    data, rule = toy.data(), DPSGDF(C0=0.8)
+    padded = trained(toy.mlp(), data, rule, performance=Performance(pad=True))
+    monkeypatch.setattr(torch, "compile", none)
+    fallen_back = trained(toy.mlp(), data, rule, performance=Performance(compile=True))
+    assert toy.same(fallen_back.model, padded.model)
+    assert fallen_back.trace == padded.trace
+    said = capfd.readouterr()
+    assert said.out == said.err == ""
+
+
+# --- dropout over several chunks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [DPSGDF(C0=0.5), DPSGD(C0=0.5)], ids=lambda rule: rule.name)
+def test_a_second_pass_over_the_chunks_draws_the_same_masks(toy, rule):
+    """DPSGD-F goes over the chunks twice: what is clipped in the second pass is what was measured in the first."""
+    model, (x, y, group) = toy.mlp(dropout=0.5), toy.data(12)
+    noise = {
+        "count": torch.zeros(6, dtype=torch.float64),
+        "gradient": torch.zeros(len(toy.vector(model)), dtype=torch.float64),
+    }
+    rows = torch.arange(12).split(4)
+    chunks = [Chunk(x[r], y[r], group[r], seed=100 + i) for i, r in enumerate(rows)]
+    tape = plan(model, cross_entropy, x, y)
+    with tape.listening(), torch.random.fork_rng(devices=[]):
+        found = step(tape, Guarded(rule), rule.init(3), chunks, 8.0, Releases(noise))
+        each = torch.stack([found.weighted_sum(one) for one in torch.eye(12, dtype=torch.float64)])
+        # By hand: the masks that each chunk's seed gives, one forward pass a chunk, one backward pass a sample.
+        by_hand, losses = [], []
+        for i, r in enumerate(rows):
+            torch.manual_seed(100 + i)
+            values = cross_entropy(model(x[r]), y[r], reduction="none")
+            losses.append(values.detach())
+            for value in values:
+                parts = torch.autograd.grad(value, list(model.parameters()), retain_graph=True)
+                by_hand.append(torch.cat([part.flatten() for part in parts]))
+    close = {"rtol": 1e-10, "atol": 1e-12}
+    torch.testing.assert_close(each, torch.stack(by_hand), **close)
+    torch.testing.assert_close(found.losses, torch.cat(losses), **close)
+    torch.testing.assert_close(found.norms, torch.stack(by_hand).norm(dim=1), **close)
+    torch.testing.assert_close(found.weights @ torch.stack(by_hand), found.clipped_sum, **close)
+
+
+def test_every_step_and_chunk_has_masks_of_its_own(toy):
+    """Linear in its one input: the loss of a dropped-out unit shows the mask."""
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1, bias=False)).double()
+    nn.init.ones_(model[1].weight)
+    x = 2.0 ** -torch.arange(64, dtype=torch.float64).remainder(20).expand(30, 64)
+    seen = []
+
+    def loss(output, target):
+        return (output.squeeze(-1) + 0 * target).sum()
+
+    fit(
+        model,
+        (x, torch.zeros(30)),
+        loss=loss,
+        rule=DPSGD(C0=1e-9, sigma=1e-9),
+        batch_size=10,
+        steps=6,
+        lr=1e-9,
+        seed=0,
+        performance=Performance(chunk=2),
+        observers=[lambda found: seen.append(found.losses)],
+    )
+    losses = torch.cat(seen)
+    assert len(losses) > 40
+    assert len(set(losses.round(decimals=4).tolist())) > 0.9 * len(losses)
+
+
+# --- looking on -------------------------------------------------------------------------------------------------------
+
+
+def meddle(found):
+    """Looks at everything there is to see, and draws from torch's generator."""
+    torch.rand(7)
+    torch.manual_seed(1)
+    ones = torch.ones(len(found.losses), dtype=torch.float64)
+    found.model(torch.randn(3, 5, dtype=found.public.gradient.dtype)).sum().backward()
+    return {"g_B": found.weighted_sum(ones), "loss": found.losses.sum()}
+
+
+@pytest.mark.parametrize("performance", [Performance(), *WAYS.values()], ids=["plain", *WAYS])
+def test_looking_changes_nothing(toy, rule, performance):
+    model, data = toy.mlp(torch.float32, dropout=0.3), toy.data(40, torch.float32)
+    given = {"rule": rule, "batch_size": 8, "steps": 12, "lr": 0.1, "seed": 3, "performance": performance}
+    alone, watched = fit(model, data, **given), fit(model, data, **given, observers=[meddle, meddle])
+    assert toy.same(alone.model, watched.model)
+    assert alone.trace == watched.trace
+    assert alone.ledger == watched.ledger
+    assert torch.equal(alone.state, watched.state)
+    assert [record["t"] for record in watched.records] == [t for t in range(12) for _ in range(2)]
+    assert alone.records == []
+
+
+def test_the_global_generator_is_left_where_it_was(toy):
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    fit(toy.mlp(dropout=0.5), toy.data(), rule=DPSGD(), batch_size=8, observers=[meddle])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("performance", [Performance(), *WAYS.values()], ids=["plain", *WAYS])
+def test_what_is_shown_is_what_was_trained(toy, task, spy, performance):
+    """g_B, the clipped sum and the group gradients of a step, against one-sample autograd at the same parameters."""
+    model, (x, y, group) = task
+    seen = []
+
+    def look(found):
+        rows = spy.batches[found.t]
+        losses, gradients = toy.gradients(found.model, x[rows], y[rows])
+        seen.append(len(rows))
+        ones = torch.ones(len(rows), dtype=torch.float64)
+        pairs = [
+            (found.losses, losses),
+            (found.norms, gradients.norm(dim=1)),
+            (found.weighted_sum(ones), gradients.sum(dim=0)),
+            (found.weighted_sum(found.weights), found.clipped_sum),
+            (found.weights @ gradients, found.clipped_sum),
+        ]
+        for k in range(3):
+            mine = group[rows] == k
+            pairs.append((found.weighted_sum(mine.double()), gradients[mine].sum(dim=0)))
+            pairs.append((found.weighted_sum(mine.double() * found.weights), found.weights[mine] @ gradients[mine]))
+        for a, b in pairs:
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+        assert torch.equal(found.group, group[rows])
+        assert found.clipped.tolist() == (found.weights < 1).tolist()
+
+    trained(model, (x, y, group), DPSGDF(C0=0.6), performance=performance, steps=6, observers=[look])
+    assert len(seen) == 6
+
+
+def test_observers_see_the_parameters_before_the_update(toy):
+    seen = []
+    result = trained(
+        toy.mlp(), toy.data(), DPSGD(), steps=4, observers=[lambda s: seen.append((s, toy.vector(s.model)))]
+    )
+    assert [found.t for found, _ in seen] == [0, 1, 2, 3]
+    assert torch.equal(seen[0][1], toy.vector(toy.mlp()))
+    after = [theta for _, theta in seen[1:]] + [toy.vector(result.model)]
+    for (found, before), then in zip(seen, after, strict=True):
+        torch.testing.assert_close(then, before - 0.1 * found.public.gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_hooks_do_not_listen_to_an_observers_own_passes(toy):
+    """A forward pass by an observer is not taken for one of the step's."""
+    x, y, group = toy.data()
+    alone = trained(toy.mlp(), (x, y, group), DPSGDF())
+
+    def look(found):
+        before = found.weighted_sum(torch.ones(len(found.losses), dtype=torch.float64))
+        found.model(x)
+        after = found.weighted_sum(torch.ones(len(found.losses), dtype=torch.float64))
+        assert torch.equal(before, after)
+
+    assert toy.same(trained(toy.mlp(), (x, y, group), DPSGDF(), observers=[look]).model, alone.model)

@@ -1,0 +1,457 @@
+"""A run that was stopped and resumed is the run that was never stopped; a checkpoint is whole or refused in words."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+
+from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, Performance, fit
+from evenclip.checkpoint import CheckpointError
+from evenclip.progress import Interrupt
+
+EPOCH, STEPS = 5, 15  # 40 records, batches of 8, three epochs
+
+
+class Stop:
+    """An observer that presses Ctrl-C during a step."""
+
+    def __init__(self, during: int) -> None:
+        self.during = during
+
+    def __call__(self, found) -> None:
+        if found.t == self.during - 1:
+            signal.raise_signal(signal.SIGINT)
+
+
+def settings(rule, **more):
+    return {"rule": rule, "batch_size": 8, "epochs": 3, "lr": 0.2, "seed": 9, **more}
+
+
+def stopped(model, data, folder, after, **given) -> None:
+    """A run that ends by Ctrl-C after so many steps."""
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, data, checkpoint=folder, observers=[Stop(after)], **given)
+
+
+def assert_identical(toy, one, other) -> None:
+    assert toy.same(one.model, other.model)
+    assert one.ledger == other.ledger
+    assert one.trace == other.trace
+    assert one.state.dtype == other.state.dtype
+    assert torch.equal(one.state, other.state)
+    assert one.settings == other.settings
+
+
+# --- the same to the last bit ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [1, 3, 5, 7, 10, 14, 15], ids=lambda t: f"after {t}")
+def test_every_rule_goes_on_bit_by_bit(toy, rule, tmp_path, after):
+    data, model = toy.data(40, torch.float32), toy.mlp(torch.float32, dropout=0.3)
+    whole = fit(model, data, **settings(rule))
+    stopped(model, data, tmp_path, after, **settings(rule))
+    assert [p.name for p in sorted(tmp_path.iterdir())][-1] == f"step-{after:08d}"
+    assert_identical(toy, fit(model, data, **settings(rule), checkpoint=tmp_path, resume=True), whole)
+
+
+OPTIMIZERS = {
+    "momentum and steps": (partial(SGD, momentum=0.9, nesterov=True), partial(StepLR, step_size=1, gamma=0.5)),
+    "Adam": (Adam, None),
+    "Adam and cosine": (partial(Adam, betas=(0.8, 0.9)), partial(CosineAnnealingLR, T_max=3)),
+    "weight decay": (partial(SGD, weight_decay=0.1), None),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("after", [3, 5, 8], ids=lambda t: f"after {t}")
+def test_every_optimiser_goes_on_bit_by_bit(toy, tmp_path, kind, after):
+    optimizer, scheduler = OPTIMIZERS[kind]
+    given = settings(DPSGDGlobalAdapt(), optimizer=optimizer, scheduler=scheduler)
+    data, model = toy.data(40, torch.float32), toy.mlp(torch.float32)
+    whole = fit(model, data, **given)
+    stopped(model, data, tmp_path, after, **given)
+    assert_identical(toy, fit(model, data, **given, checkpoint=tmp_path, resume=True), whole)
+
+
+@pytest.mark.parametrize("performance", [Performance(chunk=3), Performance(pad=True)], ids=["chunks", "padded"])
+def test_so_does_a_run_in_chunks(toy, tmp_path, performance):
+    given = settings(DPSGDF(C0=0.8), performance=performance)
+    data, model = toy.data(), toy.mlp(dropout=0.5)
+    whole = fit(model, data, **given)
+    stopped(model, data, tmp_path, 7, **given)
+    assert_identical(toy, fit(model, data, **given, checkpoint=tmp_path, resume=True), whole)
+
+
+def test_it_may_be_stopped_again_and_again(toy, tmp_path):
+    data, model, given = toy.data(), toy.mlp(dropout=0.3), settings(DPSGDGlobalAdapt())
+    for after in (2, 5, 6, 11):
+        stopped(model, data, tmp_path, after, **given, resume=True)
+    resumed = fit(model, data, **given, checkpoint=tmp_path, resume=True)
+    assert_identical(toy, resumed, fit(model, data, **given))
+
+
+def test_looking_at_checkpoints_changes_nothing(toy, tmp_path):
+    data, model, given = toy.data(), toy.mlp(dropout=0.3), settings(DPSGDF())
+    saved = fit(model, data, **given, checkpoint=tmp_path, checkpoint_every=2)
+    assert_identical(toy, saved, fit(model, data, **given))
+
+
+def test_a_finished_run_is_returned_without_another_step(toy, tmp_path):
+    data, model, given = toy.data(), toy.mlp(), settings(DPSGDF())
+    first, calls = fit(model, data, **given, checkpoint=tmp_path), []
+    again = fit(model, data, **given, checkpoint=tmp_path, resume=True, observers=[calls.append])
+    assert_identical(toy, first, again)
+    assert calls == []
+
+
+def test_a_seed_from_the_operating_system_is_in_the_secret_part_only(toy, tmp_path):
+    """Two copies of one stopped run go on alike, though nobody was told the seed."""
+    data, model = toy.data(), toy.mlp(dropout=0.3)
+    given = settings(DPSGDGlobalAdapt(), seed=None)
+    stopped(model, data, tmp_path / "a", 7, **given)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    one, other = (fit(model, data, **given, checkpoint=tmp_path / name, resume=True) for name in "ab")
+    assert_identical(toy, one, other)
+    assert one.settings.seed is None
+
+
+def test_resume_without_any_checkpoint_begins_at_the_beginning(toy, tmp_path):
+    data, model, given = toy.data(), toy.mlp(), settings(DPSGD())
+    assert_identical(toy, fit(model, data, **given, checkpoint=tmp_path, resume=True), fit(model, data, **given))
+
+
+def test_the_initial_weights_do_not_matter_to_a_resumed_run(toy, tmp_path):
+    data, given = toy.data(), settings(DPSGD())
+    stopped(toy.mlp(), data, tmp_path, 7, **given)
+    resumed = fit(toy.mlp(seed=1), data, **given, checkpoint=tmp_path, resume=True)
+    assert_identical(toy, resumed, fit(toy.mlp(), data, **given))
+
+
+# --- when checkpoints are written, and Ctrl-C -----------------------------------------------------------------------
+
+
+def written(folder) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in sorted(folder.glob("step-*"))]
+
+
+def test_one_is_written_after_every_epoch_and_the_one_before_is_kept(toy, tmp_path):
+    data = toy.data()
+    history = []
+    fit(
+        toy.mlp(),
+        data,
+        **settings(DPSGD()),
+        checkpoint=tmp_path,
+        observers=[lambda _: history.append(written(tmp_path))],
+    )
+    assert history == [[]] * 5 + [[5]] * 5 + [[5, 10]] * 5
+    assert written(tmp_path) == [10, 15]
+
+
+def test_one_is_written_every_so_many_steps(toy, tmp_path):
+    given, history = settings(DPSGD(), steps=8), []
+    look = [lambda _: history.append(written(tmp_path)[-1:])]
+    fit(toy.mlp(), toy.data(), **given, checkpoint=tmp_path, checkpoint_every=3, observers=look)
+    assert history == [[], [], [], [3], [3], [5], [6], [6]]
+    assert written(tmp_path) == [6, 8]
+
+
+def test_ctrl_c_waits_for_the_step_saves_and_says_so(toy, tmp_path, capsys):
+    stopped(toy.mlp(), toy.data(), tmp_path, 7, **settings(DPSGD()))
+    assert written(tmp_path) == [5, 7]
+    said = capsys.readouterr()
+    assert said.err == f"Stopped after step 7 of 15, saved in {tmp_path}; go on with resume=True.\n"
+    assert said.out == ""
+    published = json.loads((tmp_path / "step-00000007" / "published.json").read_text())
+    assert published["t"] == sum(entry["steps"] for entry in published["ledger"]) == 7
+
+
+def test_ctrl_c_without_a_folder_says_that_nothing_was_saved(toy, capsys):
+    with pytest.raises(KeyboardInterrupt):
+        fit(toy.mlp(), toy.data(), **settings(DPSGD()), observers=[Stop(7)])
+    assert capsys.readouterr().err == (
+        "Stopped after step 7 of 15; nothing was saved (no checkpoint folder was given).\n"
+    )
+
+
+def test_ctrl_c_is_pythons_own_again_afterwards(toy, tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    stopped(toy.mlp(), toy.data(), tmp_path, 3, **settings(DPSGD()))
+    assert signal.getsignal(signal.SIGINT) is before
+    fit(toy.mlp(), toy.data(), **settings(DPSGD()))
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.came
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_right_after_the_decision_not_to_save_is_not_reported_as_saved(toy, tmp_path, capsys, monkeypatch):
+    """The signal may come at any moment; what is said to be saved is saved."""
+    looks = []
+
+    def came(self):
+        looks.append(1)
+        return len(looks) > 1  # not yet when it is first asked, but at once afterwards
+
+    monkeypatch.setattr(Interrupt, "came", property(came, lambda self, value: None), raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        fit(toy.mlp(), toy.data(), **settings(DPSGD()), checkpoint=tmp_path)
+    said = re.search(r"Stopped after step (\d+) of 15, saved", capsys.readouterr().err)
+    assert said is not None
+    assert written(tmp_path)[-1] == int(said[1])
+
+
+def test_training_works_outside_the_main_thread(toy):
+    """Python lets only the main thread handle signals."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(fit(toy.mlp(), toy.data(), **settings(DPSGD()))))
+    thread.start()
+    thread.join()
+    assert toy.same(found[0].model, fit(toy.mlp(), toy.data(), **settings(DPSGD())).model)
+
+
+# --- torn, foreign and left-over checkpoints ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(toy, tmp_path):
+    """A folder with checkpoints of steps 5 and 7."""
+    stopped(toy.mlp(), toy.data(), tmp_path, 7, **settings(DPSGDF()))
+    return tmp_path
+
+
+def resume(toy, folder, rule=None, data=None, model=None, **more):
+    given = settings(DPSGDF() if rule is None else rule, **more)
+    return fit(model or toy.mlp(), data or toy.data(), **given, checkpoint=folder, resume=True)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "secret.pt", "published.json"])
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_a_damaged_file_is_named_and_the_checkpoint_before_it_still_loads(toy, folder, name, damage):
+    bad = folder / "step-00000007"
+    content = bytearray((bad / name).read_bytes())
+    size = len(content)
+    if damage == "cut":
+        content = content[: size // 2]
+    else:
+        content[size // 2] ^= 1
+    (bad / name).write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        resume(toy, folder)
+    assert str(caught.value) == (
+        f"{bad / name} is damaged: {len(content)} bytes, {size} were written, and the checksum differs. "
+        f"The one before it, {folder / 'step-00000005'}, is still there: remove step-00000007 and resume from that."
+    )
+    shutil.rmtree(bad)
+    assert_identical(toy, resume(toy, folder), fit(toy.mlp(), toy.data(), **settings(DPSGDF())))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.pt", "secret.pt", "published.json"])
+def test_a_missing_file_is_named(toy, folder, name):
+    bad = folder / "step-00000007"
+    (bad / name).unlink()
+    with pytest.raises(CheckpointError) as caught:
+        resume(toy, folder)
+    assert str(caught.value) == (
+        f"{bad} is not a whole checkpoint ({name}: No such file or directory). "
+        f"The one before it, {folder / 'step-00000005'}, is still there: remove step-00000007 and resume from that."
+    )
+    shutil.rmtree(bad)
+    assert_identical(toy, resume(toy, folder), fit(toy.mlp(), toy.data(), **settings(DPSGDF())))
+
+
+@pytest.mark.parametrize("content", ["", '{"model.pt": {"by', "[]", "{}", '{"model.pt": 3}'])
+def test_a_damaged_manifest_is_named(toy, folder, content):
+    bad = folder / "step-00000007"
+    (bad / "manifest.json").write_text(content)
+    with pytest.raises(CheckpointError) as caught:
+        resume(toy, folder)
+    assert str(caught.value).startswith(f"{bad} is not a whole checkpoint (manifest.json: ")
+    assert "remove step-00000007 and resume from that." in str(caught.value)
+
+
+def test_a_damaged_checkpoint_with_none_before_it(toy, folder):
+    shutil.rmtree(folder / "step-00000005")
+    (folder / "step-00000007" / "model.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"There is no earlier one; start again in another folder\.$"):
+        resume(toy, folder)
+
+
+def test_one_of_another_format_is_refused(toy, folder):
+    path = folder / "step-00000007"
+    published = json.loads((path / "published.json").read_text()) | {"format": 99}
+    (path / "published.json").write_text(json.dumps(published))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["published.json"]["sha256"] = hashlib.sha256((path / "published.json").read_bytes()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError) as caught:
+        resume(toy, folder)
+    assert str(caught.value) == f"{path} was written in another format than this version reads (1)."
+
+
+FOREIGN = {
+    "rule": ({"rule": DPSGD()}, "rule: {'class': 'DPSGDF', "),
+    "constant of the rule": ({"rule": DPSGDF(C0=2.0)}, "rule: {'class': 'DPSGDF', "),
+    "learning rate": ({"lr": 0.1}, "lr: 0.2 there, 0.1 here"),
+    "seed": ({"seed": 8}, "seed: 9 there, 8 here"),
+    "epochs": ({"epochs": 4}, "steps: 15 there, 20 here"),
+    "batch size": ({"batch_size": 10}, "q: 0.2 there, 0.25 here; B: 8.0 there, 10.0 here; "),
+    "optimiser": ({"optimizer": Adam}, "optimizer: 'SGD' there, 'Adam' here"),
+    "optimiser's own settings": (
+        {"optimizer": partial(SGD, momentum=0.9)},
+        "optimizer: 'SGD' there, 'SGD(momentum=0.9)' here",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_checkpoint_of_other_settings_is_refused(toy, folder, kind):
+    other, said = FOREIGN[kind]
+    with pytest.raises(CheckpointError) as caught:
+        resume(toy, folder, **other)
+    assert str(caught.value).startswith(f"{folder / 'step-00000007'} belongs to another run (")
+    assert said in str(caught.value)
+    assert str(caught.value).endswith("). Resume with the settings it was started with, or choose another folder.")
+
+
+def test_a_checkpoint_of_other_data_is_refused(toy, folder):
+    with pytest.raises(CheckpointError, match=r"belongs to another run \(n: 40 there, 41 here; q: 0\.2 there, 0\.195"):
+        resume(toy, folder, data=toy.data(41))
+
+
+def test_a_checkpoint_of_another_model_is_refused(toy, folder):
+    with pytest.raises(CheckpointError, match=r"belongs to another run \(parameters: 57 there, 18 here\)"):
+        resume(toy, folder, model=nn.Linear(5, 3).double())
+
+
+def test_a_checkpoint_of_another_model_of_the_same_size_is_refused(toy, folder):
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(5, 6).double(), nn.Linear(6, 3).double()
+
+        def forward(self, x):
+            return self.second(self.first(x).tanh())
+
+    with pytest.raises(CheckpointError) as caught:
+        resume(toy, folder, model=Named())
+    assert str(caught.value).startswith(f"{folder / 'step-00000007'} belongs to another model (")
+    assert str(caught.value).endswith("). Resume with the model it was started with, or choose another folder.")
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_a_folder_with_a_checkpoint_is_not_written_into_unasked(toy, folder):
+    before = contents(folder)
+    with pytest.raises(CheckpointError) as caught:
+        fit(toy.mlp(), toy.data(), **settings(DPSGDF()), checkpoint=folder)
+    assert str(caught.value) == (
+        f"{folder} already holds a checkpoint (step-00000007); pass resume=True to go on from it, "
+        "or choose another folder."
+    )
+    with pytest.raises(CheckpointError):
+        resume(toy, folder, lr=0.1)
+    assert contents(folder) == before
+
+
+def test_a_crash_while_writing_leaves_the_one_before_it_whole(toy, folder, monkeypatch):
+    before = contents(folder)
+    replace = os.replace
+
+    def crash(source, target):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(os, "replace", crash)
+    with pytest.raises(OSError, match="the disk is full"):
+        resume(toy, folder)
+    monkeypatch.setattr(os, "replace", replace)
+    assert contents(folder) == before  # nothing half-written is left, the secrets least of all
+    assert_identical(toy, resume(toy, folder), fit(toy.mlp(), toy.data(), **settings(DPSGDF())))
+
+
+def test_a_power_cut_while_writing_is_overlooked(toy, folder):
+    """What a killed process leaves behind is no checkpoint."""
+    left = folder / ".writing-1-9"
+    left.mkdir()
+    (left / "model.pt").write_bytes(b"half")
+    assert_identical(toy, resume(toy, folder), fit(toy.mlp(), toy.data(), **settings(DPSGDF())))
+
+
+# --- what is in the files -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [NonPrivate(), DPSGDF()], ids=lambda rule: rule.name)
+def test_nothing_is_unpickled(toy, tmp_path, rule):
+    given = settings(rule, optimizer=Adam, scheduler=partial(StepLR, step_size=1))
+    stopped(toy.mlp(), toy.data(), tmp_path, 7, **given)
+    path = tmp_path / "step-00000007"
+    assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "model.pt", "published.json", "secret.pt"]
+    model = torch.load(path / "model.pt", weights_only=True)
+    assert list(model) == list(toy.mlp().state_dict())
+    secret = torch.load(path / "secret.pt", weights_only=True)
+    assert sorted(secret) == ["batches", "dropout", "noise", "optimizer", "scheduler", "trace"]
+    published = json.loads((path / "published.json").read_text())
+    assert sorted(published) == ["format", "ledger", "settings", "state", "t"]
+
+
+def test_what_may_be_published_holds_no_generator(toy, tmp_path):
+    """The states, in every spelling, occur in the secret file only."""
+    stopped(toy.mlp(), toy.data(), tmp_path, 7, **settings(DPSGDF(), seed=None))
+    path = tmp_path / "step-00000007"
+    secret = torch.load(path / "secret.pt", weights_only=True)
+    words = [*secret["noise"].tolist(), secret["dropout"], *(int(word, 16) for word in secret["batches"]["words"])]
+    assert len(words) == 7
+    for name in ("model.pt", "published.json", "manifest.json"):
+        content = (path / name).read_bytes()
+        for word in words:
+            whole = word % 2**64
+            low = np.array([whole], dtype=np.uint64)
+            for spelling in (
+                str(word),
+                str(whole),
+                f"{word % 2**128:x}",
+                f"{whole:x}",
+                low.tobytes(),
+                low.byteswap().tobytes(),
+            ):
+                assert (spelling if isinstance(spelling, bytes) else spelling.encode()) not in content
+    text = (path / "published.json").read_text()
+    assert not re.search("noise|generator|batches|dropout|optimizer_state|trace|loss", text)
+
+
+def test_the_secret_file_is_for_its_owner_alone(toy, folder):
+    for path in folder.glob("step-*"):
+        assert stat.S_IMODE((path / "secret.pt").stat().st_mode) == 0o600
+
+
+def test_published_is_what_the_result_says(toy, tmp_path):
+    result = fit(toy.mlp(), toy.data(), **settings(DPSGDF()), checkpoint=tmp_path)
+    path = tmp_path / "step-00000015"
+    published = json.loads((path / "published.json").read_text())
+    assert published["state"] == result.state.tolist()
+    assert published["ledger"] == result.ledger.to_json()
+    assert published["settings"]["n"] == 40
+    model = toy.mlp()
+    model.load_state_dict(torch.load(path / "model.pt", weights_only=True))
+    assert toy.same(model, result.model)
