@@ -100,8 +100,8 @@ def paragraph(report: dict[str, Any], width: int = 79) -> str:
 
     if report["epsilon"] is None:
         first = (
-            f"This model was trained by {report['method']} and has no valid ε: it promises no privacy to the records it "
-            "was trained on."
+            f"This model was trained by {report['method']} and has no valid ε: it promises no privacy to the records "
+            "it was trained on."
         )
     else:
         pld, rdp, alone = (
@@ -109,11 +109,12 @@ def paragraph(report: dict[str, Any], width: int = 79) -> str:
         )
         multipliers = ", ".join(f"{m:g} ({name})" for name, m in report["multipliers"].items())
         first = (
-            f"This model was trained by {report['method']} ({report['soundness']}) and is (ε, δ)-differentially private "
-            f"with ε = {pld} at δ = {report['delta']:g} (by PLD; {rdp} by RDP). Without the amplification by Poisson "
-            f"sampling it would be {alone}. Unit: {report['unit']}. Neighbours: {report['neighbouring_relation']}. "
-            f"{report['steps']} steps at rate q = {report['q']:.6g}; noise multipliers {multipliers}, jointly "
-            f"{report['joint_multiplier']:.4g}; sums divided by {report['divisor']}, {report['expected_batch_size']:g}."
+            f"This model was trained by {report['method']} ({report['soundness']}) and is (ε, δ)-differentially "
+            f"private with ε = {pld} at δ = {report['delta']:g} (by PLD; {rdp} by RDP). Without the amplification by "
+            f"Poisson sampling it would be {alone}. Unit: {report['unit']}. Neighbours: "
+            f"{report['neighbouring_relation']}. {report['steps']} steps at rate q = {report['q']:.6g}; noise "
+            f"multipliers {multipliers}, jointly {report['joint_multiplier']:.4g}; sums divided by "
+            f"{report['divisor']}, {report['expected_batch_size']:g}."
         )
     labels = "entered" if report["group_labels_entered_training"] else "did not enter"
     second = (

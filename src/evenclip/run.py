@@ -222,8 +222,8 @@ class Run:
         except RuntimeError as error:
             said = " ".join(str(error).split())
             raise CheckpointError(
-                f"{path} belongs to another model ({said}). Resume with the model it was started with, or choose another "
-                "folder."
+                f"{path} belongs to another model ({said}). Resume with the model it was started with, or choose "
+                "another folder."
             ) from error
         self.t = found.published["t"]
         self.state = torch.tensor(found.published["state"], dtype=self.state.dtype, device=self.device)

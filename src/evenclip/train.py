@@ -263,10 +263,10 @@ def _check_kinds(model: Any, rule: Any, optimizer: Any, scheduler: Any) -> None:
     """Raise for the usual mix-ups of a class and its instance."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {model!r}; it must be a torch.nn.Module.")
-    if not isinstance(rule, Rule) or not is_dataclass(rule):
+    if not (isinstance(rule, Rule) and is_dataclass(type(rule))):
         raise TypeError(
-            f"rule is {rule!r}; it must be a rule such as DPSGDGlobalAdapt(C0=1.0, sigma=1.0), or a frozen dataclass that "
-            "derives from evenclip.Rule."
+            f"rule is {rule!r}; it must be a rule such as DPSGDGlobalAdapt(C0=1.0, sigma=1.0), or a frozen dataclass "
+            "that derives from evenclip.Rule."
         )
     for name, given, example in (
         ("optimizer", optimizer, "torch.optim.Adam or functools.partial(torch.optim.SGD, momentum=0.9)"),
@@ -274,8 +274,8 @@ def _check_kinds(model: Any, rule: Any, optimizer: Any, scheduler: Any) -> None:
     ):
         if given is not None and not callable(given):
             raise TypeError(
-                f"{name} is an object of class {type(given).__name__}; give what makes one, such as {example}, because the "
-                "model that is trained is a copy."
+                f"{name} is an object of class {type(given).__name__}; give what makes one, such as {example}, because "
+                "the model that is trained is a copy."
             )
 
 
@@ -318,7 +318,7 @@ def _tried(complaint: str, function: Callable[..., Any], *arguments: Any) -> Any
     """function(*arguments), or else the complaint and what torch has to say."""
     try:
         with warnings.catch_warnings():
-            # torch only warns where a loss stretches targets [sample] over outputs [sample, 1], which mixes the samples.
+            # torch only warns where a loss stretches targets [sample] over outputs [sample, 1], which mixes samples.
             warnings.filterwarnings("error", message="Using a target size")
             return function(*arguments)
     except (RuntimeError, TypeError, IndexError, ValueError, UserWarning) as error:

@@ -21,6 +21,10 @@ def without_bias_norm(delta):
     return delta.new_zeros(len(delta))
 
 
+def without_bias_in_outer_product(self):
+    return layer.square_sums(self._a) * layer.square_sums(self._delta)
+
+
 def without_stride(self):
     """The windows of a convolution of stride 1, cut to size."""
     k = self.module.kernel_size[0]
@@ -43,6 +47,8 @@ FAULTS = {  # the fault: the layer, one sample's input, how it is planted
     "the bias is forgotten": (lambda: nn.Linear(3, 2), (4, 3), (linear, "_over_positions", without_bias)),
     "the bias is forgotten in the norm": (
         lambda: nn.Linear(3, 2), (4, 3), (linear, "sum_square_norms", without_bias_norm)),
+    "the bias is forgotten in the norm of one position": (
+        lambda: nn.Linear(3, 2), (3,), (linear.OnePosition, "square_norms", without_bias_in_outer_product)),
     "the bias is forgotten in the norm of a convolution": (
         lambda: nn.Conv1d(8, 9, 3), (8, 4), (convolution, "sum_square_norms", without_bias_norm)),
     "the stride is forgotten": (
@@ -114,7 +120,7 @@ def weight_only(self, weights):
 
 @pytest.mark.parametrize(
     "place",
-    [(linear, "sum_square_norms", without_bias_norm), (linear.LinearGradient, "weighted_sum", weight_only)],
+    [(linear, "sum_square_norms", without_bias_norm), (linear.Positions, "weighted_sum", weight_only)],
     ids=["in the norm", "in the sum"],
 )
 def test_the_plan_itself_notices_a_wrong_layer_and_goes_round_it(place, made, numbers, alone, same, monkeypatch):

@@ -142,3 +142,17 @@ def test_the_gram_form_in_float32_is_too_small_and_ours_is_not(numbers):
     assert (naive < 0.5 * norms).sum() > 10  # less than half of what it should be, for more than a tenth of the samples
     assert (found.square_norms().sqrt() >= norms).all()
     assert (found.square_norms().sqrt() <= 2 * norms).all()
+
+
+@pytest.mark.parametrize(("precision", "unit"), [("high", 2.0**-11), ("medium", 2.0**-8)])
+def test_products_of_fewer_bits_are_accounted_for(precision, unit, tapes, numbers):
+    a, delta = numbers(0, 3, 50, 4).float(), numbers(1, 3, 50, 4).float()
+    with tapes("Linear, weight only", torch.float32).listening() as tape:
+        found, sizes = tape(a, delta), (a.norm(dim=2) * delta.norm(dim=2)).sum(dim=1)
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(precision)
+        try:
+            norms = tape(a, delta).norms()
+        finally:
+            torch.set_float32_matmul_precision(before)
+    assert (norms >= found.norms() + 2 * unit * sizes).all()

@@ -386,6 +386,66 @@ def test_one_plan_serves_batches_of_any_size(name, case, alone, same):
             same(tape(x[:n], y[:n]), alone(model, F.cross_entropy, x[:n], y[:n]))
 
 
+@pytest.mark.parametrize("name", ["LSTM", "positions", "positions, with an axis of one", "attention", "own layer"])
+@pytest.mark.parametrize("length", [1, 3, 8])
+def test_one_plan_serves_sequences_of_any_length(name, length, case, made, numbers, alone, same):
+    model, x, y, _ = case(name)
+    if "positions" in name:
+        model.positions = made(0, lambda: nn.Embedding(8, D))
+    longer = numbers(7, N, *(() if name == "own layer" else (length,)), D)
+    with plan(model, F.cross_entropy, x, y).listening() as tape:
+        same(tape(longer, y), alone(model, F.cross_entropy, longer, y))
+
+
+class Routed(nn.Module):
+    """Each sample goes through one of two layers; both are called, on the samples that are theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(D, CLASSES), nn.Linear(D, CLASSES)
+
+    def forward(self, x):
+        first = x[:, 0] > 0
+        out = x.new_zeros(len(x), CLASSES)
+        out[first] = self.one(x[first])
+        out[~first] = self.other(x[~first])
+        return out
+
+
+@pytest.mark.parametrize("signs", [(1, 1, 1, 1), (1, -1, 1, -1), (-1, -1, -1, 1)])
+def test_samples_that_go_different_ways(signs, made, numbers, tokens, alone, same):
+    model, x, y = made(0, Routed), numbers(1, N, D), tokens(2, CLASSES, N)
+    x[:, 0] = torch.tensor(signs) * x[:, 0].abs()
+    same(per_sample_gradients(model, F.cross_entropy, x, y), alone(model, F.cross_entropy, x, y))
+    with plan(model, F.cross_entropy, x, y).listening() as tape:
+        same(tape(-x, y), alone(model, F.cross_entropy, -x, y))
+
+
+class Selected(nn.Module):
+    """Layers see the positions that are not masked, of all samples in one axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(D, CLASSES)
+
+    def forward(self, x, mask):
+        out = x.new_zeros(*x.shape[:2], CLASSES)
+        out[mask] = self.layer(x[mask])
+        return out.mean(dim=1)
+
+
+def test_a_batch_unlike_the_one_of_the_plan_is_an_error_and_not_a_mistake(made, numbers, tokens):
+    model, x, y = made(0, Selected), numbers(1, N, T, D), tokens(2, CLASSES, N)
+    mask = torch.ones(N, T, dtype=torch.bool)
+    with plan(model, F.cross_entropy, (x, mask), y).listening() as tape:
+        mask = mask.clone()
+        mask[0, 0] = False
+        with pytest.raises(
+            RuntimeError, match=r"shape \[19, 4\], where it should have 20 entries along axis 0 for 4 samples"
+        ):
+            tape((x, mask), y).norms()
+
+
 def test_losses_and_layout(case):
     model, x, y, _ = case("untouched parameters")
     found = per_sample_gradients(model, F.cross_entropy, x, y)

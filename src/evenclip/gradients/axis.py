@@ -25,12 +25,22 @@ class Axis:
 
     at: int | None = 0
     each: int = 1
+    one: bool = False  # where all share the tensor: whether an axis of one in front keeps the samples' place
 
     def first(self, x: Tensor, n: int) -> Tensor:
         """`x` with an axis of the n samples in front."""
+        if self.at == 0 and self.each == 1:
+            return x
+        if self.at is None and not self.one:
+            return x.expand(n, *x.shape)
+        at, expected = (0, 1) if self.at is None else (self.at, n * self.each)
+        if x.shape[at] != expected:
+            raise RuntimeError(
+                f"A layer of the model has a tensor of shape {list(x.shape)}, where it should have {expected} entries "
+                f"along axis {at} for {n} samples. Was the model taken apart on a batch that is unlike this one?"
+            )
         if self.at is None:
-            own = x.shape[1:] if x.ndim and x.shape[0] == 1 else x.shape
-            return x.expand(n, *own)
+            return x.expand(n, *x.shape[1:])
         x = x.movedim(self.at, 0)
         return x if self.each == 1 else x.reshape(n, self.each, *x.shape[1:])
 
@@ -46,15 +56,15 @@ class Axis:
         """The axis that tells a batch of three samples from one of two; None if there is no single such axis.
 
         >>> Axis.between(torch.Size([3, 4]), torch.Size([2, 4]))
-        Axis(at=0, each=1)
+        Axis(at=0, each=1, one=False)
         >>> Axis.between(torch.Size([7, 12]), torch.Size([7, 8]))
-        Axis(at=1, each=4)
+        Axis(at=1, each=4, one=False)
         """
-        if len(three) != len(two):
-            return None
+        if len(three) != len(two) or 0 in three:
+            return None  # nothing went through: nothing can be told
         differ = [axis for axis, (a, b) in enumerate(zip(three, two, strict=True)) if a != b]
         if not differ:
-            return Axis(None)
+            return Axis(None, one=len(three) > 0 and three[0] == 1)
         at = differ[0]
         each, rest = divmod(three[at], 3)
         if len(differ) > 1 or rest or two[at] != 2 * each or each == 0:

@@ -22,7 +22,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from evenclip.gradients.anylayer import call_with
-from evenclip.gradients.axis import Axis
 from evenclip.gradients.tape import LossOf, PerSample, Record, Tape, Unit, detached
 
 __all__ = ["CompiledTape"]
@@ -152,7 +151,7 @@ class _Taps:
             raise RuntimeError(f"{unit.path} was called out of turn")
         self.inputs += [detached(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if unit.formula is not None and unit.outputs and unit.outputs[0].at is None:
-            output = Axis(None).first(output, self._n)
+            output = unit.outputs[0].first(output, self._n)
         leaves, spec = tree_flatten(output)
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         for pick in unit.picks:

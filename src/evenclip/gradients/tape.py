@@ -68,7 +68,7 @@ def call(model: nn.Module, x: Any) -> Any:
 
 def count(x: Any) -> int:
     """Number of samples in an input."""
-    return len(tree_leaves(x)[0])
+    return len(x if isinstance(x, Tensor) else tree_leaves(x)[0])
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Record:
     """One call of a unit: what went in, and δ for what came out, both with the samples first."""
 
     unit: Unit
-    inputs: Any  # the (args, kwargs) of the call; tensors as they were
+    inputs: Any  # the layer's input where there is a formula, else the (args, kwargs) of the call
     deltas: tuple[Tensor, ...]  # one for each output that takes a gradient
     keep: Tensor | None = None  # the samples that count; None: all.  # [sample], bool
 
@@ -170,7 +170,7 @@ class Record:
         if unit.formula is None:
             layer = AnyLayer(unit.module, unit.inputs, unit.outputs, unit.picks, unit.mode)
             return Formed(layer(self.inputs, self.deltas, names, n)[0])
-        a = unit.inputs[0].first(tree_leaves(self.inputs)[0], n)
+        a = unit.inputs[0].first(self.inputs, n)
         return unit.formula(unit.module, a, unit.outputs[0].first(self.deltas[0], n), names)
 
 
@@ -309,6 +309,8 @@ class _Heard:
 
     def record(self, deltas: Sequence[Tensor | None]) -> Record:
         """The finished record; an output that the loss does not depend on has δ = 0."""
+        if len(deltas) == 1:
+            return Record(self.unit, self.inputs, tuple(deltas))  # type: ignore[arg-type]  # it arrived, or no record
         filled = [
             blank.new_zeros(shape) if delta is None else delta
             for delta, blank, shape in zip(deltas, self.blanks, self.shapes, strict=True)
@@ -356,10 +358,8 @@ class Tape:
         """A unit was called: note what went in and where δ will arrive."""
         if self._heard is None:
             return output
-        if unit.formula is not None and unit.outputs and unit.outputs[0].at is None:
-            # All samples share this output (a table of positions). Each gets its own view of it, and so its own δ.
-            output = unit.outputs[0].first(output, self._n)
-            unit = replace(unit, outputs=(Axis(),))
+        if unit.formula is not None and unit.outputs:
+            return self._hear_layer(unit, args[0] if args else next(iter(kwargs.values())), output)
         found = [o for o in tree_leaves(output) if isinstance(o, Tensor) and o.requires_grad]
         if found and not unit.outputs:
             raise RuntimeError(
@@ -373,6 +373,17 @@ class Tape:
             blanks = [o.detach().new_empty(0) for o in found]
             inputs = tree_map(detached, (args, kwargs))
             self._heard.append(_Heard(unit, inputs, edges, blanks, [o.shape for o in found]))
+        return output
+
+    def _hear_layer(self, unit: Unit, a: Tensor, output: Tensor) -> Tensor:
+        """The same for a layer with a formula, which has one input and one output."""
+        assert self._heard is not None
+        if unit.outputs[0].at is None:
+            # All samples share this output (a table of positions). Each gets its own view of it, and so its own δ.
+            output = unit.outputs[0].first(output, self._n)
+            unit = replace(unit, outputs=(Axis(),))
+        if output.requires_grad:
+            self._heard.append(_Heard(unit, a.detach(), [get_gradient_edge(output)], [], []))
         return output
 
 

@@ -9,8 +9,7 @@ elementwise. Whatever comes back, these hold, because here they are enforced and
 |---|---|
 | a weight that is NaN or infinite | 0 |
 | |γ| · ‖g‖ > S | ±S/‖g‖, and it is counted |
-| |γ| > 2¹⁰⁰, however small ‖g‖ is | ±2¹⁰⁰, and it is counted |
-| an S that is NaN, 0 or negative | as S = 0: every γ · g is 0 |
+| |γ| > 2¹⁰⁰ · S, however small ‖g‖ is | ±2¹⁰⁰ · S, and it is counted |
 | a statistic longer than 1 | the same direction, length 1 |
 | a statistic with a NaN or infinite entry | 0 in that place |
 """
@@ -33,6 +32,8 @@ Method = Callable[[Tensor, Tensor, Tensor], Tensor]  # (norm, group, public) -> 
 # C0/‖g‖ · ‖g‖ may come out a few units in the last place above C0. Norms are rounded up by far more than that, so it is
 # neither held nor counted as a lie.
 _ROUNDING = 1 + 2.0**-50
+# A shorter gradient is held as if it were this long: its weight stays a number in float32, where 0 · ∞ would be NaN.
+_SHORTEST = 2.0**-100
 
 
 @dataclass(frozen=True)
@@ -67,17 +68,17 @@ class Guarded:
     ) -> tuple[Tensor, Tensor]:
         """γ_i with |γ_i| · norms_i ≤ S, and which of them had to be held to it.  # [sample] float64, [sample] bool"""
         raw = self._map(self.rule.weight, norms, group, now).to(torch.float64)
+        lengths = norms.clamp(min=_SHORTEST)
         if (
             len(raw)
             and _readable(raw, S)
-            and float(torch.linalg.vector_norm(raw * norms, ord=math.inf)) <= S * _ROUNDING
+            and float(torch.linalg.vector_norm(raw * lengths, ord=math.inf)) <= S * _ROUNDING
         ):
             held, clamped = raw, torch.zeros_like(raw, dtype=torch.bool)  # the rule kept its word
         else:
             raw = raw.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-            limit = S / norms  # infinite for a zero gradient: any weight is fine there
-            held = torch.minimum(torch.maximum(raw, -limit), limit)
-            clamped = raw.abs() > limit * _ROUNDING
+            clamped = (raw * lengths).abs() > S * _ROUNDING
+            held = torch.where(clamped, raw.sign() * (S / lengths), raw)
         if keep is not None:
             held, clamped = torch.where(keep, held, 0.0), clamped & keep
         return held, clamped

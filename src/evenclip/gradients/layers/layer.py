@@ -68,7 +68,8 @@ def square_sums(x: Tensor) -> Tensor:
     >>> square_sums(torch.full((2, 4), 2.0))
     tensor([16., 16.], dtype=torch.float64)
     """
-    lengths: Tensor = torch.linalg.vector_norm(x.unsqueeze(1).flatten(1), dim=1, dtype=torch.float64)
+    flat = x if x.ndim == 2 else x.unsqueeze(1).flatten(1)
+    lengths: Tensor = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
     return lengths.square()
 
 

@@ -31,11 +31,38 @@ _BLOCK = 2**24
 def gradient(module: nn.Linear, a: Tensor, delta: Tensor, names: Collection[str]) -> LayerGradient:
     """The gradients of a Linear layer.  a: [sample, ..., in], delta: [sample, ..., out]"""
     del module
+    if a.ndim == 2:
+        return OnePosition(a, delta, names)
     n, d, p = len(a), a.shape[-1], delta.shape[-1]
-    return LinearGradient(a.reshape(n, -1, d), delta.reshape(n, -1, p), names)
+    return Positions(a.reshape(n, -1, d), delta.reshape(n, -1, p), names)
 
 
-class LinearGradient(LayerGradient):
+class OnePosition(LayerGradient):
+    """δaᵀ for the weight, an outer product that is never formed, and δ for the bias."""
+
+    def __init__(self, a: Tensor, delta: Tensor, names: Collection[str]) -> None:
+        self._a, self._delta = a, delta  # [sample, in], [sample, out]
+        self._weight, self._bias = "weight" in names, "bias" in names
+
+    def square_norms(self) -> Tensor:
+        size = square_sums(self._a) * (1 + 3 * operands(self._a)) ** 2 if self._weight else 0.0
+        return square_sums(self._delta) * (size + float(self._bias))
+
+    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
+        weights = weights.to(self._delta.dtype)
+        out = {}
+        if self._weight:
+            out["weight"] = (self._delta * weights.unsqueeze(1)).T @ self._a
+        if self._bias:
+            out["bias"] = torch.mv(self._delta.T, weights)
+        return out
+
+    def per_sample(self) -> dict[str, Tensor]:
+        parts = {"weight": self._delta.unsqueeze(2) * self._a.unsqueeze(1), "bias": self._delta}
+        return {name: part for name, part in parts.items() if (self._weight if name == "weight" else self._bias)}
+
+
+class Positions(LayerGradient):
     """δᵀa for the weight, Σ_t δ_t for the bias, formed only where that is the cheapest way to a norm."""
 
     def __init__(self, a: Tensor, delta: Tensor, names: Collection[str]) -> None:

@@ -1,0 +1,170 @@
+"""Imports point down the tree, importing costs little, and training needs torch and numpy only."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import evenclip
+
+ROOT = Path(evenclip.__file__).parent
+
+# From the top: a part may import what stands on a later line, and nothing else of the package.
+ORDER = [
+    ["cli"],
+    ["train"],
+    ["run"],
+    ["step", "trace", "checkpoint", "privacy", "progress"],
+    ["rules", "gradients", "data", "models", "sampling"],
+    ["accounting"],
+    ["release", "check"],
+]
+LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
+HEAVY = ["pandas", "scipy", "dp_accounting", "typer", "rich", "sklearn", "pyarrow"]
+
+
+def modules() -> list[Path]:
+    return sorted(ROOT.rglob("*.py"))
+
+
+def part_of(path: Path) -> str:
+    """The part of the package that a file belongs to: its folder, or itself."""
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> list[tuple[int, str]]:
+    """(line, part) of every import from the package, inside functions too, but not those for type checkers only."""
+    found = []
+    for node in statements(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
+            # `from evenclip import check` names a part, `from evenclip.rules import Rule` lies in one
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return [(line, name.split(".")[1]) for line, name in found if name.startswith("evenclip.")]
+
+
+def statements(tree: ast.AST):
+    """All nodes outside of `if TYPE_CHECKING:`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from (inner for branch in node.orelse for inner in [branch, *statements(branch)])
+            continue
+        yield node
+        yield from statements(node)
+
+
+def test_every_part_has_its_place():
+    parts = {part_of(path) for path in modules()} - {"__init__"}
+    assert parts == set(LEVEL), "a new part of the package needs a line in ORDER"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path):
+    here = part_of(path)
+    wrong = [
+        f"{path}:{line}: {here} imports {part}"
+        for line, part in imported(path)
+        if here != "__init__" and part != here and LEVEL.get(part, -1) <= LEVEL[here]
+    ]
+    assert not wrong
+
+
+def test_the_search_for_imports_finds_them(tmp_path):
+    """What the test above leans on, on a file with every kind of import."""
+    path = tmp_path / "module.py"
+    path.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "import evenclip.step\n"
+        "from evenclip import check, privacy\n"
+        "from evenclip.rules.rule import Rule\n"
+        "if TYPE_CHECKING:\n"
+        "    from evenclip.train import Result\n"
+        "else:\n"
+        "    from evenclip.data import Dataset\n"
+        "def later():\n"
+        "    from evenclip.run import Run\n"
+    )
+    assert imported(path) == [(2, "step"), (3, "check"), (3, "privacy"), (4, "rules"), (8, "data"), (10, "run")]
+
+
+def test_there_are_no_utils():
+    assert not [path for path in modules() if path.stem in ("utils", "util", "helpers", "common", "misc")]
+    assert not [path for path in ROOT.rglob("utils") if path.is_dir()]
+
+
+def run(code: str) -> str:
+    """What a fresh Python prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def environment() -> dict[str, str]:
+    import os
+
+    return os.environ | {"PYTHONPATH": str(ROOT.parent), "OMP_NUM_THREADS": "1"}
+
+
+def test_importing_the_package_is_quick_and_imports_nothing_heavy():
+    """Beyond torch, and with everything that `fit` needs."""
+    printed = run(
+        "import sys, time, torch, torch.optim\n"
+        "start = time.process_time()\n"
+        "import evenclip\n"
+        "evenclip.fit, evenclip.DPSGD\n"
+        f"print(time.process_time() - start, *[name for name in {HEAVY} if name in sys.modules])"
+    )
+    seconds, *heavy = printed.split()
+    assert heavy == []
+    assert float(seconds) < 1.0
+
+
+def test_importing_the_package_alone_does_not_even_import_torch():
+    assert run("import sys, evenclip; print('torch' in sys.modules, 'numpy' in sys.modules)") == "False False\n"
+
+
+def test_every_public_name_is_there():
+    for name in evenclip.__all__:
+        assert getattr(evenclip, name) is not None
+    assert sorted(evenclip.__all__) == sorted(dir(evenclip))
+    with pytest.raises(AttributeError, match="module 'evenclip' has no attribute 'nothing'"):
+        evenclip.nothing  # noqa: B018
+
+
+def test_training_needs_torch_and_numpy_only():
+    """Every rule, a checkpoint and an observer, where importing anything heavy fails."""
+    printed = run(
+        "import sys, tempfile\n"
+        f"sys.modules.update(dict.fromkeys({HEAVY}))\n"
+        "import torch, evenclip\n"
+        "x, y = torch.randn(20, 3), torch.randint(2, (20,))\n"
+        "for rule in (evenclip.NonPrivate, evenclip.DPSGD, evenclip.DPSGDF, evenclip.DPSGDGlobal, evenclip.DPSGDGlobalAdapt):\n"
+        "    with tempfile.TemporaryDirectory() as folder:\n"
+        "        result = evenclip.fit(torch.nn.Linear(3, 2), (x, y, y), rule=rule(), batch_size=5, checkpoint=folder,\n"
+        "            observers=[lambda step: {'loss': step.losses.sum()}])\n"
+        "    print(result.ledger.steps)\n"
+    )
+    assert printed.split() == ["4"] * 5
+
+
+def test_epsilon_without_its_library_says_what_to_install():
+    printed = run(
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({HEAVY}))\n"
+        "import torch, evenclip\n"
+        "data = torch.randn(20, 3), torch.randint(2, (20,))\n"
+        "result = evenclip.fit(torch.nn.Linear(3, 2), data, rule=evenclip.DPSGD(), batch_size=5)\n"
+        "try:\n"
+        "    result.epsilon()\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+    )
+    assert printed.startswith("ε is computed by dp-accounting, which is not installed; run `pip install ")
