@@ -14,8 +14,9 @@ Prints a table of ratios to plain SGD and writes benchmarks/results/step.json wi
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -134,20 +135,21 @@ def peak_memory(way: str, case: str, batch: int) -> float:
 
 def measure_memory(way: str, case: str, batch: int) -> float:
     """The body of that process."""
-    import resource
-
     running = loop(way, case, batch)
-    if way != "plain SGD":  # everything is imported and compiled by the time we look
-        next(running)
-    before = resident()
+    next(running)  # everything is imported and allocated by the time we look
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak so far
+    before = status("VmRSS")
     for _ in range(CASES[case][5]):
         next(running)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
+    return status("VmHWM") - before
 
 
-def resident() -> float:
-    """MiB in memory now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+def status(field: str) -> float:
+    """A size from the kernel's account of this process, in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
 
 def environment() -> dict[str, Any]:

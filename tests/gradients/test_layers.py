@@ -10,7 +10,7 @@ from torch import nn
 
 from evenclip.gradients.layers import FORMULAS, Formed, convolution, formula, linear
 
-few = settings(derandomize=True, deadline=None, max_examples=60)
+few = settings(derandomize=True, deadline=None, max_examples=120)
 uneven = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 
 
@@ -124,7 +124,7 @@ def test_every_layer_with_a_formula(kind, data, drawn, layer_alone, same_layer):
 
 @uneven
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
-@settings(few, max_examples=25)
+@settings(few, max_examples=60)
 @given(data=st.data())
 def test_both_ways_through_a_convolution(kind, data, drawn, layer_alone, same_layer):
     module, a, delta = drawn(kind, data)

@@ -207,6 +207,27 @@ def test_refused_with_the_reason(name, case):
         plan(model, loss, x, y)
 
 
+def test_refused_without_a_sample(numbers, tokens):
+    with pytest.raises(ModelError, match=r"no sample to take the model apart with; give at least one"):
+        plan(nn.Linear(D, CLASSES).double(), F.cross_entropy, numbers(1, 0, D), tokens(2, CLASSES, 0))
+
+
+def test_refused_under_autocast(numbers, tokens):
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(
+            ModelError, match=r"torch\.autocast is on.*Switch it off, or give the model itself that precision"
+        ),
+    ):
+        plan(nn.Linear(D, CLASSES), F.cross_entropy, numbers(1, N, D).float(), tokens(2, CLASSES, N))
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")  # torch's own, of the very thing
+def test_targets_that_broadcast_over_the_samples_are_refused(numbers):
+    with pytest.raises(ModelError, match=mixes.format("the loss")):
+        plan(nn.Linear(D, 1).double(), F.mse_loss, numbers(1, N, D), numbers(2, N))
+
+
 ACCEPTED = {  # what looks similar and is not refused
     "InstanceNorm": lambda: Wrapped(nn.Sequential(nn.Unflatten(1, (1, D)), nn.InstanceNorm1d(1, affine=True))),
     "a buffer that stays": lambda: Wrapped(parametrizations.spectral_norm(nn.Linear(D, D))).eval(),

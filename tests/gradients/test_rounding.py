@@ -15,7 +15,7 @@ from torch import nn
 from evenclip.gradients import Tape, plan
 from evenclip.gradients.layers import Formed, convolution, linear
 
-few = settings(derandomize=True, deadline=None, max_examples=60)
+few = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 def against(output, y):

@@ -272,6 +272,9 @@ MODELS = {  # what it shows: how it is made, what goes in, how it is taken apart
         nn.Conv2d(1, 3, 3, padding=1), nn.GroupNorm(3, 3), nn.ReLU(), nn.MaxPool2d(2, stride=1),
         nn.Conv2d(3, 8, 2), nn.InstanceNorm2d(8, affine=True), nn.Tanh(), nn.Conv2d(8, 9, 2), out=18),
         "sequence", Tape),
+    "norms without parameters": (lambda: pictures(
+        nn.Conv2d(1, 4, 2), nn.GroupNorm(2, 4, affine=False), nn.Conv2d(4, 2, 2), nn.InstanceNorm2d(2),
+        nn.Flatten(), nn.LayerNorm(12, elementwise_affine=False), out=12), "sequence", Tape),
     "LSTM": (lambda: Recurrent(nn.LSTM(D, 3, batch_first=True), 3), "sequence", Tape),
     "LSTM, position first": (lambda: Recurrent(nn.LSTM(D, 3), 3), "sequence", Tape),
     "LSTM, last state": (LastState, "sequence", Tape),
@@ -444,6 +447,15 @@ def test_a_batch_unlike_the_one_of_the_plan_is_an_error_and_not_a_mistake(made, 
             RuntimeError, match=r"shape \[19, 4\], where it should have 20 entries along axis 0 for 4 samples"
         ):
             tape((x, mask), y).norms()
+
+
+@pytest.mark.parametrize("name", ["layers one after the other", "LSTM", "tied embedding, behind its back"])
+def test_a_batch_of_nobody(name, case):
+    model, x, y, _ = case(name)
+    with plan(model, F.cross_entropy, x, y).listening() as tape:
+        found = tape(x[:0], y[:0])
+    assert found.norms().shape == (0,)
+    assert torch.equal(found.weighted_sum(torch.ones(0)), tape.layout.join({}))
 
 
 def test_losses_and_layout(case):

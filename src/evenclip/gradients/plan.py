@@ -52,6 +52,13 @@ def plan(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tape | WholeTape:
     refuse_stateful(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError("The model has no trainable parameter; set requires_grad=True on what is to be trained.")
+    if not count(x):
+        raise ModelError("There is no sample to take the model apart with; give at least one.")
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise ModelError(
+            "torch.autocast is on: products of fewer bits than the parameters have would make norms too small. "
+            "Switch it off, or give the model itself that precision (model.bfloat16())."
+        )
     loss = per_sample(loss)
     x, y = _three((x, y))
     with _undisturbed(model):

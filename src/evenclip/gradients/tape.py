@@ -341,6 +341,8 @@ class Tape:
 
     def __call__(self, x: Any, y: Any) -> PerSample:
         """One forward and one backward pass over these samples."""
+        if not count(x):
+            return PerSample(self.layout.blank, (), self.layout)
         self._n, self._heard = count(x), []
         try:
             with torch.enable_grad():
@@ -414,6 +416,8 @@ class WholeTape:
     def __call__(self, x: Any, y: Any) -> PerSample:
         """Every sample's loss and gradient."""
         n = count(x)
+        if not n:
+            return PerSample(self.layout.blank, (), self.layout)
         ones = torch.ones(n, device=tree_leaves(x)[0].device)
         names = [f"model.{name}" for name in self.layout.names]
         each, losses = self._layer(((x, y), {}), [ones], names, n)
