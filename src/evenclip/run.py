@@ -248,9 +248,12 @@ def _check_counts(rule: Rule, counts: int) -> None:
 
 
 def _tape(model: nn.Module, loss: Loss, data: Dataset | MapDataset, performance: Performance) -> AnyTape:
-    """The model taken apart, after a look at three samples: finite ones, if there are such among the first sixteen."""
-    first = torch.arange(min(16, len(data)), device=data.y.device if isinstance(data, Dataset) else "cpu")
-    some = data.take(first)
+    """The model taken apart, after a look at three samples, which are chosen among the first few."""
+    if isinstance(data, Dataset):
+        few = torch.arange(min(256, len(data)), device=data.y.device)
+    else:
+        few = torch.arange(min(16, len(data)))  # each has to be read
+    some = data.take(few)
     tape = plan(model, loss, some.x, some.y)
     if not performance.compile or isinstance(tape, WholeTape):
         return tape

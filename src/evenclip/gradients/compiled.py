@@ -1,8 +1,9 @@
 """The passes through the model as one compiled graph.
 
-Forward pass, backward pass and norms are traced once for a shape of batch into one graph of tensor operations, and
-`torch.compile` makes that fast; a second graph takes the weighted sum. For tracing, the backward pass has to be a
-function: zeros ("taps") are added to every unit's output, and δ is the derivative with respect to the taps.
+Forward and backward pass are traced once for a shape of batch into one graph of tensor operations, and `torch.compile`
+makes that fast. For tracing, the backward pass has to be a function: zeros ("taps") are added to every unit's output,
+and δ is the derivative with respect to the taps. Norms and weighted sums are taken from what comes out as ever: compiled
+apart from each other they would round differently, and a norm must not be below what is added.
 
 Everything falls back to the plain tape, without a word, where there is no compiler or the model cannot be traced.
 """
@@ -35,7 +36,7 @@ class CompiledTape:
     def __init__(self, tape: Tape) -> None:
         self._plain = tape
         self.model, self.layout = tape.model, tape.layout
-        self._graphs: dict[Any, _Graphs | None] = {}
+        self._graphs: dict[Any, _Graph | None] = {}
 
     @contextmanager
     def listening(self) -> Iterator[Self]:
@@ -48,55 +49,48 @@ class CompiledTape:
         shape = tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves((x, y)))
         if shape not in self._graphs:
             self._graphs[shape] = self._compiled(x, y)
-        graphs = self._graphs[shape]
-        return self._plain(x, y) if graphs is None else graphs(x, y)
+        graph = self._graphs[shape]
+        return self._plain(x, y) if graph is None else graph(x, y)
 
-    def _compiled(self, x: Any, y: Any) -> _Graphs | None:
+    def _compiled(self, x: Any, y: Any) -> _Graph | None:
         device = self.layout.blank.device
         try:
             # Trying it out must not use up the dropout masks of the step under way.
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                graphs = _Graphs(self._plain, x, y)
-                graphs(x, y).weighted_sum(torch.ones(len(tree_leaves(y)[0]), dtype=torch.float64, device=device))
+                graph = _Graph(self._plain, x, y)
+                graph(x, y)
         except Exception as error:  # whatever the compiler stumbles over, the plain tape does the same work
             _log.debug("not compiled: %s", error)
             return None
-        return graphs
+        return graph
 
 
-class _Graphs:
-    """The two graphs for one shape of batch."""
+class _Graph:
+    """The graph for one shape of batch."""
 
     def __init__(self, tape: Tape, x: Any, y: Any) -> None:
         self._tape = tape
         first = tape(x, y)
         self._records = [record for record in first.records if isinstance(record, Record)]
         self._template = [_Template(record) for record in self._records]
-        parameters = self._parameters()
         with torch.no_grad():
-            traced = make_fx(lambda p, x, y: self._passes(p, x, y))(parameters, x, y)
-            self._run = torch.compile(traced)
-            _, _, flat = self._run(parameters, x, y)
-            weights = torch.ones_like(first.losses, dtype=torch.float64)
-            self._sum = torch.compile(make_fx(lambda f, w: self._weighted_sum(f, w))(flat, weights))
+            self._run = torch.compile(make_fx(lambda p, x, y: self._passes(p, x, y))(self._parameters(), x, y))
 
     def __call__(self, x: Any, y: Any) -> PerSample:
         with torch.no_grad():
-            losses, norms, flat = self._run(self._parameters(), x, y)
-        found = PerSample(losses, self._filled(flat), self._tape.layout)
-        return found.with_known(norms, partial(self._sum, flat))
+            losses, flat = self._run(self._parameters(), x, y)
+        return PerSample(losses, self._filled(flat), self._tape.layout)
 
     def _parameters(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self._tape.model.named_parameters()}
 
-    def _passes(self, parameters: dict[str, Tensor], x: Any, y: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Losses, norms, and everything that a weighted sum needs, as tensors."""
+    def _passes(self, parameters: dict[str, Tensor], x: Any, y: Any) -> tuple[Tensor, list[Tensor]]:
+        """Losses, and the tensors of all records: inputs first, then δ."""
         taps = [torch.zeros_like(delta) for record in self._records for delta in record.deltas]
         run = partial(self._tapped, parameters, x, y)
         losses, pull, inputs = vjp(run, taps, has_aux=True)  # type: ignore[misc]  # typed for has_aux=False
         (deltas,) = pull(torch.ones_like(losses))
-        flat = [*inputs, *deltas]
-        return losses, PerSample(losses, self._filled(flat), self._tape.layout).norms(), flat
+        return losses, [*inputs, *deltas]
 
     def _tapped(self, parameters: dict[str, Tensor], x: Any, y: Any, taps: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The losses as a function of the taps, and the tensors that went into the units."""
@@ -109,9 +103,6 @@ class _Graphs:
             for handle in handles:
                 handle.remove()
         return losses, listener.inputs
-
-    def _weighted_sum(self, flat: list[Tensor], weights: Tensor) -> Tensor:
-        return PerSample(weights, self._filled(flat), self._tape.layout).weighted_sum(weights)
 
     def _filled(self, flat: Sequence[Tensor]) -> list[Record]:
         """Records with these tensors in them: all inputs first, then all δ."""

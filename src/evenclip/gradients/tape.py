@@ -217,8 +217,6 @@ class PerSample:
 
     def __init__(self, losses: Tensor, records: Sequence[Record | Whole], layout: Layout) -> None:
         self.losses, self.layout, self.records = losses, layout, tuple(records)
-        self._norms: Tensor | None = None
-        self._weighted_sum: Callable[[Tensor], Tensor] | None = None
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -243,8 +241,6 @@ class PerSample:
 
     def norms(self) -> Tensor:
         """‖g_i‖ over all trainable parameters, rounded up.  # [sample], float64"""
-        if self._norms is not None:
-            return self._norms
         if not self.parts:
             return torch.zeros_like(self.losses, dtype=torch.float64)
         squares = [part.gradient.square_norms() for part in self.parts]
@@ -253,18 +249,10 @@ class PerSample:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Σ_i weights_i · g_i as one vector.  weights: [sample] -> [parameter]"""
-        if self._weighted_sum is not None:
-            return self._weighted_sum(weights)
         total: dict[str, Tensor] = {}
         for part in self.parts:
             total |= part.weighted_sum(weights)
         return self.layout.join(total)
-
-    def with_known(self, norms: Tensor, weighted_sum: Callable[[Tensor], Tensor]) -> PerSample:
-        """The same, where norms and weighted sums have been or will be computed in another way."""
-        known = PerSample(self.losses, self.records, self.layout)
-        known._norms, known._weighted_sum = norms, weighted_sum
-        return known
 
     def per_sample(self) -> Tensor:
         """Every gradient, formed. For tests and small diagnostics.  # [sample, parameter]"""
