@@ -115,7 +115,7 @@ def _entry(q: float | None, multipliers: Mapping[str, float], steps: int) -> Ent
     return Entry(None if q is None else float(q), tuple((name, float(m)) for name, m in multipliers.items()), steps)
 
 
-# Below this many numbers a call into torch takes longer than the arithmetic.
+# Below this many numbers a call into torch takes longer than the arithmetic, and numpy's are quicker.
 _SMALL = 4096
 
 

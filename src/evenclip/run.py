@@ -153,9 +153,10 @@ class Run:
         """Draw a batch, take one step of Algorithm 2, write the ledger."""
         batch = self.sampler.next()
         release = Releases(self._draw())
-        found = step(self.tape, self.guard, self.state, self._chunks(batch), self.sampler.expected_size(batch), release)
+        B = self.sampler.expected_size(batch)
+        found = step(self.tape, self.guard, self.state, self._chunks(batch), B, release, self.t)
         self.ledger.write(self.sampler.q, release.multipliers)
-        return replace(found, t=self.t)
+        return found
 
     def update(self, found: Step) -> None:
         """Publish: move the parameters along the noisy gradient, carry the rule's state on."""

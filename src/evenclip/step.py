@@ -97,7 +97,7 @@ class Step:
     weighted_sum: Callable[[Tensor], Tensor]
     guard: Guarded
     model: nn.Module
-    t: int = 0
+    t: int
 
     @property
     def clipped(self) -> Tensor:
@@ -106,7 +106,9 @@ class Step:
         return self.weights < self.guard.resting(self.public.now.unsqueeze(0), groups)[0, self.group]
 
 
-def step(tape: AnyTape, guard: Guarded, state: Tensor, chunks: Sequence[Chunk], B: float, release: Releases) -> Step:
+def step(
+    tape: AnyTape, guard: Guarded, state: Tensor, chunks: Sequence[Chunk], B: float, release: Releases, t: int = 0
+) -> Step:
     """One step of Algorithm 2 on one batch: what becomes public, and what was seen.
 
     Args:
@@ -116,6 +118,7 @@ def step(tape: AnyTape, guard: Guarded, state: Tensor, chunks: Sequence[Chunk], 
         chunks: the batch; none if it is empty, which is a step like any other.
         B: the public expected batch size, the only thing that anything is divided by.
         release: this step's noise.
+        t: number of the step.
     """
     rule, batch = guard.rule, _Batch(tape, guard, chunks, state)
     if len(chunks) > 1 and not rule.counts_first:
@@ -127,7 +130,7 @@ def step(tape: AnyTape, guard: Guarded, state: Tensor, chunks: Sequence[Chunk], 
     S = rule.sensitivity(now)
     clipped_sum = batch.clipped_sum(now)
     gradient = release("gradient", clipped_sum, sensitivity=S, multiplier=rule.sigma) / B
-    return batch.seen(Public(gradient, now, following, S, release.multipliers), clipped_sum, B)
+    return batch.seen(Public(gradient, now, following, S, release.multipliers), clipped_sum, B, t)
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ class _Batch:
             at += len(look.losses)
         return total
 
-    def seen(self, public: Public, clipped_sum: Tensor, B: float) -> Step:
+    def seen(self, public: Public, clipped_sum: Tensor, B: float, t: int) -> Step:
         """Everything about this step; rows that only fill a chunk up are left out."""
         assert self._clipped is not None
         look, (_, _, weights, clamped) = self.look, self._clipped
@@ -194,8 +197,10 @@ class _Batch:
         if real is not None:
             losses, norms, weights, group, clamped = (x[real] for x in (losses, norms, weights, group, clamped))
             finite = None if finite is None else finite[real]
-        sums, model = _Sums(self, real), self._tape.model
-        return Step(public, losses, norms, weights, group, clamped, finite, clipped_sum, B, sums, self._guard, model)
+        return Step(
+            public, losses, norms, weights, group, clamped, finite, clipped_sum, B, _Sums(self, real), self._guard,
+            self._tape.model, t,
+        )  # fmt: skip
 
     def _passes(self) -> Iterator[_Look]:
         """The chunks with their gradients in memory, one after the other; a batch in one chunk passes once."""

@@ -87,6 +87,24 @@ class Liar(Rule):
 
 
 @dataclass(frozen=True)
+class Fibber(Rule):
+    """Claims S = 1 and exceeds it by a fifth, in the weights and in the statistics."""
+
+    name: ClassVar[str] = "fibber"
+    sigma: float = 1.0
+    sigma_count: float = 10.0
+
+    def statistic(self, norm: Tensor, group: Tensor, state: Tensor) -> Tensor:
+        return 1.2 * torch.ones_like(norm)
+
+    def sensitivity(self, now: Tensor) -> float:
+        return 1.0
+
+    def weight(self, norm: Tensor, group: Tensor, now: Tensor) -> Tensor:
+        return 1.2 / norm
+
+
+@dataclass(frozen=True)
 class Mapped(Rule):
     """Another rule, which the engine has to map sample by sample."""
 
@@ -112,7 +130,7 @@ BUILT_IN = [
     DPSGDGlobalAdapt(C0=0.7, sigma=1.1, Z0=3.3, tau=0.7),
 ]
 HONEST = [*BUILT_IN, SoftClip()]
-EVERY = [*HONEST, Liar()]
+EVERY = [*HONEST, Liar(), Fibber()]
 
 
 def case(rule):
@@ -283,6 +301,15 @@ def test_every_lie_is_counted_and_nothing_else(rule, b):
             assert (w, lie) == (math.copysign(1 / norm, said), True)
         elif abs(said) * norm < 1:
             assert (w, lie) == (said, False)
+
+
+@over_batches([Fibber()])
+def test_small_lies_are_counted_too(rule, b):
+    held, lies = weights(rule, b)
+    ordinary = b.norms > 1e-29
+    assert torch.equal(held[ordinary], 1 / b.norms[ordinary])
+    assert lies[ordinary].all()
+    assert statistics(rule, b).tolist() == [len(b.norms)]
 
 
 def test_lies_about_the_statistics_are_cut_to_length_1():

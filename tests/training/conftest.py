@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,15 +26,6 @@ RULES = {
     )
 }
 assert set(RULES) == set(BY_NAME), "a new rule belongs into these tests too"
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    """Small tensors are slower on several threads, and bit-identity is promised for one configuration."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=RULES)

@@ -62,6 +62,15 @@ def test_the_noise_is_scaled_by_what_is_public(toy, spy, private_rule, neighbour
                 assert released.sensitivity == pytest.approx(known, rel=1e-12)
 
 
+def test_no_record_is_twice_in_a_batch(toy, spy, private_rule, neighbours):
+    """Sampled twice, one record would move the sums by twice the sensitivity."""
+    for data in neighbours:
+        trained(toy, spy, private_rule, data)
+    assert len(spy.batches) == 2 * STEPS
+    for batch in spy.batches:
+        assert len(set(batch.tolist())) == len(batch)
+
+
 def public_sensitivity(rule, released, step_releases) -> float:
     if released.name == "count":
         return 1.0

@@ -110,6 +110,8 @@ def test_the_counts_noise_has_standard_deviation_sigma_count(toy, spy, rule):
     fit(toy.mlp(), toy.data(), rule=rule, batch_size=8, steps=200, lr=0.01, seed=0)
     seen = torch.stack([(r.out - r.value) / 3.0 for r in spy.releases if r.name == "count"])
     assert len(seen) == 200
+    drawn = torch.stack([step["count"] for step in spy.noise])
+    torch.testing.assert_close(seen, drawn, rtol=1e-9, atol=1e-9)
     low, high = stats.chi2.ppf([1e-6, 1 - 1e-6], seen.numel())
     assert low < float(seen.square().sum()) < high
 
@@ -129,7 +131,8 @@ def test_float32_noise_has_the_same_size(toy):
     def look(found):
         rows.append((found.public.gradient * found.B - found.clipped_sum).double() / (0.5 * 1.3))
 
-    fit(toy.mlp(torch.float32), (x, y, group), rule=DPSGD(C0=0.5, sigma=1.3), batch_size=8, steps=150, observers=[look])
+    rule = DPSGD(C0=0.5, sigma=1.3)
+    fit(toy.mlp(torch.float32), (x, y, group), rule=rule, batch_size=8, steps=150, seed=0, observers=[look])
     seen = torch.stack(rows)
     low, high = stats.chi2.ppf([1e-6, 1 - 1e-6], seen.numel())
     assert low < float(seen.square().sum()) < high

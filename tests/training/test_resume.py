@@ -390,6 +390,27 @@ def test_a_crash_while_writing_leaves_the_one_before_it_whole(toy, folder, monke
     assert_identical(toy, resume(toy, folder), fit(toy.mlp(), toy.data(), **settings(DPSGDF())))
 
 
+def test_nothing_is_a_checkpoint_before_it_is_whole(toy, folder, monkeypatch):
+    """A power cut at any moment of writing: what is there then, is what was there before."""
+    before, seen = contents(folder), []
+    synchronise, replace = os.fsync, os.replace
+
+    def watched_synchronise(handle):
+        seen.append({name: content for name, content in contents(folder).items() if name.startswith("step-")})
+        synchronise(handle)
+
+    def watched_replace(source, target):
+        assert sorted(p.name for p in source.iterdir()) == ["manifest.json", "model.pt", "published.json", "secret.pt"]
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", watched_synchronise)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    resume(toy, folder)
+    assert len(seen) == 10  # two checkpoints: four files each on the disk before they are moved, and then the move
+    assert all(content == before for content in seen[:4])
+    assert written(folder) == [10, 15]
+
+
 def test_a_power_cut_while_writing_is_overlooked(toy, folder):
     """What a killed process leaves behind is no checkpoint."""
     left = folder / ".writing-1-9"
@@ -421,7 +442,8 @@ def test_what_may_be_published_holds_no_generator(toy, tmp_path):
     path = tmp_path / "step-00000007"
     secret = torch.load(path / "secret.pt", weights_only=True)
     words = [*secret["noise"].tolist(), secret["dropout"], *(int(word, 16) for word in secret["batches"]["words"])]
-    assert len(words) == 7
+    words = [word for word in words if abs(word) > 2**40]  # one is a counter, and no secret
+    assert len(words) == 6
     for name in ("model.pt", "published.json", "manifest.json"):
         content = (path / name).read_bytes()
         for word in words:

@@ -2,8 +2,8 @@
 
 Forward and backward pass are traced once for a shape of batch into one graph of tensor operations, and `torch.compile`
 makes that fast. For tracing, the backward pass has to be a function: zeros ("taps") are added to every unit's output,
-and δ is the derivative with respect to the taps. Norms and weighted sums are taken from what comes out as ever: compiled
-apart from each other they would round differently, and a norm must not be below what is added.
+and δ is the derivative with respect to the taps. Norms and weighted sums are taken from what comes out as ever:
+compiled apart from each other they would round differently, and a norm must not be below what is added.
 
 Everything falls back to the plain tape, without a word, where there is no compiler or the model cannot be traced.
 """

@@ -333,8 +333,7 @@ class Tape:
             return PerSample(self.layout.blank, (), self.layout)
         self._n, self._heard = count(x), []
         try:
-            with torch.enable_grad():
-                losses = self.loss(call(self.model, x), y)  # [sample]
+            losses = self._losses(x, y)  # [sample]
             heard = self._heard
         finally:
             self._heard = None
@@ -343,6 +342,12 @@ class Tape:
         arrived = [(h, [next(deltas) for _ in h.edges]) for h in heard]
         records = [h.record(mine) for h, mine in arrived if any(delta is not None for delta in mine)]
         return PerSample(losses.detach(), records, self.layout)
+
+    def _losses(self, x: Any, y: Any) -> Tensor:
+        if torch.is_grad_enabled():
+            return self.loss(call(self.model, x), y)
+        with torch.enable_grad():
+            return self.loss(call(self.model, x), y)
 
     def hear(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> Any:
         """A unit was called: note what went in and where δ will arrive."""
