@@ -22,7 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Entry", "Ledger", "Noise", "Releases", "joint_multiplier"]
+__all__ = ["Ahead", "Entry", "Ledger", "Noise", "Releases", "joint_multiplier"]
+
+# Numbers that are drawn at once, at the least: fewer, and the calls would take longer than the drawing.
+_AT_ONCE = 2**15
 
 
 def joint_multiplier(multipliers: Iterable[float]) -> float:
@@ -115,10 +118,6 @@ def _entry(q: float | None, multipliers: Mapping[str, float], steps: int) -> Ent
     return Entry(None if q is None else float(q), tuple((name, float(m)) for name, m in multipliers.items()), steps)
 
 
-# Below this many numbers a call into torch takes longer than the arithmetic, and numpy's are quicker.
-_SMALL = 4096
-
-
 class Noise:
     """Standard normal noise with a true tail, from one stream of random numbers that belongs to one run.
 
@@ -134,16 +133,12 @@ class Noise:
     def normal(self, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """The next `size` numbers of the stream, N(0, 1), on the CPU.  # [size]"""
         half = (size + 1) // 2
-        u, v = self._uniform.random(half), self._uniform.random(half)
-        if size < _SMALL:
-            radius, angle = np.sqrt(-2.0 * np.log1p(-u)), 2.0 * math.pi * v
-            return torch.from_numpy(np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size]).to(dtype)
-        far, around = torch.from_numpy(u), torch.from_numpy(v)
+        u, v = (torch.from_numpy(self._uniform.random(half)) for _ in range(2))
         # The tail is in the radius; beyond that the numbers need no more precision than what they are added to.
-        reach, turn = far.neg_().log1p_().mul_(-2.0).sqrt_().to(dtype), around.mul_(2.0 * math.pi).to(dtype)
+        radius, angle = u.neg_().log1p_().mul_(-2.0).sqrt_().to(dtype), v.mul_(2.0 * math.pi).to(dtype)
         out = torch.empty(2 * half, dtype=dtype)
-        torch.mul(reach, turn.cos(), out=out[:half])
-        torch.mul(reach, turn.sin_(), out=out[half:])
+        torch.mul(radius, angle.cos(), out=out[:half])
+        torch.mul(radius, angle.sin_(), out=out[half:])
         return out[:size]
 
     def state(self) -> Tensor:
@@ -157,6 +152,39 @@ class Noise:
         whole["state"] = {"state": state.numpy().view(np.uint64).copy()}
         whole["has_uint32"], whole["uinteger"] = 0, 0  # this class draws 64 bits at a time
         self._uniform.bit_generator.state = whole
+
+
+class Ahead:
+    """Noise for one step after the other, drawn for many steps at once where steps are small."""
+
+    def __init__(self, noise: Noise, size: int, dtype: torch.dtype) -> None:
+        self._noise, self._size, self._dtype = noise, size, dtype
+        self._steps = max(1, _AT_ONCE // max(size, 1))
+        self._rows: tuple[Tensor, ...] = ()
+        self._at, self._before = 0, noise.state()  # where in the block, and the stream's state before the block
+
+    def next(self) -> Tensor:
+        """The next step's noise.  # [size]"""
+        if self._at == len(self._rows):
+            self._draw()
+        self._at += 1
+        return self._rows[self._at - 1]
+
+    def _draw(self) -> None:
+        self._at, self._before = 0, self._noise.state()
+        self._rows = self._noise.normal(self._steps * self._size, self._dtype).view(self._steps, self._size).unbind()
+
+    def state(self) -> dict[str, Any]:
+        """Where this stands: secret, for the checkpoint only."""
+        return {"before": self._before, "at": self._at}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from a state that `state` returned."""
+        self._noise.set_state(state["before"])
+        self._rows = ()
+        if state["at"]:
+            self._draw()
+        self._at = state["at"]
 
 
 class Releases:
@@ -188,7 +216,8 @@ class Releases:
         self.multipliers[name] = multiplier
         if multiplier == 0:
             return value
-        fresh = self._noise.pop(name).view(value.shape)
+        fresh = self._noise.pop(name)
+        fresh = fresh if fresh.shape == value.shape else fresh.view(value.shape)
         if isinstance(sensitivity, Tensor):
             return value + (sensitivity * multiplier) * fresh
         return torch.add(value, fresh, alpha=sensitivity * multiplier)

@@ -20,7 +20,7 @@ from evenclip.checkpoint import Checkpoint, CheckpointError
 from evenclip.data import Dataset, MapDataset
 from evenclip.gradients import AnyTape, WholeTape, plan
 from evenclip.gradients.losses import Loss
-from evenclip.release import Ledger, Noise, Releases
+from evenclip.release import Ahead, Ledger, Noise, Releases
 from evenclip.rules import Guarded, Rule
 from evenclip.sampling import Poisson, Sampler, Shuffled, chunks, roomy
 from evenclip.step import Chunk, Step, step
@@ -131,11 +131,12 @@ class Run:
         self.scheduler = None if scheduler is None else scheduler(self.optimizer)
         streams = _streams(settings)
         self.sampler = _sampler(settings, streams["batches"])
-        self.noise = Noise(streams["noise"])
         self.dropout = int(streams["dropout"].generate_state(1, np.uint64)[0] >> 1)
         none = torch.zeros(0, dtype=torch.float64, device=device)
         self.counts = len(self.guard.statistics(none, none.long(), self.state, None))
         _check_counts(settings.rule, self.counts)
+        layout = self.tape.layout
+        self.noise = Ahead(Noise(streams["noise"]), self.counts + layout.size, layout.blank.dtype)
 
     @property
     def ended(self) -> bool:
@@ -174,8 +175,7 @@ class Run:
         """This step's noise, drawn in one go."""
         if self.settings.rule.sigma == 0 and self.counts == 0:
             return {}
-        layout = self.tape.layout
-        drawn = self.noise.normal(self.counts + layout.size, layout.blank.dtype).to(self.device)
+        drawn = self.noise.next().to(self.device)
         return {"count": drawn[: self.counts], "gradient": drawn[self.counts :]}
 
     def _chunks(self, batch: Tensor) -> list[Chunk]:

@@ -1,8 +1,9 @@
 """Batches: Poisson samples for private training, shuffled ones for plain SGD.
 
 Poisson: every record is in the batch with probability q, independently of all others; batches vary in size and may be
-empty. Drawn as |B| ~ Binomial(n, q), then |B| of the n records without replacement, which is the same distribution at
-the cost of |B| numbers instead of n. The number that gradients are divided by is the public expected size B, never |B|.
+empty. The n records of several steps in a row are one long series of independent trials, whose successes are found by
+their geometric gaps: the same distribution at the cost of |B| random numbers a step instead of n. The number that
+gradients are divided by is the public expected size B, never |B|.
 """
 
 from __future__ import annotations
@@ -12,9 +13,14 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = ["Poisson", "Sampler", "Shuffled", "chunks"]
+
+
+# Records that are drawn at once, about: fewer, and the calls would take longer than the drawing.
+_AT_ONCE, _STEPS_AT_ONCE = 2**13, 2**9
 
 
 class Sampler(Protocol):
@@ -42,11 +48,33 @@ class Poisson:
         self.q: float | None = q
         self._n, self._rate, self._B = n, q, B
         self._random = np.random.Generator(np.random.PCG64(seed))
+        self._steps = min(max(1, round(_AT_ONCE / (n * q))), _STEPS_AT_ONCE)
+        self._batches: list[Tensor] = []
+        self._at, self._before = 0, self._random.bit_generator.state  # where in the block; the state before the block
 
     def next(self) -> Tensor:
         """A fresh Poisson sample."""
-        size = self._random.binomial(self._n, self._rate)
-        return torch.from_numpy(self._random.choice(self._n, size, replace=False, shuffle=False))
+        if self._at == len(self._batches):
+            self._draw()
+        self._at += 1
+        return self._batches[self._at - 1]
+
+    def _draw(self) -> None:
+        """The batches of the next steps."""
+        self._at, self._before = 0, self._random.bit_generator.state
+        places = self._successes(self._n * self._steps)
+        cuts = np.searchsorted(places, self._n * np.arange(1, self._steps))
+        self._batches = [torch.from_numpy(batch) for batch in np.split(places % self._n, cuts)]
+
+    def _successes(self, trials: int) -> NDArray[np.int64]:
+        """Which of so many independent trials succeed, each with probability q."""
+        expected = trials * self._rate
+        gaps = self._random.geometric(self._rate, size=math.ceil(expected + 6 * math.sqrt(expected) + 6))
+        places = np.cumsum(gaps) - 1
+        while places[-1] < trials:
+            more = self._random.geometric(self._rate, size=math.ceil(6 * math.sqrt(expected) + 6))
+            places = np.concatenate([places, places[-1] + np.cumsum(more)])
+        return places[: np.searchsorted(places, trials)]
 
     def expected_size(self, batch: Tensor) -> float:
         """B, whatever the batch."""
@@ -54,12 +82,16 @@ class Poisson:
         return self._B
 
     def state(self) -> dict[str, Any]:
-        """The generator's."""
-        return _plain(self._random.bit_generator.state)
+        """The generator's before the block under way, and how many of its steps are taken."""
+        return {"at": self._at, **_plain(self._before)}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self._random.bit_generator.state = _numbers(state)
+        self._batches = []
+        if state["at"]:
+            self._draw()
+        self._at = state["at"]
 
 
 class Shuffled:

@@ -77,9 +77,9 @@ class DPSGDGlobalAdapt(Rule):
         return torch.tensor(self.Z0, dtype=torch.float64)
 
     def statistic(self, norm: Tensor, group: Tensor, state: Tensor) -> Tensor:
-        """1 if the norm is above τZ, else 0.  # [1]"""
+        """Whether the norm is above τZ.  # [1], bool"""
         del group
-        return (norm > self.tau * state).to(norm.dtype).unsqueeze(-1)
+        return (norm > self.tau * state).unsqueeze(-1)
 
     def observe(self, noisy: Tensor, B: float, state: Tensor) -> tuple[Tensor, Tensor]:
         """Z now, and Z · exp(−η_Z + b̃) for the next step."""

@@ -51,8 +51,11 @@ class Guarded:
             state: the rule's public state
             keep: [sample], bool; None keeps all
         """
-        each = self._map(self.rule.statistic, norms, group, state).to(torch.float64)
-        each = each.unsqueeze(1) if each.ndim == 1 else each.flatten(1)  # [sample, m]
+        each = self._map(self.rule.statistic, norms, group, state)
+        each = each.unsqueeze(1) if each.ndim == 1 else each if each.ndim == 2 else each.flatten(1)  # [sample, m]
+        if each.dtype == torch.bool and each.shape[1] == 1:  # a yes or no is no longer than 1
+            return (each if keep is None else each & keep.unsqueeze(1)).sum(dim=0, dtype=torch.float64)
+        each = each.to(torch.float64)
         if each.numel() == 0:
             return each.new_zeros(each.shape[1])
         lengths: Tensor = torch.linalg.vector_norm(each, dim=1, keepdim=True)
@@ -70,7 +73,7 @@ class Guarded:
         raw = self._map(self.rule.weight, norms, group, now).to(torch.float64)
         lengths = norms.clamp(min=_SHORTEST)
         if (
-            len(raw)
+            raw.shape[0]
             and _readable(raw, S)
             and float(torch.linalg.vector_norm(raw * lengths, ord=math.inf)) <= S * _ROUNDING
         ):

@@ -45,8 +45,13 @@ class OnePosition(LayerGradient):
         self._weight, self._bias = "weight" in names, "bias" in names
 
     def square_norms(self) -> Tensor:
-        size = square_sums(self._a) * (1 + 3 * operands(self._a)) ** 2 if self._weight else 0.0
-        return square_sums(self._delta) * (size + float(self._bias))
+        total = square_sums(self._delta)
+        if not self._weight:
+            return total
+        size = square_sums(self._a)
+        if reduced := operands(self._a):
+            size = size * (1 + 3 * reduced) ** 2
+        return torch.addcmul(total, total, size) if self._bias else total * size  # ‖δ‖² (‖a‖² + 1)
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         weights = weights.to(self._delta.dtype)
