@@ -331,10 +331,10 @@ class Given:
     def __init__(self, radius, angle):
         self._next = [np.array(angle, dtype=np.float64), np.array(radius, dtype=np.float64)]
 
-    def random(self, size, dtype=np.float64):
+    def random(self, out):
         numbers = self._next.pop()
-        assert len(numbers) == size
-        return numbers.astype(dtype)
+        assert len(numbers) == len(out)
+        out[:] = numbers
 
 
 class LastOfTheInterval:
@@ -346,12 +346,18 @@ class LastOfTheInterval:
     def __init__(self, seed):
         self._random, self._radius = np.random.default_rng(seed), False
 
-    def random(self, size, dtype=np.float64):
+    def random(self, size=None, dtype=np.float64, out=None):
+        size = size if out is None else len(out)
         self._radius = not self._radius
         if not self._radius:
-            return self._random.random(size, dtype=dtype)
-        numbers = 1 - END + self._random.integers(0, 2**29, size) * 2.0**-53
-        return (np.floor(numbers / END) * END).astype(dtype) if dtype == np.float32 else numbers
+            numbers = self._random.random(size, dtype=dtype)
+        else:
+            numbers = 1 - END + self._random.integers(0, 2**29, size) * 2.0**-53
+            numbers = (np.floor(numbers / END) * END).astype(dtype) if dtype == np.float32 else numbers
+        if out is None:
+            return numbers
+        out[:] = numbers
+        return out
 
 
 class Float32Noise(Noise):

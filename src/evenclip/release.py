@@ -129,16 +129,21 @@ class Noise:
 
     def __init__(self, seed: np.random.SeedSequence) -> None:
         self._uniform = np.random.Generator(np.random.SFC64(seed))
+        self._scratch = np.empty((2, 0))
 
     def normal(self, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """The next `size` numbers of the stream, N(0, 1), on the CPU.  # [size]"""
         half = (size + 1) // 2
-        u, v = (torch.from_numpy(self._uniform.random(half)) for _ in range(2))
+        if self._scratch.shape[1] != half:
+            self._scratch = np.empty((2, half))  # memory that is written again and again stays in place
+        for row in self._scratch:
+            self._uniform.random(out=row)
+        u, v = torch.from_numpy(self._scratch)
         # The tail is in the radius; beyond that the numbers need no more precision than what they are added to.
-        radius, angle = u.neg_().log1p_().mul_(-2.0).sqrt_().to(dtype), v.mul_(2.0 * math.pi).to(dtype)
+        radius, angle = u.neg_().log1p_().to(dtype).mul_(-2.0).sqrt_(), v.to(dtype).mul_(2.0 * math.pi)
         out = torch.empty(2 * half, dtype=dtype)
-        torch.mul(radius, angle.cos(), out=out[:half])
-        torch.mul(radius, angle.sin_(), out=out[half:])
+        torch.cos(angle, out=out[:half]).mul_(radius)
+        torch.sin(angle, out=out[half:]).mul_(radius)
         return out[:size]
 
     def state(self) -> Tensor:

@@ -189,7 +189,7 @@ class Run:
     def _chunk(self, rows: Tensor, real: Tensor | None, i: int) -> Chunk:
         x, y, group = self.data.take(rows.to(self.device) if isinstance(self.data, Dataset) else rows)
         if group is None:
-            group = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
+            group = torch.zeros(rows.shape[0], dtype=torch.int64, device=self.device)
         # Odd multipliers: every (step, chunk) of a run has a seed of its own.
         seed = (self.dropout + 0x9E3779B97F4A7C15 * (self.t + 1) + 0xC2B2AE3D27D4EB4F * i) % 2**63
         return Chunk(x, y, group, None if real is None else real.to(self.device), seed)

@@ -137,9 +137,10 @@ def chunks(batch: Tensor, size: int | None, pad: bool) -> list[tuple[Tensor, Ten
     >>> chunks(torch.arange(0), size=4, pad=True)
     []
     """
-    if len(batch) == 0:
+    n = batch.shape[0]
+    if n == 0:
         return []
-    if size is None or (len(batch) <= size and not pad):
+    if size is None or (n <= size and not pad):
         return [(batch, None)]
     if not pad:
         return [(piece, None) for piece in torch.split(batch, size)]

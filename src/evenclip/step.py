@@ -129,7 +129,8 @@ def step(
     now, following = rule.observe(noisy, B, state)
     S = rule.sensitivity(now)
     clipped_sum = batch.clipped_sum(now)
-    gradient = release("gradient", clipped_sum, sensitivity=S, multiplier=rule.sigma) / B
+    noisy = release("gradient", clipped_sum, sensitivity=S, multiplier=rule.sigma)
+    gradient = noisy / B if noisy is clipped_sum else noisy.div_(B)  # in clear, it is the same tensor
     return batch.seen(Public(gradient, now, following, S, release.multipliers), clipped_sum, B, t)
 
 

@@ -54,28 +54,29 @@ class Trace:
 
     def _means(self, steps: Sequence[_Columns]) -> Row:
         """Sums over the epoch, by group."""
-        sizes = torch.tensor([len(step[0]) for step in steps])
+        sizes = torch.tensor([step[0].shape[0] for step in steps])
         columns = zip(*(step[:5] for step in steps), strict=True)
         losses, norms, weights, group, clamped = (torch.cat(column).cpu() for column in columns)
-        masks = [torch.ones(len(step[0]), dtype=torch.bool) if step[5] is None else step[5].cpu() for step in steps]
-        finite = torch.cat(masks)
         resting = self._guard.resting(torch.stack([step[6] for step in steps]), self._groups).cpu()  # [step, group]
         clipped = weights < resting[torch.arange(len(steps)).repeat_interleave(sizes), group]
-        seen = torch.bincount(group[finite], minlength=self._groups)
+        seen, finite = len(losses), _finite(steps)
+        if finite is not None:
+            losses, norms, clipped, group = losses[finite], norms[finite], clipped[finite], group[finite]
+        counts = torch.bincount(group, minlength=self._groups)
         return {
-            "samples": len(losses),
-            "loss": self._mean(losses, group, finite, seen),
-            "gradient_norm": self._mean(norms, group, finite, seen),
-            "group_samples": seen.tolist(),
-            "clip_fraction": float(clipped[finite].double().mean()) if finite.any() else None,
-            "non_finite": int((~finite).sum()),
+            "samples": seen,
+            "loss": self._mean(losses, group, counts),
+            "gradient_norm": self._mean(norms, group, counts),
+            "group_samples": counts.tolist(),
+            "clip_fraction": int(clipped.sum()) / len(clipped) if len(clipped) else None,
+            "non_finite": seen - len(losses),
             "empty_batches": int((sizes == 0).sum()),
             "clamped": int(clamped.sum()),
         }
 
-    def _mean(self, values: Tensor, group: Tensor, finite: Tensor, seen: Tensor) -> list[float | None]:
-        sums = torch.bincount(group[finite], weights=values[finite].double(), minlength=self._groups)
-        return [float(s / n) if n else None for s, n in zip(sums, seen, strict=True)]
+    def _mean(self, values: Tensor, group: Tensor, counts: Tensor) -> list[float | None]:
+        sums = torch.bincount(group, weights=values, minlength=self._groups)  # added up in float64
+        return [float(s / n) if n else None for s, n in zip(sums, counts, strict=True)]
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint: private."""
@@ -85,3 +86,12 @@ class Trace:
         """Go on from there."""
         self.rows = list(state["rows"])
         self._open = [tuple(step) for step in state["open"]]
+
+
+def _finite(steps: Sequence[_Columns]) -> Tensor | None:
+    """Where the gradient is finite, over all steps; None: everywhere."""
+    masks = [step[5] for step in steps]
+    if all(mask is None for mask in masks):
+        return None
+    filled = [torch.ones_like(step[4]) if mask is None else mask for step, mask in zip(steps, masks, strict=True)]
+    return torch.cat(filled).cpu()

@@ -441,7 +441,11 @@ def test_what_may_be_published_holds_no_generator(toy, tmp_path):
     stopped(toy.mlp(), toy.data(), tmp_path, 7, **settings(DPSGDF(), seed=None))
     path = tmp_path / "step-00000007"
     secret = torch.load(path / "secret.pt", weights_only=True)
-    words = [*secret["noise"]["before"].tolist(), secret["dropout"], *(int(word, 16) for word in secret["batches"]["words"])]
+    words = [
+        *secret["noise"]["before"].tolist(),
+        secret["dropout"],
+        *(int(word, 16) for word in secret["batches"]["words"]),
+    ]
     words = [word for word in words if abs(word) > 2**40]  # one is a counter, and no secret
     assert len(words) == 6
     for name in ("model.pt", "published.json", "manifest.json"):

@@ -68,7 +68,7 @@ def call(model: nn.Module, x: Any) -> Any:
 
 def count(x: Any) -> int:
     """Number of samples in an input."""
-    return len(x if isinstance(x, Tensor) else tree_leaves(x)[0])
+    return int((x if isinstance(x, Tensor) else tree_leaves(x)[0]).shape[0])
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class PerSample:
         """The layers' gradients; a parameter that several calls use is formed and added up first, for its cross
         terms.
         """
-        n, uses = len(self.losses), _uses(self.records)
+        n, uses = self.losses.shape[0], _uses(self.records)
         parts, shared = [], dict[str, Tensor]()
         for record in self.records:
             names = record.parameters

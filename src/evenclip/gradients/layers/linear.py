@@ -56,7 +56,9 @@ class OnePosition(LayerGradient):
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         weights = weights.to(self._delta.dtype)
         out = {}
-        if self._weight:
+        if self._weight and self._a.shape[1] < self._delta.shape[1]:  # scale the smaller one
+            out["weight"] = self._delta.T @ (self._a * weights.unsqueeze(1))
+        elif self._weight:
             out["weight"] = (self._delta * weights.unsqueeze(1)).T @ self._a
         if self._bias:
             out["bias"] = torch.mv(self._delta.T, weights)
