@@ -1,4 +1,4 @@
-"""What every test has: one thread (the tests run side by side) and hypothesis that draws the same examples every time."""
+"""What every test has: one thread (tests run side by side), and hypothesis that draws the same examples every time."""
 
 import torch
 from hypothesis import HealthCheck, settings

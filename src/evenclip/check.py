@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import SupportsFloat
 
 __all__ = ["fraction", "natural", "positive"]
 
@@ -17,19 +18,24 @@ def positive(**named: float) -> None:
     ValueError: C0 is -1.0; it must be a finite number above 0.
     """
     for name, value in named.items():
-        if not (math.isfinite(value) and value > 0):
+        if not (_number(value) and value > 0):
             raise ValueError(f"{name} is {value}; it must be a finite number above 0.")
 
 
 def natural(**named: int) -> None:
     """Raise unless every value is a whole number of at least 1."""
     for name, value in named.items():
-        if isinstance(value, bool) or int(value) != value or value < 1:
+        if isinstance(value, bool) or not _number(value) or int(value) != value or value < 1:
             raise ValueError(f"{name} is {value}; it must be a whole number of at least 1.")
 
 
 def fraction(**named: float) -> None:
     """Raise unless every value lies above 0 and at most at 1."""
     for name, value in named.items():
-        if not 0 < value <= 1:
+        if not (_number(value) and 0 < value <= 1):
             raise ValueError(f"{name} is {value}; it must lie above 0 and at most at 1.")
+
+
+def _number(value: object) -> bool:
+    """Whether this is a finite number, Python's or numpy's."""
+    return isinstance(value, SupportsFloat) and not isinstance(value, str) and math.isfinite(float(value))

@@ -49,8 +49,9 @@ def save(directory: Path, step: int, checkpoint: Checkpoint) -> Path:
     target = directory / f"step-{step:08d}"
     if target.exists():
         return target
+    for left in directory.glob(".writing-*"):  # by somebody who was killed; there may be secrets in it
+        shutil.rmtree(left, ignore_errors=True)
     scratch = directory / f".writing-{os.getpid()}-{step}"
-    shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     contents = {
         "model.pt": _tensors(checkpoint.model),

@@ -84,7 +84,7 @@ def report(settings: Settings, ledger: Ledger, trace: Sequence[dict[str, Any]]) 
         "seed": (
             "from the operating system, not kept"
             if settings.seed is None
-            else f"{settings.seed}, given: reproducible, so not private against whoever knows it"
+            else "a given one, not told here: reproducible, so not private against whoever knows it"
         ),
         "specification": settings.specification,
         "ledger": ledger.to_json(),

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from evenclip import check, checkpoint
 from evenclip.checkpoint import Checkpoint, CheckpointError
@@ -81,9 +82,10 @@ class Settings:
     parameters: int
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """As plain values that may be published: all but the seed, of which only whether one was given."""
         rule = {"class": type(self.rule).__qualname__, "name": self.rule.name, "repr": repr(self.rule)}
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "rule"} | {"rule": rule}
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("rule", "seed")}
+        return plain | {"rule": rule, "seed_given": self.seed is not None}
 
     @property
     def specification(self) -> str:
@@ -129,7 +131,7 @@ class Run:
             parameter.grad = view
         self.optimizer = optimizer(parameters, lr=settings.lr)
         self.scheduler = None if scheduler is None else scheduler(self.optimizer)
-        streams = _streams(settings)
+        streams = _streams(settings, model, data)
         self.sampler = _sampler(settings, streams["batches"])
         self.dropout = int(streams["dropout"].generate_state(1, np.uint64)[0] >> 1)
         none = torch.zeros(0, dtype=torch.float64, device=device)
@@ -208,6 +210,7 @@ class Run:
             "noise": self.noise.state(),
             "batches": self.sampler.state(),
             "dropout": self.dropout,
+            "seed": self.settings.seed,
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "trace": self.trace.state(),
@@ -217,7 +220,8 @@ class Run:
     def restore(self, path: Path) -> None:
         """Go on from a checkpoint, if it is one of this very run."""
         found = checkpoint.load(path)
-        _refuse_foreign(path, found.published["settings"], json.loads(json.dumps(self.settings.to_json())))
+        ours = json.loads(json.dumps(self.settings.to_json()))
+        _refuse_foreign(path, found.published["settings"], ours, found.secret["seed"] == self.settings.seed)
         try:
             self.model.load_state_dict(found.model)
         except RuntimeError as error:
@@ -270,23 +274,53 @@ def _sampler(settings: Settings, seed: np.random.SeedSequence) -> Sampler:
     return Poisson(settings.n, settings.q, settings.B, seed)
 
 
-def _streams(settings: Settings) -> dict[str, np.random.SeedSequence]:
+def _streams(settings: Settings, model: nn.Module, data: Dataset | MapDataset) -> dict[str, np.random.SeedSequence]:
     """A random stream for each purpose, of this run alone: two models that shared noise would cancel it.
 
-    The seed is mixed with the specification, so that two rules, or two settings of one, never draw the same numbers.
+    A run is data, model, rule, settings and seed. All are mixed into the streams, so that no two runs draw the same
+    numbers: not with another rule, not from another start, and not on the data with one record more or less.
     """
     entropy = np.random.SeedSequence().entropy if settings.seed is None else settings.seed
     assert isinstance(entropy, int)
-    words = [entropy, int(settings.specification[:32], 16)]
+    words = [entropy, int(settings.specification[:32], 16), _digest(model.state_dict()), _digest(data)]
     purposes = ("batches", "noise", "dropout")
     return {purpose: np.random.SeedSequence(words, spawn_key=(i,)) for i, purpose in enumerate(purposes)}
 
 
-def _refuse_foreign(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+def _digest(value: Any) -> int:
+    """A number that changes with every bit of the tensors in there, wherever and on however many threads it is made.
+
+    Of data that are read row by row only the first few rows count. Secret, like the streams it goes into.
+    """
+    if isinstance(value, MapDataset):
+        value = value.take(torch.arange(min(16, len(value))))
+    if isinstance(value, Dataset):
+        value = (value.x, value.y, value.group)
+    found = hashlib.sha256()
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.update(f"{leaf.dtype} {list(leaf.shape)} {_bits(leaf)}".encode())
+    return int.from_bytes(found.digest()[:16])
+
+
+def _bits(x: Tensor) -> tuple[int, int]:
+    """Two sums over the bits of a tensor, plain and by place; whole numbers, so that their order does not matter."""
+    words = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    words = words.view(torch.int64) if words.numel() % 8 == 0 else words
+    plain, placed = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    for i, part in enumerate(torch.split(words, 2**20)):
+        plain += part.sum(dtype=torch.int64)
+        placed += torch.arange(part.numel()).add_(i * 2**20).mul_(2).add_(1).mul_(part).sum()
+    return int(plain), int(placed)
+
+
+def _refuse_foreign(path: Path, theirs: dict[str, Any], ours: dict[str, Any], same_seed: bool) -> None:
     """Raise unless the checkpoint was written by a run with these very settings."""
     differ = [
         f"{name}: {theirs.get(name)!r} there, {ours[name]!r} here" for name in ours if theirs.get(name) != ours[name]
     ]
+    if not same_seed:
+        differ.append("seed: another one there")
     if differ:
         raise CheckpointError(
             f"{path} belongs to another run ({'; '.join(differ)}). Resume with the settings it was started "

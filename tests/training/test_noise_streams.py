@@ -61,6 +61,35 @@ def test_two_runs_that_differ_in_anything_share_no_noise(toy, kind):
     assert not alike(noise(toy), noise(toy, **OTHERS[kind]))
 
 
+def released(toy, model, data):
+    """The noise of a few steps on these data, from this start.  # [step, parameter]"""
+    rows = []
+    fit(model, data, rule=DPSGD(), batch_size=8, steps=3, seed=5, observers=[lambda step: rows.append(_noise(step))])
+    return torch.stack(rows)
+
+
+def _noise(step):
+    return step.public.gradient * step.B - step.clipped_sum
+
+
+def test_another_start_and_other_data_share_no_noise(toy):
+    """With one seed: two such models, both published, would cancel their noise."""
+    x, y, group = toy.data()
+    here = released(toy, toy.mlp(), (x, y, group))
+    torch.testing.assert_close(released(toy, toy.mlp(), (x.clone(), y, group)), here, rtol=0, atol=0)
+    one_bit, other_label = x.clone(), y.clone()
+    one_bit[-1, -1] += 1e-9
+    other_label[-1] = (y[-1] + 1) % 3
+    swapped = x[[1, 0, *range(2, len(x))]]
+    for model, data in (
+        (toy.mlp(seed=1), (x, y, group)),
+        (toy.mlp(), (one_bit, y, group)),
+        (toy.mlp(), (x, other_label, group)),
+        (toy.mlp(), (swapped, y, group)),
+    ):
+        assert not alike(released(toy, model, data), here)
+
+
 def test_the_same_seed_and_settings_give_the_same_noise(toy, private_rule):
     one, other = noise(toy, private_rule), noise(toy, private_rule)
     assert torch.equal(one, other)

@@ -245,7 +245,7 @@ def test_the_paragraph_reads_at_79_columns_and_has_the_numbers(toy, private_rule
     assert f"trained by {private_rule.name} ({private_rule.soundness})" in words
     assert "15 steps at rate q = 0.2" in words
     assert "0.8 (gradient)" in words
-    assert "The seed is 9, given: reproducible, so not private against whoever knows it." in words
+    assert "The seed is a given one, not told here: reproducible, so not private against whoever knows it." in words
     assert f"Group labels {'entered' if private_rule.uses_groups else 'did not enter'} training." in words
     assert all(access in words for access in result.privacy["not_covered"])
     assert not re.search(r"None|nan|inf\b|\[|\{|array|tensor", text)
@@ -326,7 +326,7 @@ def joined() -> Joined:
 
 
 @pytest.mark.parametrize("kind", [tuple, dict])
-def test_several_inputs(toy, kind):
+def test_several_inputs(toy, kind, one_stream):
     """A tuple or dict of inputs trains as the same columns in one tensor do."""
     x, y, group = toy.data(40)
     parts = (x[:, :2], x[:, 2:]) if kind is tuple else {"right": x[:, 2:], "left": x[:, :2]}
@@ -348,7 +348,7 @@ class Rows(TorchDataset):
         return tuple(column[i] for column in self.columns)
 
 
-def test_every_form_of_the_same_data_trains_the_same_model(toy, rule):
+def test_every_form_of_the_same_data_trains_the_same_model(toy, rule, one_stream):
     x, y, group = toy.data(40, torch.float32)
     names = ("a", "b", "c")
     arrays = (x.double().numpy(), y.numpy(), group.numpy())  # numpy's floats become torch's default, float32
@@ -366,7 +366,7 @@ def test_every_form_of_the_same_data_trains_the_same_model(toy, rule):
         assert result.trace == results[0].trace
 
 
-def test_a_torch_dataset_without_groups(toy):
+def test_a_torch_dataset_without_groups(toy, one_stream):
     x, y, _ = toy.data()
     one, other = (fit(toy.mlp(), data, **settings(DPSGD())) for data in ((x, y), Rows(x, y)))
     assert toy.same(one.model, other.model)

@@ -312,7 +312,7 @@ FOREIGN = {
     "rule": ({"rule": DPSGD()}, "rule: {'class': 'DPSGDF', "),
     "constant of the rule": ({"rule": DPSGDF(C0=2.0)}, "rule: {'class': 'DPSGDF', "),
     "learning rate": ({"lr": 0.1}, "lr: 0.2 there, 0.1 here"),
-    "seed": ({"seed": 8}, "seed: 9 there, 8 here"),
+    "seed": ({"seed": 8}, "seed: another one there"),
     "epochs": ({"epochs": 4}, "steps: 15 there, 20 here"),
     "batch size": ({"batch_size": 10}, "q: 0.2 there, 0.25 here; B: 8.0 there, 10.0 here; "),
     "optimiser": ({"optimizer": Adam}, "optimizer: 'SGD' there, 'Adam' here"),
@@ -431,9 +431,21 @@ def test_nothing_is_unpickled(toy, tmp_path, rule):
     model = torch.load(path / "model.pt", weights_only=True)
     assert list(model) == list(toy.mlp().state_dict())
     secret = torch.load(path / "secret.pt", weights_only=True)
-    assert sorted(secret) == ["batches", "dropout", "noise", "optimizer", "scheduler", "trace"]
+    assert sorted(secret) == ["batches", "dropout", "noise", "optimizer", "scheduler", "seed", "trace"]
     published = json.loads((path / "published.json").read_text())
     assert sorted(published) == ["format", "ledger", "settings", "state", "t"]
+
+
+def test_what_may_be_published_holds_no_seed(toy, tmp_path):
+    """Neither as it is nor in a hash that could be searched for it."""
+    names = []
+    for seed in (123_456_789, 987_654_321):
+        folder = tmp_path / str(seed)
+        stopped(toy.mlp(), toy.data(), folder, 7, **settings(DPSGDF(), seed=seed))
+        content = (folder / "step-00000007" / "published.json").read_text()
+        assert str(seed) not in content
+        names.append(fit(toy.mlp(), toy.data(), **settings(DPSGDF(), seed=seed)).privacy["specification"])
+    assert names[0] == names[1]
 
 
 def test_what_may_be_published_holds_no_generator(toy, tmp_path):

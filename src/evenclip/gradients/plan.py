@@ -111,9 +111,8 @@ def _forward_without_traces(model: nn.Module, loss: Loss, x: Any, y: Any) -> Ten
     for name, buffer in model.named_buffers():
         if not torch.equal(buffer, before[name]):
             raise ModelError(
-                f"The forward pass changes the buffer {name!r}: what it keeps of the data leaves the training "
-                "without noise. "
-                "Build that layer without running statistics, or call .eval() on it in a copy that stays in that mode."
+                f"The forward pass changes the buffer {name!r}: what it keeps of the data leaves the training without "
+                "noise. Build that layer without running statistics."
             )
     return losses
 
