@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,7 @@ from evenclip.rules import Guarded
 __all__ = ["Chunk", "Public", "Step", "step"]
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Some samples of a batch, as many as fit in memory.
 
     Attributes:
@@ -46,8 +45,7 @@ class Chunk:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class Public:
+class Public(NamedTuple):
     """What one step makes public.
 
     Attributes:
@@ -134,8 +132,7 @@ def step(
     return batch.seen(Public(gradient, now, following, S, release.multipliers), clipped_sum, B, t)
 
 
-@dataclass(frozen=True)
-class _Look:
+class _Look(NamedTuple):
     """A chunk, or the whole batch, after its passes through the model."""
 
     gradients: PerSample | None  # of one chunk; None for a batch in several
@@ -214,7 +211,7 @@ class _Batch:
         for chunk in self._chunks:
             look = _look(self._tape, chunk)
             yield look
-            light.append(replace(look, gradients=None))
+            light.append(look._replace(gradients=None))
         self._look = _stitched(light, self._state.new_zeros(0))
 
     def _joined(self, found: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:

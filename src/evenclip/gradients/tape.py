@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -135,8 +135,7 @@ class Unit:
     mode: Mode = Mode.SHARED
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """One call of a unit: what went in, and δ for what came out, both with the samples first."""
 
     unit: Unit
@@ -157,7 +156,7 @@ class Record:
         leaves = [next(axes).zeroed(leaf, keep) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         deltas = [axis.zeroed(delta, keep) for delta, axis in zip(self.deltas, unit.outputs, strict=True)]
         both = keep if self.keep is None else keep & self.keep
-        return replace(self, inputs=spec.unflatten(leaves), deltas=tuple(deltas), keep=both)
+        return self._replace(inputs=spec.unflatten(leaves), deltas=tuple(deltas), keep=both)
 
     def gradient(self, n: int, names: Sequence[str]) -> LayerGradient:
         """This call's part of every sample's gradient, for those parameters (the unit's own names)."""
@@ -195,8 +194,7 @@ class Whole:
         return Formed({name: self.each[name] for name in names})
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A layer's gradients with the model's names for its parameters."""
 
     gradient: LayerGradient
@@ -224,6 +222,8 @@ class PerSample:
         terms.
         """
         n, uses = self.losses.shape[0], _uses(self.records)
+        if all(times == 1 for times in uses.values()):
+            return tuple(Part(r.gradient(n, list(r.parameters)), r.parameters) for r in self.records)
         parts, shared = [], dict[str, Tensor]()
         for record in self.records:
             names = record.parameters
@@ -235,8 +235,7 @@ class PerSample:
                 for own, each in record.gradient(n, again).per_sample().items():
                     full = names[own]
                     shared[full] = shared[full] + each if full in shared else each
-        if shared:
-            parts.append(Part(Formed(shared), {name: name for name in shared}))
+        parts.append(Part(Formed(shared), {name: name for name in shared}))
         return tuple(parts)
 
     def norms(self) -> Tensor:
@@ -285,8 +284,7 @@ def _rounding_up(like: Tensor) -> float:
     return 1 + 16 * max(torch.finfo(like.dtype).eps / 2, operands(like))
 
 
-@dataclass(frozen=True)
-class _Heard:
+class _Heard(NamedTuple):
     """A call of a unit during the forward pass."""
 
     unit: Unit
@@ -338,7 +336,9 @@ class Tape:
         finally:
             self._heard = None
         edges = [edge for h in heard for edge in h.edges]
-        deltas = iter(torch.autograd.grad(losses.sum(), edges, allow_unused=True) if edges else ())
+        # Each sample's loss counts once: the derivative of Σ_i ℓ_i, without adding them up.
+        ones = torch.ones_like(losses)
+        deltas = iter(torch.autograd.grad(losses, edges, ones, allow_unused=True) if edges else ())
         arrived = [(h, [next(deltas) for _ in h.edges]) for h in heard]
         records = [h.record(mine) for h, mine in arrived if any(delta is not None for delta in mine)]
         return PerSample(losses.detach(), records, self.layout)
