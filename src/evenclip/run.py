@@ -137,6 +137,9 @@ class Run:
         none = torch.zeros(0, dtype=torch.float64, device=device)
         self.counts = len(self.guard.statistics(none, none.long(), self.state, None))
         _check_counts(settings.rule, self.counts)
+        self.nobody = torch.zeros(
+            settings.n, dtype=torch.int64, device=device
+        )  # everybody's group, where there are none
         layout = self.tape.layout
         self.noise = Ahead(Noise(streams["noise"]), self.counts + layout.size, layout.blank.dtype)
 
@@ -191,7 +194,7 @@ class Run:
     def _chunk(self, rows: Tensor, real: Tensor | None, i: int) -> Chunk:
         x, y, group = self.data.take(rows.to(self.device) if isinstance(self.data, Dataset) else rows)
         if group is None:
-            group = torch.zeros(rows.shape[0], dtype=torch.int64, device=self.device)
+            group = self.nobody[: rows.shape[0]]
         # Odd multipliers: every (step, chunk) of a run has a seed of its own.
         seed = (self.dropout + 0x9E3779B97F4A7C15 * (self.t + 1) + 0xC2B2AE3D27D4EB4F * i) % 2**63
         return Chunk(x, y, group, None if real is None else real.to(self.device), seed)

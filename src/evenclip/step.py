@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -63,8 +62,7 @@ class Public(NamedTuple):
     multipliers: dict[str, float]
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What one step saw (private) and what it made public. Rows that only fill a chunk up are not in here.
 
     Attributes:

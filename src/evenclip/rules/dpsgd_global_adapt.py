@@ -83,7 +83,7 @@ class DPSGDGlobalAdapt(Rule):
 
     def observe(self, noisy: Tensor, B: float, state: Tensor) -> tuple[Tensor, Tensor]:
         """Z now, and Z · exp(−η_Z + b̃) for the next step."""
-        return state, (state * torch.exp(noisy[0] / B - self.eta_Z)).clamp(1e-12, 1e12)
+        return state, (noisy[0] / B - self.eta_Z).exp().mul(state).clamp(1e-12, 1e12)
 
     def sensitivity(self, now: Tensor) -> float:  # noqa: D102
         del now

@@ -41,12 +41,11 @@ class Rule(ABC):
         sigma_count: noise multiplier of the summed statistics; unused by a rule without any.
         soundness: `SOUND`, `REPAIRED` or `NO_EPSILON`, printed wherever ε is printed.
         uses_groups: whether `statistic` or `weight` read the group label (which then enters training).
-        counts_first: whether `now` depends on this step's noisy statistics, so that a batch in several chunks is gone
-            over
-            twice. If False, `observe` must return the state as `now`; the engine sees to it.
-        elementwise: whether the methods also take a whole batch at once ([sample] in, [sample] or [sample, m] out)
-            with the
-            same result as sample by sample. The engine then skips the mapping; a test must prove the equality.
+        counts_first: whether `now` depends on this step's noisy statistics. It only saves time: if False, a batch in
+            several chunks is clipped and counted in one pass, and again if `observe` returns another `now` after all.
+        elementwise: whether the methods also take a whole batch at once ([sample] in, [sample] or [sample, m] out) with
+            the same result as sample by sample. The engine then skips the mapping, for rules of this package only,
+            whose equality a test proves.
         poisson: whether batches are Poisson samples; otherwise shuffled batches without replacement, and no ε.
         reference: where the rule comes from.
     """
