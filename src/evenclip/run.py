@@ -137,9 +137,8 @@ class Run:
         none = torch.zeros(0, dtype=torch.float64, device=device)
         self.counts = len(self.guard.statistics(none, none.long(), self.state, None))
         _check_counts(settings.rule, self.counts)
-        self.nobody = torch.zeros(
-            settings.n, dtype=torch.int64, device=device
-        )  # everybody's group, where there are none
+        rows = max(settings.n, roomy(settings.B), performance.chunk or 0)  # the most that a chunk can have
+        self.nobody = torch.zeros(rows, dtype=torch.int64, device=device)  # everybody's group, where there are none
         layout = self.tape.layout
         self.noise = Ahead(Noise(streams["noise"]), self.counts + layout.size, layout.blank.dtype)
 

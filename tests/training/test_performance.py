@@ -304,3 +304,15 @@ def test_hooks_do_not_listen_to_an_observers_own_passes(toy):
         assert torch.equal(before, after)
 
     assert toy.same(trained(toy.mlp(), (x, y, group), DPSGDF(), observers=[look]).model, alone.model)
+
+
+@pytest.mark.parametrize(
+    "performance", [Performance(pad=True), Performance(chunk=64, pad=True)], ids=["roomy", "chunk"]
+)
+def test_a_chunk_may_be_larger_than_the_data(toy, performance):
+    x, y, _ = toy.data(10)
+    plain, padded = (
+        fit(toy.mlp(), (x, y), rule=DPSGDGlobalAdapt(), batch_size=8, steps=5, seed=0, performance=given)
+        for given in (Performance(), performance)
+    )
+    torch.testing.assert_close(toy.vector(padded.model), toy.vector(plain.model), rtol=1e-8, atol=1e-10)
