@@ -149,7 +149,7 @@ class Run:
 
     @contextmanager
     def listening(self) -> Iterator[Self]:
-        """Where steps can be taken: hooks are on the model, and torch's global generator is put back afterwards."""
+        """Where steps can be taken: the tape listens, and torch's global generator is put back afterwards."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), self.tape.listening():
             yield self

@@ -305,7 +305,7 @@ class _Heard(NamedTuple):
 
 
 class Tape:
-    """Records a model's forward passes and turns each into a `PerSample`. Its hooks are on the model only while
+    """Records a model's forward passes and turns each into a `PerSample`. It has its ears on the model only while
     `listening`.
     """
 
@@ -317,13 +317,15 @@ class Tape:
 
     @contextmanager
     def listening(self) -> Iterator[Self]:
-        """Hooks on, and off again."""
-        handles = [unit.module.register_forward_hook(_Listener(self, unit), with_kwargs=True) for unit in self.units]
+        """Ears on, and off again. An ear stands in for a module's `forward`: nearer than a hook, and quicker."""
+        ears = [_Ear(self, unit) for unit in self.units]
         try:
+            for ear in ears:
+                ear.put_on()
             yield self
         finally:
-            for handle in handles:
-                handle.remove()
+            for ear in reversed(ears):
+                ear.take_off()
 
     def __call__(self, x: Any, y: Any) -> PerSample:
         """One forward and one backward pass over these samples."""
@@ -382,14 +384,24 @@ class Tape:
         return output
 
 
-class _Listener:
-    """The forward hook of one unit."""
+class _Ear:
+    """Calls a unit's own `forward` and tells the tape about it."""
 
     def __init__(self, tape: Tape, unit: Unit) -> None:
         self._tape, self._unit = tape, unit
+        self._own = unit.module.forward
+        self._replaced = vars(unit.module).get("forward")  # somebody's own, in place of the class's
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        return self._tape.hear(self._unit, args, kwargs, output)
+    def put_on(self) -> None:
+        self._unit.module.forward = self
+
+    def take_off(self) -> None:
+        vars(self._unit.module).pop("forward", None)
+        if self._replaced is not None:
+            self._unit.module.forward = self._replaced
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tape.hear(self._unit, args, kwargs, self._own(*args, **kwargs))
 
 
 class WholeTape:
