@@ -8,7 +8,7 @@ and the multiplier m = noise standard deviation ÷ sensitivity goes into the led
 same Poisson batch; a later one may depend on the noisy value of an earlier one and on nothing else. They are then one
 sampled Gaussian mechanism with the joint multiplier (Σ_j m_j⁻²)^(-1/2): stack the values, each divided by its
 sensitivity and multiplied by m_j⁻¹; one record moves that vector by at most (Σ_j m_j⁻²)^(1/2), under unit noise, and
-adaptivity costs a Gaussian mechanism nothing (Dong, Roth, Su 2022, "Gaussian differential privacy", Cor. 3.3).
+adaptivity costs a Gaussian mechanism nothing (Dong, Roth, Su 2022, "Gaussian differential privacy").
 """
 
 from __future__ import annotations

@@ -123,8 +123,7 @@ def step(
     counts = guard.statistics(look.norms, look.group, state, look.keep)
     noisy = release("count", counts, sensitivity=1.0, multiplier=rule.sigma_count or 0.0)
     now, following = rule.observe(noisy, B, state)
-    S = rule.sensitivity(now)
-    clipped_sum = batch.clipped_sum(now)
+    clipped_sum, S = batch.clipped_sum(now)
     noisy = release("gradient", clipped_sum, sensitivity=S, multiplier=rule.sigma)
     gradient = noisy / B if noisy is clipped_sum else noisy.div_(B)  # in clear, it is the same tensor
     return batch.seen(Public(gradient, now, following, S, release.multipliers), clipped_sum, B, t)
@@ -154,7 +153,9 @@ class _Batch:
     def __init__(self, tape: AnyTape, guard: Guarded, chunks: Sequence[Chunk], state: Tensor) -> None:
         self._tape, self._guard, self._chunks, self._state = tape, guard, chunks, state
         self._look: _Look | None = None
-        self._clipped: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # now, sum, weights, clamped
+        self._now: Tensor | None = None  # what the following were clipped with
+        self._S: float | Tensor = 0.0
+        self._clipped: tuple[Tensor, Tensor, Tensor] | None = None  # sum, weights, clamped
 
     @property
     def look(self) -> _Look:
@@ -165,16 +166,19 @@ class _Batch:
         assert self._look is not None
         return self._look
 
-    def clipped_sum(self, now: Tensor) -> Tensor:
-        """Σ γ_i g_i with the rule's weights for this `now`; remembered for the last one.  # [parameter]"""
-        if self._clipped is None or self._clipped[0] is not now:
-            S, found = self._guard.rule.sensitivity(now), []
+    def clipped_sum(self, now: Tensor) -> tuple[Tensor, float | Tensor]:
+        """Σ γ_i g_i with the rule's weights for this `now` [parameter], and the S that each was held to.
+
+        The rule is asked for S once, so the noise is for the bound that was enforced. The last `now` is remembered.
+        """
+        if self._clipped is None or self._now is not now:
+            self._now, self._S, found = now, self._guard.rule.sensitivity(now), []
             for look in self._passes():
                 assert look.gradients is not None
-                weights, clamped = self._guard.weights(look.norms, look.group, now, S, look.keep)
+                weights, clamped = self._guard.weights(look.norms, look.group, now, self._S, look.keep)
                 found.append((look.gradients.weighted_sum(weights), weights, clamped))
-            self._clipped = now, *self._joined(found)
-        return self._clipped[1]
+            self._clipped = self._joined(found)
+        return self._clipped[0], self._S
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Σ w_i g_i for given weights of all rows, padding included.  # [parameter]"""
@@ -188,7 +192,7 @@ class _Batch:
     def seen(self, public: Public, clipped_sum: Tensor, B: float, t: int) -> Step:
         """Everything about this step; rows that only fill a chunk up are left out."""
         assert self._clipped is not None
-        look, (_, _, weights, clamped) = self.look, self._clipped
+        look, (_, weights, clamped) = self.look, self._clipped
         losses, norms, group, finite, real = look.losses, look.norms, look.group, look.finite, look.real
         if real is not None:
             losses, norms, weights, group, clamped = (x[real] for x in (losses, norms, weights, group, clamped))

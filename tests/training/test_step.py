@@ -382,3 +382,54 @@ def test_the_original_model_does_not_move(toy):
     before = copy.deepcopy(model)
     fit(model, toy.data(), rule=DPSGD(), batch_size=10, lr=0.5, seed=0)
     assert toy.same(model, before)
+
+
+@dataclass(frozen=True)
+class Peeping(Rule):
+    """Says that it may be called on the whole batch, and looks at it there."""
+
+    name: ClassVar[str] = "peeping"
+    elementwise: ClassVar[bool] = True
+    sigma: float = 1.0
+
+    def sensitivity(self, now):
+        return 1.0
+
+    def weight(self, norm, group, now):
+        assert norm.ndim == 0, "a stranger's rule was shown the batch"
+        return (1.0 / norm).clamp(max=1.0)
+
+
+def test_a_strangers_word_is_not_enough_to_see_the_batch(toy):
+    assert fit(toy.mlp(), toy.data(), rule=Peeping(), batch_size=8, steps=3, seed=0).ledger.steps == 3
+
+
+@dataclass(frozen=True)
+class Fickle(Rule):
+    """Names a large bound when it is first asked in a step and a small one after that."""
+
+    name: ClassVar[str] = "fickle"
+    sigma: float = 1.0
+    answers: ClassVar[list[float]] = []
+
+    def sensitivity(self, now):
+        self.answers.append(100.0 if len(self.answers) % 2 == 0 else 1e-6)
+        return self.answers[-1]
+
+    def weight(self, norm, group, now):
+        return torch.full_like(norm, 1e9)
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_the_noise_is_for_the_bound_that_was_enforced(toy, chunk):
+    seen = []
+    given = {
+        "batch_size": 8,
+        "steps": 4,
+        "seed": 0,
+        "performance": Performance(chunk=chunk),
+        "observers": [seen.append],
+    }
+    fit(toy.mlp(), toy.data(), rule=Fickle(), **given)
+    for found in seen:
+        assert float((found.weights.abs() * found.norms).max()) <= found.public.sensitivity * (1 + 1e-12)
