@@ -20,7 +20,7 @@ ORDER = [
     ["train"],
     ["run"],
     ["trace"],
-    ["step", "checkpoint", "privacy", "progress"],
+    ["step", "checkpoint", "privacy", "progress", "update"],
     ["rules", "gradients", "data", "models", "sampling"],
     ["accounting"],
     ["release", "check"],

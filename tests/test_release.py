@@ -202,7 +202,7 @@ def test_joint_multiplier_at_the_ends():
 MANY = 1_000_000
 
 
-BIG, LITTLE = 100_000, 1000  # of a draw: the two are computed in different ways
+BIG, LITTLE = 100_000, 1000  # of a draw
 
 
 def in_draws(noise, total, size, dtype):
@@ -326,15 +326,22 @@ FIRST = math.sqrt(48 * math.log(2))  # the radius at which the last END begins, 
 
 
 class Given:
-    """In place of a numpy generator: hands out prepared uniforms, the radius' first and the angle's second."""
+    """In place of a numpy generator: hands out prepared uniforms for the radius, and fractions of a turn as bits."""
 
-    def __init__(self, radius, angle):
-        self._next = [np.array(angle, dtype=np.float64), np.array(radius, dtype=np.float64)]
+    def __init__(self, radius, turns):
+        self._radius, self._turns = np.array(radius, dtype=np.float64), np.array(turns, dtype=np.float64)
+        self.bit_generator = self
 
     def random(self, out):
-        numbers = self._next.pop()
-        assert len(numbers) == len(out)
-        out[:] = numbers
+        assert len(out) == len(self._radius)
+        out[:] = self._radius
+
+    def random_raw(self, words):
+        """Of each fraction the first 64 bits, or the first 32 if only half as many words are asked for."""
+        size = 8 if words == len(self._turns) else 4
+        signed = (self._turns + 0.5) % 1 - 0.5
+        bits = np.floor(signed * 256.0**size).astype(f"i{size}")
+        return np.resize(bits, words * 8 // size).view(np.uint64)
 
 
 class LastOfTheInterval:
@@ -345,19 +352,16 @@ class LastOfTheInterval:
 
     def __init__(self, seed):
         self._random, self._radius = np.random.default_rng(seed), False
+        self.bit_generator = self._random.bit_generator  # for angles
 
     def random(self, size=None, dtype=np.float64, out=None):
-        size = size if out is None else len(out)
-        self._radius = not self._radius
+        if out is not None:
+            out[:] = 1 - END + self._random.integers(0, 2**29, len(out)) * 2.0**-53
+            return out
+        self._radius = not self._radius  # the planted fault asks for its radii and for its angles
         if not self._radius:
-            numbers = self._random.random(size, dtype=dtype)
-        else:
-            numbers = 1 - END + self._random.integers(0, 2**29, size) * 2.0**-53
-            numbers = (np.floor(numbers / END) * END).astype(dtype) if dtype == np.float32 else numbers
-        if out is None:
-            return numbers
-        out[:] = numbers
-        return out
+            return self._random.random(size, dtype=dtype)
+        return np.full(size, 1 - END, dtype)  # the only multiple of 2⁻²⁴ in there
 
 
 class Float32Noise(Noise):

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = ["Ahead", "Entry", "Ledger", "Noise", "Releases", "joint_multiplier"]
@@ -86,12 +87,11 @@ class Ledger:
 
     def write(self, q: float | None, multipliers: Mapping[str, float]) -> None:
         """Add one step that released under these multipliers on one batch of rate q."""
-        step = _entry(q, multipliers, 1)
         last = self.entries[-1] if self.entries else None
-        if last is not None and (last.q, last.multipliers) == (step.q, step.multipliers):
+        if last is not None and last.q == q and last.multipliers == tuple(multipliers.items()):
             self.entries[-1] = Entry(last.q, last.multipliers, last.steps + 1)
         else:
-            self.entries.append(step)
+            self.entries.append(_entry(q, multipliers, 1))
 
     @property
     def steps(self) -> int:
@@ -129,22 +129,32 @@ class Noise:
 
     def __init__(self, seed: np.random.SeedSequence) -> None:
         self._uniform = np.random.Generator(np.random.SFC64(seed))
-        self._scratch = np.empty((2, 0))
+        self._u, self._polar = np.empty(0), np.empty((2, 0))
 
     def normal(self, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The next `size` numbers of the stream, N(0, 1), on the CPU.  # [size]"""
-        half = (size + 1) // 2
-        if self._scratch.shape[1] != half:
-            self._scratch = np.empty((2, half))  # memory that is written again and again stays in place
-        for row in self._scratch:
-            self._uniform.random(out=row)
-        u, v = torch.from_numpy(self._scratch)
+        """The next `size` numbers of the stream, N(0, 1), on the CPU.  # [size]
+
+        In numpy and on one core: handing the work to a second one takes longer.
+        """
+        half, kind = (size + 1) // 2, np.dtype(np.float64 if dtype == torch.float64 else np.float32)
+        if self._polar.shape[1] != half or self._polar.dtype != kind:
+            self._u, self._polar = np.empty(half), np.empty((2, half), kind)  # written again and again: they stay
+        u, (radius, angle) = self._u, self._polar
         # The tail is in the radius; beyond that the numbers need no more precision than what they are added to.
-        radius, angle = u.neg_().log1p_().to(dtype).mul_(-2.0).sqrt_(), v.to(dtype).mul_(2.0 * math.pi)
-        out = torch.empty(2 * half, dtype=dtype)
-        torch.cos(angle, out=out[:half]).mul_(radius)
-        torch.sin(angle, out=out[half:]).mul_(radius)
-        return out[:size]
+        self._uniform.random(out=u)
+        np.log(np.subtract(1.0, u, out=u), out=u)  # 1 − u is exact, and never 0
+        np.sqrt(np.multiply(u, -2.0, out=radius, casting="same_kind"), out=radius)
+        angle[:] = self._bits(half, kind.itemsize)
+        angle *= math.pi * 2.0 ** (1 - 8 * kind.itemsize)
+        out = np.empty((2, half), kind)
+        np.multiply(np.cos(angle, out=out[0]), radius, out=out[0])
+        np.multiply(np.sin(angle, out=out[1]), radius, out=out[1])
+        return torch.from_numpy(out).view(-1)[:size].to(dtype)
+
+    def _bits(self, count: int, size: int) -> NDArray[np.signedinteger[Any]]:
+        """Integers of so many bytes, every one as likely as every other.  # [count]"""
+        words = self._uniform.bit_generator.random_raw(-(-count * size // 8))
+        return words.view(f"i{size}")[:count]
 
     def state(self) -> Tensor:
         """Where the stream stands: secret, for the checkpoint only."""
@@ -160,16 +170,19 @@ class Noise:
 
 
 class Ahead:
-    """Noise for one step after the other, drawn for many steps at once where steps are small."""
+    """Noise for one step after the other, drawn for many steps at once where steps are small.
 
-    def __init__(self, noise: Noise, size: int, dtype: torch.dtype) -> None:
-        self._noise, self._size, self._dtype = noise, size, dtype
-        self._steps = max(1, _AT_ONCE // max(size, 1))
-        self._rows: tuple[Tensor, ...] = ()
+    sizes: name of each release of a step -> how many numbers it needs.
+    """
+
+    def __init__(self, noise: Noise, sizes: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> None:
+        self._noise, self._sizes, self._dtype, self._device = noise, dict(sizes), dtype, device
+        self._steps = max(1, _AT_ONCE // max(sum(sizes.values()), 1))
+        self._rows: list[dict[str, Tensor]] = []
         self._at, self._before = 0, noise.state()  # where in the block, and the stream's state before the block
 
-    def next(self) -> Tensor:
-        """The next step's noise.  # [size]"""
+    def next(self) -> dict[str, Tensor]:
+        """The next step's noise.  # name -> [size]"""
         if self._at == len(self._rows):
             self._draw()
         self._at += 1
@@ -177,7 +190,10 @@ class Ahead:
 
     def _draw(self) -> None:
         self._at, self._before = 0, self._noise.state()
-        self._rows = self._noise.normal(self._steps * self._size, self._dtype).view(self._steps, self._size).unbind()
+        sizes = list(self._sizes.values())
+        drawn = self._noise.normal(self._steps * sum(sizes), self._dtype).to(self._device).view(self._steps, sum(sizes))
+        columns = (part.unbind() for part in torch.split(drawn, sizes, dim=1))
+        self._rows = [dict(zip(self._sizes, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def state(self) -> dict[str, Any]:
         """Where this stands: secret, for the checkpoint only."""
@@ -186,7 +202,7 @@ class Ahead:
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from a state that `state` returned."""
         self._noise.set_state(state["before"])
-        self._rows = ()
+        self._rows = []
         if state["at"]:
             self._draw()
         self._at = state["at"]

@@ -26,6 +26,7 @@ from evenclip.rules import Guarded, Rule
 from evenclip.sampling import Poisson, Sampler, Shuffled, chunks, roomy
 from evenclip.step import Chunk, Step, step
 from evenclip.trace import Trace
+from evenclip.update import Update
 
 __all__ = ["Performance", "Run", "Settings"]
 
@@ -125,13 +126,10 @@ class Run:
         self.state = settings.rule.init(settings.groups).to(device)
         self.ledger, self.trace, self.t = Ledger(), Trace(self.guard, settings.groups), 0
         self.tape = _tape(model, loss, data, performance)
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        self.gradient = self.tape.layout.join({})  # g̃, which the parameters' .grad are views of
-        for parameter, view in zip(parameters, self.tape.layout.split(self.gradient).values(), strict=True):
-            parameter.grad = view
-        self.optimizer = optimizer(parameters, lr=settings.lr)
-        self.scheduler = None if scheduler is None else scheduler(self.optimizer)
         streams = _streams(settings, model, data)
+        self._move = Update(model, self.tape.layout, optimizer, settings.lr)
+        self.optimizer = self._move.optimizer
+        self.scheduler = None if scheduler is None else scheduler(self.optimizer)
         self.sampler = _sampler(settings, streams["batches"])
         self.dropout = int(streams["dropout"].generate_state(1, np.uint64)[0] >> 1)
         none = torch.zeros(0, dtype=torch.float64, device=device)
@@ -140,12 +138,17 @@ class Run:
         rows = max(settings.n, roomy(settings.B), performance.chunk or 0)  # the most that a chunk can have
         self.nobody = torch.zeros(rows, dtype=torch.int64, device=device)  # everybody's group, where there are none
         layout = self.tape.layout
-        self.noise = Ahead(Noise(streams["noise"]), self.counts + layout.size, layout.blank.dtype)
+        sizes = {"count": self.counts, "gradient": layout.size}
+        self.noise = Ahead(Noise(streams["noise"]), sizes, layout.blank.dtype, device)
 
     @property
     def ended(self) -> bool:
         """Whether an epoch has just ended."""
         return self.t % self.settings.epoch == 0 or self.t == self.settings.steps
+
+    def close(self) -> None:
+        """The model is given away: parameters with memory of their own, and no gradients."""
+        self._move.close()
 
     @contextmanager
     def listening(self) -> Iterator[Self]:
@@ -165,8 +168,7 @@ class Run:
 
     def update(self, found: Step) -> None:
         """Publish: move the parameters along the noisy gradient, carry the rule's state on."""
-        self.gradient.copy_(found.public.gradient)
-        self.optimizer.step()
+        self._move(found.public.gradient)
         self.state = found.public.state
         self.t += 1
         self.trace.add(found)
@@ -176,11 +178,8 @@ class Run:
                 self.scheduler.step()
 
     def _draw(self) -> dict[str, Tensor]:
-        """This step's noise, drawn in one go."""
-        if self.settings.rule.sigma == 0 and self.counts == 0:
-            return {}
-        drawn = self.noise.next().to(self.device)
-        return {"count": drawn[: self.counts], "gradient": drawn[self.counts :]}
+        """This step's noise."""
+        return {} if self.settings.rule.sigma == 0 and self.counts == 0 else self.noise.next()
 
     def _chunks(self, batch: Tensor) -> list[Chunk]:
         """The batch as the performance settings want it."""
@@ -193,7 +192,7 @@ class Run:
     def _chunk(self, rows: Tensor, real: Tensor | None, i: int) -> Chunk:
         x, y, group = self.data.take(rows.to(self.device) if isinstance(self.data, Dataset) else rows)
         if group is None:
-            group = self.nobody[: rows.shape[0]]
+            group = self.nobody.narrow(0, 0, rows.shape[0])
         # Odd multipliers: every (step, chunk) of a run has a seed of its own.
         seed = (self.dropout + 0x9E3779B97F4A7C15 * (self.t + 1) + 0xC2B2AE3D27D4EB4F * i) % 2**63
         return Chunk(x, y, group, None if real is None else real.to(self.device), seed)

@@ -49,7 +49,7 @@ class Poisson:
         self._n, self._rate, self._B = n, q, B
         self._random = np.random.Generator(np.random.PCG64(seed))
         self._steps = min(max(1, round(_AT_ONCE / (n * q))), _STEPS_AT_ONCE)
-        self._batches: list[Tensor] = []
+        self._batches: tuple[Tensor, ...] = ()
         self._at, self._before = 0, self._random.bit_generator.state  # where in the block; the state before the block
 
     def next(self) -> Tensor:
@@ -63,18 +63,26 @@ class Poisson:
         """The batches of the next steps."""
         self._at, self._before = 0, self._random.bit_generator.state
         places = self._successes(self._n * self._steps)
-        cuts = np.searchsorted(places, self._n * np.arange(1, self._steps))
-        self._batches = [torch.from_numpy(batch) for batch in np.split(places % self._n, cuts)]
+        ends = np.searchsorted(places, self._n * np.arange(self._steps + 1))
+        sizes = np.diff(ends)
+        places -= np.repeat(self._n * np.arange(self._steps), sizes)  # within its own step
+        self._batches = torch.split(torch.from_numpy(places), sizes.tolist())
 
     def _successes(self, trials: int) -> NDArray[np.int64]:
         """Which of so many independent trials succeed, each with probability q."""
         expected = trials * self._rate
-        gaps = self._random.geometric(self._rate, size=math.ceil(expected + 6 * math.sqrt(expected) + 6))
-        places = np.cumsum(gaps) - 1
+        places = np.cumsum(self._gaps(math.ceil(expected + 6 * math.sqrt(expected) + 6))) - 1
         while places[-1] < trials:
-            more = self._random.geometric(self._rate, size=math.ceil(6 * math.sqrt(expected) + 6))
-            places = np.concatenate([places, places[-1] + np.cumsum(more)])
+            more = np.cumsum(self._gaps(math.ceil(6 * math.sqrt(expected) + 6)))
+            places = np.concatenate([places, places[-1] + more])
         return places[: np.searchsorted(places, trials)]
+
+    def _gaps(self, size: int) -> NDArray[np.int64]:
+        """From each success to the next: P(gap > k) = (1 − q)^k, by inversion."""
+        if self._rate == 1:
+            return np.ones(size, dtype=np.int64)
+        u = self._random.random(size)  # in [0, 1)
+        return (np.log1p(-u) / math.log1p(-self._rate)).astype(np.int64) + 1
 
     def expected_size(self, batch: Tensor) -> float:
         """B, whatever the batch."""
@@ -88,7 +96,7 @@ class Poisson:
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self._random.bit_generator.state = _numbers(state)
-        self._batches = []
+        self._batches = ()
         if state["at"]:
             self._draw()
         self._at = state["at"]

@@ -71,7 +71,7 @@ class Step(NamedTuple):
         norms: ‖g_i‖, 0 where it is not finite.  # [sample]
         weights: γ_i.  # [sample]
         group: [sample]
-        clamped: where the rule broke its bound and was held to it.  # [sample], bool
+        clamped: where the rule broke its bound and was held to it; None: nowhere.  # [sample], bool
         finite: where the gradient is finite; None: everywhere.  # [sample], bool
         clipped_sum: Σ γ_i g_i before noise.  # [parameter]
         B: the public expected batch size.
@@ -86,7 +86,7 @@ class Step(NamedTuple):
     norms: Tensor
     weights: Tensor
     group: Tensor
-    clamped: Tensor
+    clamped: Tensor | None
     finite: Tensor | None
     clipped_sum: Tensor
     B: float
@@ -125,7 +125,7 @@ def step(
     now, following = rule.observe(noisy, B, state)
     clipped_sum, S = batch.clipped_sum(now)
     noisy = release("gradient", clipped_sum, sensitivity=S, multiplier=rule.sigma)
-    gradient = noisy / B if noisy is clipped_sum else noisy.div_(B)  # in clear, it is the same tensor
+    gradient = noisy * (1 / B) if noisy is clipped_sum else noisy.mul_(1 / B)  # in clear, it is the same tensor
     return batch.seen(Public(gradient, now, following, S, release.multipliers), clipped_sum, B, t)
 
 
@@ -155,7 +155,7 @@ class _Batch:
         self._look: _Look | None = None
         self._now: Tensor | None = None  # what the following were clipped with
         self._S: float | Tensor = 0.0
-        self._clipped: tuple[Tensor, Tensor, Tensor] | None = None  # sum, weights, clamped
+        self._clipped: tuple[Tensor, Tensor, Tensor | None] | None = None  # sum, weights, clamped
 
     @property
     def look(self) -> _Look:
@@ -195,8 +195,8 @@ class _Batch:
         look, (_, weights, clamped) = self.look, self._clipped
         losses, norms, group, finite, real = look.losses, look.norms, look.group, look.finite, look.real
         if real is not None:
-            losses, norms, weights, group, clamped = (x[real] for x in (losses, norms, weights, group, clamped))
-            finite = None if finite is None else finite[real]
+            losses, norms, weights, group = (x[real] for x in (losses, norms, weights, group))
+            finite, clamped = (None if mask is None else mask[real] for mask in (finite, clamped))
         return Step(
             public, losses, norms, weights, group, clamped, finite, clipped_sum, B, _Sums(self, real), self._guard,
             self._tape.model, t,
@@ -216,15 +216,15 @@ class _Batch:
             light.append(look._replace(gradients=None))
         self._look = _stitched(light, self._state.new_zeros(0))
 
-    def _joined(self, found: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    def _joined(self, found: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Sum, weights and clamped of all chunks."""
         if len(found) == 1:
             return found[0]
         if not found:
-            none = self._state.new_zeros(0)
-            return self._tape.layout.join({}), none, none.bool()
+            return self._tape.layout.join({}), self._state.new_zeros(0), None
         sums, weights, clamped = zip(*found, strict=True)
-        return torch.stack(sums).sum(dim=0), torch.cat(weights), torch.cat(clamped)
+        held = _mask(clamped, weights, filled=False)
+        return torch.stack(sums).sum(dim=0), torch.cat(weights), held
 
 
 class _Sums:
@@ -245,8 +245,9 @@ def _look(tape: AnyTape, chunk: Chunk) -> _Look:
     """Through the model and back; a sample whose loss or gradient is not finite is blanked out."""
     _seed(chunk)
     gradients = tape(chunk.x, chunk.y)
-    losses, norms, finite = gradients.losses, gradients.norms(), None
-    if not math.isfinite(float(norms.sum()) + float(losses.sum())):  # this synchronises
+    losses, norms, finite = gradients.losses, gradients.norms(quick=True), None
+    if not math.isfinite(float(torch.dot(norms, norms)) + float(torch.dot(losses, losses))):  # this synchronises
+        norms = gradients.norms()
         finite = torch.isfinite(norms) & torch.isfinite(losses)
         gradients, norms = gradients.masked(finite), torch.where(finite, norms, 0.0)
     return _Look(gradients, losses, norms, chunk.group, finite, chunk.real)
@@ -257,16 +258,17 @@ def _stitched(looks: Sequence[_Look], nothing: Tensor) -> _Look:
     if not looks:
         return _Look(None, nothing, nothing, nothing.long(), None, None)
     losses, norms, group = (torch.cat([getattr(k, name) for k in looks]) for name in ("losses", "norms", "group"))
-    finite, real = (_mask([getattr(k, name) for k in looks], looks) for name in ("finite", "real"))
+    sizes = [k.group for k in looks]
+    finite, real = (_mask([getattr(k, name) for k in looks], sizes, filled=True) for name in ("finite", "real"))
     return _Look(None, losses, norms, group, finite, real)
 
 
-def _mask(masks: Sequence[Tensor | None], looks: Sequence[_Look]) -> Tensor | None:
-    """The masks of all chunks as one; None stands for everything."""
+def _mask(masks: Sequence[Tensor | None], like: Sequence[Tensor], *, filled: bool) -> Tensor | None:
+    """The masks of all chunks as one; None stands for `filled` everywhere."""
     if all(mask is None for mask in masks):
         return None
-    pairs = zip(masks, looks, strict=True)
-    return torch.cat([torch.ones_like(k.group, dtype=torch.bool) if mask is None else mask for mask, k in pairs])
+    pairs = zip(masks, like, strict=True)
+    return torch.cat([torch.full_like(x, filled, dtype=torch.bool) if mask is None else mask for mask, x in pairs])
 
 
 def _seed(chunk: Chunk) -> None:

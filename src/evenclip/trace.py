@@ -26,8 +26,8 @@ from evenclip.step import Step
 __all__ = ["Trace"]
 
 Row = dict[str, Any]
-# losses, norms, weights, group, clamped, finite (None: everywhere), each [sample]; and the step's `now`
-_Columns = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
+# losses, norms, weights, group, each [sample]; clamped (None: nowhere), finite (None: everywhere); the step's `now`
+_Columns = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]
 
 
 class Trace:
@@ -55,14 +55,17 @@ class Trace:
     def _means(self, steps: Sequence[_Columns]) -> Row:
         """Sums over the epoch, by group."""
         sizes = torch.tensor([step[0].shape[0] for step in steps])
-        columns = zip(*(step[:5] for step in steps), strict=True)
-        losses, norms, weights, group, clamped = (torch.cat(column).cpu() for column in columns)
+        columns = zip(*(step[:3] for step in steps), strict=True)
+        losses, norms, weights = (torch.cat(column).cpu() for column in columns)
+        several = self._groups > 1
+        group = torch.cat([step[3] for step in steps]).cpu() if several else torch.zeros(len(losses), dtype=torch.int64)
         resting = self._guard.resting(torch.stack([step[6] for step in steps]), self._groups).cpu()  # [step, group]
-        clipped = weights < resting[torch.arange(len(steps)).repeat_interleave(sizes), group]
+        own = resting.repeat_interleave(sizes, dim=0)  # of each sample's step  [sample, group]
+        clipped = weights < (own.gather(1, group.unsqueeze(1))[:, 0] if several else own[:, 0])
         seen, finite = len(losses), _finite(steps)
         if finite is not None:
             losses, norms, clipped, group = losses[finite], norms[finite], clipped[finite], group[finite]
-        counts = torch.bincount(group, minlength=self._groups)
+        counts = torch.bincount(group, minlength=self._groups) if several else torch.tensor([len(losses)])
         return {
             "samples": seen,
             "loss": self._mean(losses, group, counts),
@@ -71,11 +74,14 @@ class Trace:
             "clip_fraction": int(clipped.sum()) / len(clipped) if len(clipped) else None,
             "non_finite": seen - len(losses),
             "empty_batches": int((sizes == 0).sum()),
-            "clamped": int(clamped.sum()),
+            "clamped": sum(int(step[4].sum()) for step in steps if step[4] is not None),
         }
 
     def _mean(self, values: Tensor, group: Tensor, counts: Tensor) -> list[float | None]:
-        sums = torch.bincount(group, weights=values, minlength=self._groups)  # added up in float64
+        if self._groups == 1:
+            sums = values.sum(dim=0, keepdim=True, dtype=torch.float64)
+        else:
+            sums = torch.bincount(group, weights=values, minlength=self._groups)  # added up in float64
         return [float(s / n) if n else None for s, n in zip(sums, counts, strict=True)]
 
     def state(self) -> dict[str, Any]:
@@ -93,5 +99,6 @@ def _finite(steps: Sequence[_Columns]) -> Tensor | None:
     masks = [step[5] for step in steps]
     if all(mask is None for mask in masks):
         return None
-    filled = [torch.ones_like(step[4]) if mask is None else mask for step, mask in zip(steps, masks, strict=True)]
+    pairs = zip(steps, masks, strict=True)
+    filled = [torch.ones_like(step[0], dtype=torch.bool) if mask is None else mask for step, mask in pairs]
     return torch.cat(filled).cpu()

@@ -134,7 +134,7 @@ def fit(
         check.natural(checkpoint_every=checkpoint_every)
     _start(run, folder, resume)
     records = _train(run, folder, checkpoint_every, observers, Progress(run.settings.steps, progress))
-    run.model.zero_grad(set_to_none=True)
+    run.close()
     for trained, given in zip(run.model.modules(), model.modules(), strict=True):
         trained.training = given.training
     return Result(run.model, run.settings, run.ledger, run.state.cpu(), run.trace.rows, records)

@@ -156,3 +156,71 @@ def test_products_of_fewer_bits_are_accounted_for(precision, unit, tapes, number
         finally:
             torch.set_float32_matmul_precision(before)
     assert (norms >= found.norms() + 2 * unit * sizes).all()
+
+
+# Several layers measured together, in float32 ------------------------------------------------------------------------
+
+
+def layers_of(scales, data):
+    """Layers of one position with inputs and δ of very different sizes, zeros among them."""
+    found = []
+    for i, (size_a, size_delta) in enumerate(scales):
+        d, p = data.draw(st.sampled_from([(1, 1), (3, 2), (700, 5), (9, 1024)]), label=f"shape {i}")
+        seed = data.draw(st.integers(0, 2**16), label=f"seed {i}")
+        random = torch.Generator().manual_seed(seed)
+        a, delta = torch.randn(6, d, generator=random), torch.randn(6, p, generator=random)
+        delta[0], a[1] = 0.0, 0.0
+        found.append(linear.OnePosition(a * size_a, delta * size_delta, ("weight", "bias")))
+    return found
+
+
+def lengths_of_what_is_added(layers):
+    """‖g_i‖ from the gradients themselves, formed in float64.  # [sample]"""
+    each = [g.double().flatten(1) for layer in layers for g in layer.per_sample().values()]
+    return torch.cat(each, dim=1).norm(dim=1)
+
+
+SIZES = st.sampled_from([0.0, 1e-38, 1e-25, 1e-20, 1e-10, 1e-3, 1.0, 1e4, 1e15])
+
+
+@few
+@given(data=st.data(), scales=st.lists(st.tuples(SIZES, SIZES), min_size=1, max_size=4))
+def test_a_quick_norm_is_never_too_small(scales, data):
+    layers = layers_of(scales, data)
+    assert all(layer.is_quick for layer in layers)
+    quick, exact = linear.quick_square_norms(layers).sqrt(), lengths_of_what_is_added(layers)
+    assert (quick >= exact).all()
+    longest = max((float(size_a) for size_a, _ in scales), default=0.0) * 40
+    assert (quick <= exact * 1.001 + 2.0**-49 * (1 + longest) * len(layers)).all()
+
+
+def test_without_a_shortest_length_squares_would_be_lost(monkeypatch):
+    layer = linear.OnePosition(torch.ones(1, 3), torch.full((1, 2), 1e-25), ("weight", "bias"))
+    exact = lengths_of_what_is_added([layer])
+    assert linear.quick_square_norms([layer, layer]).sqrt() >= exact * 2**0.5
+    monkeypatch.setattr(linear, "_SHORTEST", 0.0)
+    assert linear.quick_square_norms([layer, layer]).sqrt() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("a", "delta", "names"),
+    [
+        (torch.ones(2, 1025), torch.ones(2, 3), ("weight", "bias")),
+        (torch.ones(2, 4), torch.ones(2, 3), ("weight",)),
+        (torch.ones(2, 4), torch.ones(2, 3), ("bias",)),
+        (torch.ones(2, 4).double(), torch.ones(2, 3).double(), ("weight", "bias")),
+        (torch.ones(2, 4).bfloat16(), torch.ones(2, 3).bfloat16(), ("weight", "bias")),
+    ],
+    ids=["wide", "no bias", "no weight", "float64", "bfloat16"],
+)
+def test_what_the_quick_way_does_not_take(a, delta, names):
+    assert not linear.OnePosition(a, delta, names).is_quick
+
+
+def test_quick_norms_of_a_model_mix_both_ways(numbers):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5, bias=False), nn.LayerNorm(5), nn.Linear(5, 3))
+    x, y = numbers(0, 7, 4).float(), numbers(1, 7, 3).float()
+    with plan(model, against, x, y).listening() as tape:
+        found = tape(x, y)
+    torch.testing.assert_close(found.norms(quick=True), found.norms(), rtol=1e-5, atol=0)
+    assert (found.norms(quick=True) >= found.per_sample().double().norm(dim=1)).all()

@@ -213,7 +213,9 @@ def bound(rule, now):
 
 
 def weights(rule, b, keep=None):
-    return Guarded(rule).weights(b.norms, b.group, b.now, rule.sensitivity(b.now), keep)
+    """The weights, and where the rule was held to its bound, spelled out."""
+    held, lies = Guarded(rule).weights(b.norms, b.group, b.now, rule.sensitivity(b.now), keep)
+    return held, torch.zeros_like(held, dtype=torch.bool) if lies is None else lies
 
 
 def statistics(rule, b, keep=None):

@@ -262,3 +262,22 @@ def test_it_may_be_among_the_rows_that_the_model_is_checked_on(toy, rows):
     result = fit(toy.mlp(), data, rule=DPSGD(), batch_size=8, epochs=2, lr=0.1, seed=0)
     assert torch.isfinite(toy.vector(result.model)).all()
     assert sum(row["non_finite"] for row in result.trace) > 0
+
+
+def test_a_gradient_that_is_only_too_long_for_float32_squares_is_clipped_and_not_dropped():
+    """‖a‖² overflows in float32, ‖a‖ does not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2))
+    x = torch.randn(8, 3)
+    x[0] = torch.tensor([1e20, 0.0, 0.0])
+    with torch.no_grad():
+        model[0].weight[:, 0] = 1e-20  # so that the sigmoid is not saturated
+    found = []
+    fit(
+        model, (x, torch.arange(8) % 2), rule=DPSGD(C0=1.0, sigma=1.0), q=1.0, batch_size=8, steps=1, lr=0.1,
+        seed=0, delta=1e-2, observers=[found.append],
+    )  # fmt: skip
+    (step,) = found
+    assert step.finite is None or step.finite.all()
+    assert 1e17 < float(step.norms[0]) < 1e21
+    assert float(step.weights[0]) == pytest.approx(1 / float(step.norms[0]))

@@ -82,7 +82,7 @@ class _Unknown:
 
 def _count(target: Any) -> int:
     """Number of samples."""
-    return len(torch.utils._pytree.tree_leaves(target)[0])
+    return int((target if isinstance(target, Tensor) else torch.utils._pytree.tree_leaves(target)[0]).shape[0])
 
 
 def _wrong_shape(values: Tensor, target: Any) -> ValueError:

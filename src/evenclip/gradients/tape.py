@@ -14,7 +14,7 @@ so what is audited is what was trained.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from evenclip.gradients.anylayer import AnyLayer, Mode
 from evenclip.gradients.axis import Axis
 from evenclip.gradients.layers import Formed, LayerGradient
-from evenclip.gradients.layers.linear import operands
+from evenclip.gradients.layers.linear import OnePosition, operands, quick_square_norms
 from evenclip.gradients.losses import Loss
 
 __all__ = [
@@ -96,8 +96,24 @@ class Layout:
         """Numbers in all of them."""
         return sum(self.sizes)
 
+    @cached_property
+    def roundoff(self) -> float:
+        """The unit roundoff of the parameters."""
+        return torch.finfo(self.blank.dtype).eps / 2
+
+    @property
+    def rounding_up(self) -> float:
+        """What makes a norm an upper bound on what the sum adds: the roundings of weight · input · δ, sixteen unit
+        roundoffs.
+
+        Where somebody has allowed products of fewer bits (TF32), it is sixteen of theirs.
+        """
+        return 1 + 16 * max(self.roundoff, operands(self.blank))
+
     def join(self, parts: dict[str, Tensor]) -> Tensor:
         """One vector; a parameter that no sample touched is 0.  # [size]"""
+        if len(parts) == len(self.names):
+            return torch.cat([parts[name].reshape(-1) for name in self.names]) if parts else self.blank
         pieces = [
             parts[name].reshape(-1) if name in parts else self.blank.new_zeros(size)
             for name, size in zip(self.names, self.sizes, strict=True)
@@ -158,19 +174,17 @@ class Record(NamedTuple):
         both = keep if self.keep is None else keep & self.keep
         return self._replace(inputs=spec.unflatten(leaves), deltas=tuple(deltas), keep=both)
 
-    def gradient(self, n: int, names: Sequence[str]) -> LayerGradient:
+    def gradient(self, n: int, names: Collection[str]) -> LayerGradient:
         """This call's part of every sample's gradient, for those parameters (the unit's own names)."""
-        found = self._gradient(n, names)
+        unit = self.unit
+        if unit.formula is not None:
+            a, delta = unit.inputs[0].first(self.inputs, n), unit.outputs[0].first(self.deltas[0], n)
+            found = unit.formula(unit.module, a, delta, names)
+        else:
+            layer = AnyLayer(unit.module, unit.inputs, unit.outputs, unit.picks, unit.mode)
+            found = Formed(layer(self.inputs, self.deltas, list(names), n)[0])
         # Inputs of 0 may have a gradient of NaN (x / ‖x‖), and δ = 0 does not help against it.
         return found if self.keep is None or not isinstance(found, Formed) else found.masked(self.keep)
-
-    def _gradient(self, n: int, names: Sequence[str]) -> LayerGradient:
-        unit = self.unit
-        if unit.formula is None:
-            layer = AnyLayer(unit.module, unit.inputs, unit.outputs, unit.picks, unit.mode)
-            return Formed(layer(self.inputs, self.deltas, names, n)[0])
-        a = unit.inputs[0].first(self.inputs, n)
-        return unit.formula(unit.module, a, unit.outputs[0].first(self.deltas[0], n), names)
 
 
 @dataclass(frozen=True)
@@ -188,7 +202,7 @@ class Whole:
         """The same with 0 in the places of samples that are not kept."""
         return Whole({name: Axis().zeroed(g, keep) for name, g in self.each.items()})
 
-    def gradient(self, n: int, names: Sequence[str]) -> LayerGradient:
+    def gradient(self, n: int, names: Collection[str]) -> LayerGradient:
         """The formed gradients of those parameters."""
         del n
         return Formed({name: self.each[name] for name in names})
@@ -199,10 +213,6 @@ class Part(NamedTuple):
 
     gradient: LayerGradient
     names: dict[str, str]
-
-    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        """The model's name -> Σ_i weights_i · g_i."""
-        return {self.names[own]: g for own, g in self.gradient.weighted_sum(weights).items()}
 
 
 class PerSample:
@@ -222,8 +232,8 @@ class PerSample:
         terms.
         """
         n, uses = self.losses.shape[0], _uses(self.records)
-        if all(times == 1 for times in uses.values()):
-            return tuple(Part(r.gradient(n, list(r.parameters)), r.parameters) for r in self.records)
+        if max(uses.values(), default=1) == 1:
+            return tuple([Part(r.gradient(n, r.parameters), r.parameters) for r in self.records])
         parts, shared = [], dict[str, Tensor]()
         for record in self.records:
             names = record.parameters
@@ -238,19 +248,29 @@ class PerSample:
         parts.append(Part(Formed(shared), {name: name for name in shared}))
         return tuple(parts)
 
-    def norms(self) -> Tensor:
-        """‖g_i‖ over all trainable parameters, rounded up.  # [sample], float64"""
+    def norms(self, *, quick: bool = False) -> Tensor:
+        """‖g_i‖ over all trainable parameters, rounded up.  # [sample], float64
+
+        Args:
+            quick: in fewer operations, where that is possible: longer by a hair, and infinite where float32 overflows.
+        """
         if not self.parts:
             return torch.zeros_like(self.losses, dtype=torch.float64)
-        squares = [part.gradient.square_norms() for part in self.parts]
+        layers = [part.gradient for part in self.parts]
+        together = [g for g in layers if isinstance(g, OnePosition) and g.is_quick] if quick and len(layers) > 1 else []
+        squares = [quick_square_norms(together)] if together else []
+        if len(together) < len(layers):
+            squares += [g.square_norms() for g in layers if g not in together]
         total = squares[0] if len(squares) == 1 else torch.stack(squares).sum(dim=0)
-        return total.sqrt() * _rounding_up(self.layout.blank)
+        return total.sqrt_().mul_(self.layout.rounding_up)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Σ_i weights_i · g_i as one vector.  weights: [sample] -> [parameter]"""
+        weights = weights.to(self.layout.blank.dtype)
         total: dict[str, Tensor] = {}
-        for part in self.parts:
-            total |= part.weighted_sum(weights)
+        for gradient, names in self.parts:
+            for own, summed in gradient.weighted_sum(weights).items():
+                total[names[own]] = summed
         return self.layout.join(total)
 
     def per_sample(self) -> Tensor:
@@ -273,15 +293,6 @@ def _uses(records: Sequence[Record | Whole]) -> dict[str, int]:
         for full in record.parameters.values():
             uses[full] = uses.get(full, 0) + 1
     return uses
-
-
-def _rounding_up(like: Tensor) -> float:
-    """What makes a norm an upper bound on what the sum adds: the roundings of weight · input · δ, sixteen unit
-    roundoffs.
-
-    Where somebody has allowed products of fewer bits (TF32), it is sixteen of theirs.
-    """
-    return 1 + 16 * max(torch.finfo(like.dtype).eps / 2, operands(like))
 
 
 class _Heard(NamedTuple):
@@ -339,10 +350,13 @@ class Tape:
             self._heard = None
         edges = [edge for h in heard for edge in h.edges]
         # Each sample's loss counts once: the derivative of Σ_i ℓ_i, without adding them up.
-        ones = torch.ones_like(losses)
-        deltas = iter(torch.autograd.grad(losses, edges, ones, allow_unused=True) if edges else ())
-        arrived = [(h, [next(deltas) for _ in h.edges]) for h in heard]
-        records = [h.record(mine) for h, mine in arrived if any(delta is not None for delta in mine)]
+        deltas = torch.autograd.grad(losses, edges, torch.ones_like(losses), allow_unused=True) if edges else ()
+        if len(edges) == len(heard):  # layers with one output each, all of them or nearly
+            records = [h.record((d,)) for h, d in zip(heard, deltas, strict=True) if d is not None]
+        else:
+            coming = iter(deltas)
+            arrived = [(h, [next(coming) for _ in h.edges]) for h in heard]
+            records = [h.record(mine) for h, mine in arrived if any(delta is not None for delta in mine)]
         return PerSample(losses.detach(), records, self.layout)
 
     def _losses(self, x: Any, y: Any) -> Tensor:
@@ -356,7 +370,14 @@ class Tape:
         if self._heard is None:
             return output
         if unit.formula is not None and unit.outputs:
-            return self._hear_layer(unit, args[0] if args else next(iter(kwargs.values())), output)
+            a = args[0] if args else next(iter(kwargs.values()))
+            if unit.outputs[0].at is None:
+                # All samples share this output (a table of positions). Each gets its own view of it, and so its own δ.
+                output = unit.outputs[0].first(output, self._n)
+                unit = replace(unit, outputs=(Axis(),))
+            if output.requires_grad:
+                self._heard.append(_Heard(unit, a.detach(), [get_gradient_edge(output)], [], []))
+            return output
         found = [o for o in tree_leaves(output) if isinstance(o, Tensor) and o.requires_grad]
         if found and not unit.outputs:
             raise RuntimeError(
@@ -370,17 +391,6 @@ class Tape:
             blanks = [o.detach().new_empty(0) for o in found]
             inputs = tree_map(detached, (args, kwargs))
             self._heard.append(_Heard(unit, inputs, edges, blanks, [o.shape for o in found]))
-        return output
-
-    def _hear_layer(self, unit: Unit, a: Tensor, output: Tensor) -> Tensor:
-        """The same for a layer with a formula, which has one input and one output."""
-        assert self._heard is not None
-        if unit.outputs[0].at is None:
-            # All samples share this output (a table of positions). Each gets its own view of it, and so its own δ.
-            output = unit.outputs[0].first(output, self._n)
-            unit = replace(unit, outputs=(Axis(),))
-        if output.requires_grad:
-            self._heard.append(_Heard(unit, a.detach(), [get_gradient_edge(output)], [], []))
         return output
 
 

@@ -77,13 +77,14 @@ class DPSGDGlobalAdapt(Rule):
         return torch.tensor(self.Z0, dtype=torch.float64)
 
     def statistic(self, norm: Tensor, group: Tensor, state: Tensor) -> Tensor:
-        """Whether the norm is above τZ.  # [1], bool"""
+        """Whether the norm is above τZ.  # [], bool"""
         del group
-        return (norm > self.tau * state).unsqueeze(-1)
+        return norm > self.tau * state
 
     def observe(self, noisy: Tensor, B: float, state: Tensor) -> tuple[Tensor, Tensor]:
         """Z now, and Z · exp(−η_Z + b̃) for the next step."""
-        return state, (noisy[0] / B - self.eta_Z).exp().mul(state).clamp(1e-12, 1e12)
+        exponent = torch.rsub(noisy.select(0, 0), -self.eta_Z, alpha=-1 / B)  # −η_Z + b̃ in one operation
+        return state, exponent.exp_().mul(state).clamp(1e-12, 1e12)
 
     def sensitivity(self, now: Tensor) -> float:  # noqa: D102
         del now
@@ -91,4 +92,4 @@ class DPSGDGlobalAdapt(Rule):
 
     def weight(self, norm: Tensor, group: Tensor, now: Tensor) -> Tensor:  # noqa: D102
         del group
-        return self.C0 / torch.maximum(norm, now)
+        return torch.maximum(norm, now).reciprocal_().mul_(self.C0)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -52,9 +53,9 @@ class Guarded:
             keep: [sample], bool; None keeps all
         """
         each = self._map(self.rule.statistic, norms, group, state)
+        if each.dtype == torch.bool and each.ndim == 1:  # a yes or no is no longer than 1
+            return (each if keep is None else each & keep).sum(dim=0, keepdim=True, dtype=torch.float64)
         each = each.unsqueeze(1) if each.ndim == 1 else each if each.ndim == 2 else each.flatten(1)  # [sample, m]
-        if each.dtype == torch.bool and each.shape[1] == 1:  # a yes or no is no longer than 1
-            return (each if keep is None else each & keep.unsqueeze(1)).sum(dim=0, dtype=torch.float64)
         each = each.to(torch.float64)
         if each.numel() == 0:
             return each.new_zeros(each.shape[1])
@@ -68,23 +69,18 @@ class Guarded:
 
     def weights(
         self, norms: Tensor, group: Tensor, now: Tensor, S: float | Tensor, keep: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """γ_i with |γ_i| · norms_i ≤ S, and which of them had to be held to it.  # [sample] float64, [sample] bool"""
+    ) -> tuple[Tensor, Tensor | None]:
+        """γ_i with |γ_i| · norms_i ≤ S, and which of them had to be held to it (None: the rule is seen to have kept
+        its word).  # [sample] float64, [sample] bool
+        """
         raw = self._map(self.rule.weight, norms, group, now).to(torch.float64)
         lengths = norms.clamp(min=_SHORTEST)
-        if (
-            raw.shape[0]
-            and _readable(raw)
-            and float(torch.linalg.vector_norm(raw * lengths, ord=math.inf)) <= S * _ROUNDING
-        ):
-            held, clamped = raw, torch.zeros_like(raw, dtype=torch.bool)  # the rule kept its word
-        else:
-            raw = raw.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-            clamped = (raw * lengths).abs() > S * _ROUNDING
-            held = torch.where(clamped, raw.sign() * (S / lengths), raw)
-        if keep is not None:
-            held, clamped = torch.where(keep, held, 0.0), clamped & keep
-        return held, clamped
+        if _readable(raw) and raw.shape[0] and _longest(raw * lengths) <= S * _ROUNDING:  # NaN is not
+            return (raw if keep is None else torch.where(keep, raw, 0.0)), None
+        raw = raw.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        clamped = (raw * lengths).abs() > S * _ROUNDING
+        held = torch.where(clamped, raw.sign() * (S / lengths), raw)
+        return (held, clamped) if keep is None else (torch.where(keep, held, 0.0), clamped & keep)
 
     def resting(self, nows: Tensor, groups: int) -> Tensor:
         """The weight of a zero gradient, for each step's `now` and each group; a smaller one is clipped.
@@ -96,7 +92,7 @@ class Guarded:
         weights: Tensor = torch.func.vmap(each_group, in_dims=(None, None, 0))(zero, group, nows)
         return weights.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
-    @property
+    @cached_property
     def _at_once(self) -> bool:
         """Whether the rule is called on the whole batch: only our own, which tests prove to do the same to each sample.
 
@@ -112,6 +108,11 @@ class Guarded:
             one = method(norms.new_zeros(()), group.new_zeros(()), public)
             return one.new_zeros((0, *one.shape))
         return torch.func.vmap(method, in_dims=(0, 0, None))(norms, group, public)
+
+
+def _longest(x: Tensor) -> float:
+    """The largest |x|."""
+    return float(torch.linalg.vector_norm(x, ord=math.inf))
 
 
 def _readable(x: Tensor) -> bool:

@@ -70,7 +70,7 @@ def square_sums(x: Tensor) -> Tensor:
     """
     flat = x if x.ndim == 2 else x.unsqueeze(1).flatten(1)
     lengths: Tensor = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
-    return lengths.square()
+    return lengths.square_()
 
 
 def sum_square_norms(delta: Tensor) -> Tensor:

@@ -1,0 +1,72 @@
+"""From the noisy gradient to the next parameters, by any torch optimiser. Post-processing: it costs no privacy.
+
+An optimiser that treats every number alike takes its step on all parameters at once: while training runs, they lie side
+by side in one vector, which is the only parameter that the optimiser knows. Others get them one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from evenclip.gradients import Layout
+
+__all__ = ["Update"]
+
+# Each number's step depends on that number's own gradients alone, so that parameters may be joined.
+_ELEMENTWISE = tuple(
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD")
+)
+
+
+class Update:
+    """The optimiser of a run, and the parameters it moves.
+
+    Attributes:
+        optimizer: for schedulers and checkpoints.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, make: Callable[..., Optimizer], lr: float) -> None:
+        self._layout, self._parameters = layout, [p for p in model.parameters() if p.requires_grad]
+        self._joined = self._join() if _is_elementwise(make) and _are_alike(self._parameters) else None
+        self.optimizer = make(self._parameters if self._joined is None else [self._joined], lr=lr)
+
+    def __call__(self, gradient: Tensor) -> None:
+        """Move the parameters along this gradient [parameter], which is not kept or changed."""
+        if self._joined is not None:
+            self._joined.grad = gradient
+        else:
+            for parameter, part in zip(self._parameters, self._layout.split(gradient).values(), strict=True):
+                parameter.grad = part.to(parameter, copy=True)
+        self.optimizer.step()
+
+    def close(self) -> None:
+        """Give each parameter memory of its own again, and no gradient."""
+        for parameter in self._parameters:
+            parameter.grad = None
+            if self._joined is not None:
+                parameter.data = parameter.data.clone()
+
+    def _join(self) -> nn.Parameter | None:
+        """All parameters in one vector, of which each becomes a view."""
+        with torch.no_grad():
+            vector = torch.cat([parameter.reshape(-1) for parameter in self._parameters])
+        for parameter, view in zip(self._parameters, self._layout.split(vector).values(), strict=True):
+            parameter.data = view
+        return nn.Parameter(vector)
+
+
+def _is_elementwise(make: Callable[..., Optimizer]) -> bool:
+    """Whether these are torch's own, with options: somebody's own function may look at the parameters."""
+    return (make.func if isinstance(make, partial) else make) in _ELEMENTWISE
+
+
+def _are_alike(parameters: list[nn.Parameter]) -> bool:
+    """Whether they can lie in one vector, and there are any."""
+    kinds = {(type(p), p.dtype, p.device, p.layout) for p in parameters}
+    return len(kinds) == 1 and kinds.pop()[0] is nn.Parameter
