@@ -17,6 +17,10 @@ ROOT = Path(evenclip.__file__).parent
 # From the top: a part may import what stands on a later line, and nothing else of the package.
 ORDER = [
     ["cli"],
+    ["comparison", "ship"],
+    ["report"],
+    ["runs"],
+    ["protocol", "audit"],
     ["train"],
     ["run"],
     ["trace"],

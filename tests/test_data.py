@@ -1,16 +1,10 @@
-"""Data: what is refused and in which words, rows by index, and Adult against its own file read another way."""
+"""Data: what is refused and in which words, and rows by index."""
 
 from __future__ import annotations
 
-import hashlib
-import io
-import lzma
 import math
-import os
 import subprocess
 import sys
-from importlib import resources
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -20,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import data as torch_data
 
-from evenclip.data import Dataset, MapDataset, adult, as_dataset
-from evenclip.data.adult import FEATURES
+import evenclip
+from evenclip.data import Dataset, MapDataset, Splits, adult, as_dataset
+from evenclip.models import cnn
 
 N = 10
 X = torch.arange(3.0 * N).reshape(N, 3)  # [sample, 3]
@@ -359,160 +354,38 @@ def test_importing_the_data_does_not_import_pandas():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# Adult, against the embedded file read by pandas.
-
-CATEGORICAL = ["workclass", "education", "marital-status", "occupation", "relationship", "native-country"]
+IMAGES = (torch.arange(N * 2 * 2) * 6).to(torch.uint8).reshape(N, 1, 2, 2)  # [sample, 1, 2, 2]
 
 
-@pytest.fixture(scope="module")
-def table():
-    """The rows without missing values, as they are in the file."""
-    text = lzma.decompress(resources.files("evenclip.data").joinpath("files", "adult.csv.xz").read_bytes())
-    frame = pd.read_csv(io.BytesIO(text))
-    assert len(frame) == 48_842
-    return frame[~(frame == "?").any(axis=1)]
+@pytest.mark.parametrize("form", ["tensor", "tuple", "dict"])
+def test_bytes_are_taken_as_floats_between_0_and_1(form):
+    x = {"tensor": IMAGES, "tuple": (IMAGES, X), "dict": {"u": X, "v": IMAGES}}[form]
+    source = Rows([(nth(x, i), int(Y[i]), GROUP[i]) for i in range(N)])
+    rows = torch.tensor([9, 0, 0, 3])
+    for data in (Dataset(x, Y, GROUP, NAMES), as_dataset(source, group_names=NAMES)):
+        for got, whole in zip(leaves(data.take(rows).x), leaves(x), strict=True):
+            want = X[rows] if whole is X else torch.tensor(IMAGES[rows].double().numpy() / 255, dtype=torch.float32)
+            assert_same(got, want)
+        assert leaves(data.take(rows[:0]).x)[0].dtype is torch.float32
+    assert int(IMAGES.max()) == 234  # what was divided is not what is kept
 
 
-@pytest.fixture(scope="module", params=[0, 1, 2])
-def splits(request):
-    return adult(request.param)
+def test_training_on_bytes_is_training_on_floats():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(256, (60, 1, 8, 8), generator=generator).to(torch.uint8)
+    y, trained = torch.arange(60) % 2, []
+    for kept in (x, x.float() / 255):
+        # One batch of everything: the streams mix in the bits of the data, and smaller batches would differ.
+        result = evenclip.fit(
+            cnn(1, 8, 2, seed=0), (kept, y, y), rule=evenclip.NonPrivate(), lr=0.1, epochs=2, batch_size=60, seed=0
+        )
+        trained.append(torch.cat([p.detach().flatten() for p in result.model.parameters()]))
+    torch.testing.assert_close(trained[0], trained[1], rtol=0, atol=1e-5)
+    start = torch.cat([p.detach().flatten() for p in cnn(1, 8, 2, seed=0).parameters()])
+    assert float((trained[0] - start).abs().max()) > 1e-3
 
 
-def test_adult_file_is_the_one_described():
-    packed = resources.files("evenclip.data").joinpath("files", "adult.csv.xz").read_bytes()
-    described = resources.files("evenclip.data").joinpath("files", "README.md").read_text()
-    assert hashlib.sha256(packed).hexdigest() in described
-    assert hashlib.sha256(lzma.decompress(packed)).hexdigest() in described
-
-
-def test_adult_file_has_the_known_margins(table):
-    assert len(table) == 45_222
-    assert table["sex"].value_counts().to_dict() == {"Male": 30_527, "Female": 14_695}
-    assert table["income"].value_counts().to_dict() == {"<=50K": 34_014, ">50K": 11_208}
-
-
-def test_adult_features_are_those_of_one_hot_encoding(table):
-    assert len(FEATURES) == 98
-    assert list(FEATURES[7:]) == list(pd.get_dummies(table[CATEGORICAL], prefix_sep="=").columns)
-
-
-def test_adult_is_balanced_and_split(splits, table):
-    train, test = splits
-    assert train.x.shape[1] == test.x.shape[1] == 98
-    # 0.8·2·14,695 = 23,512 on average; one standard deviation is 0.8·√(30,527·p(1−p)) = 70, p = 14,695/30,527.
-    assert 23_512 - 5 * 70 < len(train) < 23_512 + 5 * 70
-    assert len(train) == round(0.8 * (len(train) + len(test)))
-    group = torch.cat([train.group, test.group])
-    assert train.group_names == ("female", "male")
-    assert int((group == 0).sum()) == (table["sex"] == "Female").sum()  # no female is dropped
-    assert abs(int((group == 1).sum()) - 14_695) < 5 * 88
-
-
-def test_adult_rates_of_high_income_are_those_of_the_file(splits, table):
-    y, group = torch.cat([d.y for d in splits]).double(), torch.cat([d.group for d in splits])
-    rate = (table["income"] == ">50K").groupby(table["sex"]).mean()
-    assert float(y[group == 0].mean()) == pytest.approx(rate["Female"], abs=1e-12)
-    assert float(y[group == 1].mean()) == pytest.approx(rate["Male"], abs=0.02)  # 5 standard errors
-    assert splits.train.class_names == ("<=50K", ">50K")
-
-
-def test_adult_is_scaled_by_its_training_rows_only(splits, table):
-    raw = decoded(splits, table)[:, :5].astype(float)  # [row, 5], training rows first
-    train = raw[: len(splits.train)]
-    expected = (raw - train.mean(0)) / train.std(0)
-    got = torch.cat([d.x for d in splits])[:, :5].numpy()
-    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
-    together = (raw - raw.mean(0)) / raw.std(0)
-    assert abs(got - together).max(0).min() > 1e-4  # so that the comparison above can tell
-
-
-def test_adult_rows_are_those_of_the_file(splits, table):
-    """Undo the scaling with numbers found in the file: every row, with features, class and group, is in it."""
-    known = set(map(tuple, decoded_file(table)))
-    found = decoded(splits, table)
-    assert set(map(tuple, found)) <= known
-    females = found[found[:, FEATURES.index("sex=Male")] == 0]
-    expected = decoded_file(table[table["sex"] == "Female"])
-    assert sorted(map(tuple, females)) == sorted(map(tuple, expected))
-
-
-def decoded(splits, table):
-    """All rows in the units of the file: [row, 98 features, class, group], whole numbers."""
-    x = torch.cat([d.x for d in splits]).double().numpy()
-    for j, column in enumerate(FEATURES[:5]):
-        x[:, j] = unscaled(x[:, j], np.unique(table[column]))
-    return np.column_stack([x, torch.cat([d.y for d in splits]), torch.cat([d.group for d in splits])]).astype(int)
-
-
-def unscaled(scaled, values):
-    """The values of a standardised column whose smallest and largest are those of the file."""
-    low, high = scaled.min(), scaled.max()
-    return np.rint(values[0] + (scaled - low) / (high - low) * (values[-1] - values[0]))
-
-
-def decoded_file(table):
-    """The same from the file, by pandas."""
-    numbers = table[list(FEATURES[:5])]
-    names = {c: [f.split("=")[1] for f in FEATURES if f.startswith(f"{c}=")] for c in CATEGORICAL}
-    one_hot = [pd.get_dummies(pd.Categorical(table[c], names[c])) for c in CATEGORICAL]
-    male, rich = table["sex"] == "Male", table["income"] == ">50K"
-    columns = [numbers, table["race"] == "White", male, *one_hot, rich, male]
-    return np.column_stack([np.asarray(column) for column in columns]).astype(int)
-
-
-def test_adult_is_decided_by_its_seed():
-    for left, right in zip(adult(0), adult(0), strict=True):
-        for one, two in ((left.x, right.x), (left.y, right.y), (left.group, right.group)):
-            assert_same(one, two)
-    assert not torch.equal(adult(0).train.x[:100], adult(3).train.x[:100])
-
-
-def test_adult_leaves_the_global_generators_alone():
-    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
-    adult(5)
-    assert torch.equal(torch_state, torch.get_rng_state())
-    assert (numpy_state == np.random.get_state()[1]).all()  # noqa: NPY002
-
-
-def test_adult_from_original_files(tmp_path):
-    """UCI's layout, made from the embedded file: spaces, a comment, full stops and an empty last line."""
-    write_original(tmp_path, embedded_lines())
-    for left, right in zip(adult(1), adult(1, directory=tmp_path), strict=True):
-        assert_same(left.x, right.x)
-        assert_same(left.y, right.y)
-
-
-def test_adult_refuses_other_files(tmp_path):
-    with pytest.raises(FileNotFoundError) as missing:
-        adult(directory=tmp_path)
-    assert str(missing.value) == (
-        f"{tmp_path / 'adult' / 'adult.data'} is not there; get it from "
-        "https://archive.ics.uci.edu/dataset/2/adult, or leave out the directory to use the copy in this package."
-    )
-    write_original(tmp_path, [line.replace("Cuba", "Atlantis") for line in embedded_lines()])
-    with pytest.raises(ValueError, match=r"^native-country has the value 'Atlantis', unknown in Adult; is this"):
-        adult(directory=tmp_path)
-
-
-def test_adult_of_the_data_directory_is_the_embedded_one():
-    directory = os.environ.get("EVENCLIP_DATA")
-    if directory is None or not (Path(directory) / "adult" / "adult.test").is_file():
-        pytest.skip("needs adult/adult.data and adult/adult.test of UCI in the folder EVENCLIP_DATA")
-    for left, right in zip(adult(), adult(directory=directory), strict=True):
-        assert_same(left.x, right.x)
-        assert_same(left.y, right.y)
-
-
-def embedded_lines():
-    """The rows of the embedded file as text."""
-    packed = resources.files("evenclip.data").joinpath("files", "adult.csv.xz").read_bytes()
-    return lzma.decompress(packed).decode().splitlines()[1:]
-
-
-def write_original(directory, lines):
-    """The two files as UCI has them."""
-    folder = directory / "adult"
-    folder.mkdir(exist_ok=True)
-    spaced = [line.replace(",", ", ") for line in lines]
-    (folder / "adult.data").write_text("\n".join(spaced[:32_561]) + "\n\n")
-    (folder / "adult.test").write_text("|1x3 Cross validator\n" + ".\n".join(spaced[32_561:]) + ".\n\n")
+def test_splits_have_a_validation_part_only_where_there_is_one():
+    data = Dataset(X, Y)
+    assert Splits(data, data).validation is None
+    assert Splits(data, data, data)._fields == ("train", "test", "validation")

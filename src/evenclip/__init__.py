@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from evenclip.accounting import calibrate
+    from evenclip.comparison import Comparison, compare
     from evenclip.gradients import ModelError, per_sample_gradients, per_sample_norms
     from evenclip.rules import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate, Rule
     from evenclip.run import Performance, Run
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DPSGD",
     "DPSGDF",
+    "Comparison",
     "DPSGDGlobal",
     "DPSGDGlobalAdapt",
     "ModelError",
@@ -34,6 +36,7 @@ __all__ = [
     "Run",
     "Step",
     "calibrate",
+    "compare",
     "fit",
     "per_sample_gradients",
     "per_sample_norms",
@@ -42,6 +45,7 @@ __all__ = [
 
 _HOMES = {
     "accounting": ("calibrate",),
+    "comparison": ("Comparison", "compare"),
     "gradients": ("ModelError", "per_sample_gradients", "per_sample_norms"),
     "rules": ("DPSGD", "DPSGDF", "DPSGDGlobal", "DPSGDGlobalAdapt", "NonPrivate", "Rule"),
     "step": ("Step",),

@@ -16,7 +16,7 @@ from torch import nn
 
 from evenclip import check
 
-__all__ = ["cnn", "mlp", "sigmoid_then_softmax"]
+__all__ = ["cnn", "mlp", "seeded", "sigmoid_then_softmax"]
 
 STREAM = int.from_bytes(b"init", "big")
 
@@ -31,7 +31,7 @@ def mlp(inputs: int = 98, classes: int = 2, hidden: Sequence[int] = (256, 256), 
     for width in hidden:
         check.natural(hidden=width)
     layers: list[nn.Module] = []
-    with _seeded(seed):
+    with seeded(seed):
         for width_in, width_out in pairwise([inputs, *hidden]):
             layers += [nn.Linear(width_in, width_out), nn.Tanh()]
         return nn.Sequential(*layers, nn.Linear([inputs, *hidden][-1], classes))
@@ -49,7 +49,7 @@ def sigmoid_then_softmax(inputs: int = 59, classes: int = 2, *, seed: int = 0) -
     120
     """
     check.natural(inputs=inputs, classes=classes)
-    with _seeded(seed):
+    with seeded(seed):
         return nn.Sequential(nn.Linear(inputs, classes), nn.Sigmoid())
 
 
@@ -68,7 +68,7 @@ def cnn(channels: int = 1, side: int = 28, classes: int = 10, *, seed: int = 0) 
     check.natural(channels=channels, side=side, classes=classes)
     if side < 5:
         raise ValueError(f"side is {side}; two 3×3 convolutions without padding need at least 5 pixels.")
-    with _seeded(seed):
+    with seeded(seed):
         return nn.Sequential(
             nn.Conv2d(channels, 32, 3),
             nn.Tanh(),
@@ -80,7 +80,7 @@ def cnn(channels: int = 1, side: int = 28, classes: int = 10, *, seed: int = 0) 
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Layers made inside start from this seed; the global generators are as before afterwards."""
     if seed < 0:
         raise ValueError(f"seed is {seed}; it must be a whole number of at least 0.")

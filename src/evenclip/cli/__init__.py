@@ -1,6 +1,7 @@
 """The command line, `evenclip`: one verb per file.
 
-A mistake of the user (a value out of range, a file that is not there) is one sentence on stderr and exit status 2.
+A mistake of the user (a value out of range, a file that is not there) is one sentence on stderr and exit status 2; runs
+that failed are a sentence and status 1.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from typing import Annotated
 
 import typer
 
-from evenclip.cli import epsilon
+from evenclip.cli import compare, data, epsilon, predict, train
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
+app.command()(compare.compare)
+app.command()(train.train)
+app.command()(predict.predict)
+app.add_typer(data.app, name="data")
 app.command()(epsilon.epsilon)
 
 
@@ -24,7 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line on `arguments`, by default those of the process, and exit."""
     try:
         app(args=arguments, prog_name="evenclip")
-    except (ValueError, ImportError, OSError) as mistake:
+    except KeyboardInterrupt:
+        print("evenclip: interrupted; what was finished is kept, and the same command goes on.", file=sys.stderr)
+        sys.exit(130)
+    except (ValueError, TypeError, ImportError, OSError) as mistake:
         print(f"evenclip: {mistake}", file=sys.stderr)
         sys.exit(2)
 

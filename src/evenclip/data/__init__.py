@@ -1,6 +1,29 @@
-"""Data for training: the form they enter in, and one file for each dataset."""
+"""Data for training: the form they enter in, one file for each dataset, and a catalogue of them."""
 
 from evenclip.data.adult import adult
+from evenclip.data.catalogue import SOURCES, File, Source, data_directory
+from evenclip.data.celeba import celeba
 from evenclip.data.dataset import Dataset, Inputs, MapDataset, Samples, Splits, as_dataset
+from evenclip.data.digits import digits
+from evenclip.data.dutch import dutch
+from evenclip.data.mnist import mnist
+from evenclip.data.toy import toy
 
-__all__ = ["Dataset", "Inputs", "MapDataset", "Samples", "Splits", "adult", "as_dataset"]
+__all__ = [
+    "SOURCES",
+    "Dataset",
+    "File",
+    "Inputs",
+    "MapDataset",
+    "Samples",
+    "Source",
+    "Splits",
+    "adult",
+    "as_dataset",
+    "celeba",
+    "data_directory",
+    "digits",
+    "dutch",
+    "mnist",
+    "toy",
+]

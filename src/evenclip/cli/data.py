@@ -1,0 +1,135 @@
+"""`evenclip data`: the datasets that can be named, which of them are here, and schemas for tables of one's own."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from evenclip.data.catalogue import Source
+
+__all__ = ["app", "datasets", "schema"]
+
+_WIDTH = 80
+_INDENT = " " * 10
+
+app = typer.Typer(invoke_without_command=True, add_completion=False)
+
+
+@app.callback()
+def datasets(
+    context: typer.Context,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with the files of datasets; by default $EVENCLIP_DATA.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the datasets: rows, groups, licence, whether each is here, and how to get it.
+
+    Example: evenclip data --data-dir ~/datasets
+    """
+    if context.invoked_subcommand is not None:
+        return
+    # Imported here, because it brings torch along and --help should not have to wait for that.
+    from evenclip.data.catalogue import SOURCES, data_directory
+
+    directory = data_directory(data_dir)
+    facts = {
+        "data_directory": None if directory is None else str(directory),
+        "datasets": [_facts(source, directory) for source in SOURCES.values()],
+    }
+    print(json.dumps(facts, indent=2, ensure_ascii=False) if as_json else _text(facts))
+
+
+@app.command()
+def schema(
+    file: Annotated[Path, typer.Argument(help="The table: .csv, .tsv, .parquet or .feather.")],
+    target: Annotated[str | None, typer.Option(help="The column to be predicted; its values become classes.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write to this file, which must be new; by default print.")] = None,
+) -> None:
+    """Propose a schema for a table: kind, range and categories of each column, to be edited by someone who knows them.
+
+    Example: evenclip data schema loans.csv --target default --out schema.json
+    """
+    from evenclip.data.schema import propose
+    from evenclip.data.table import read
+
+    if out is not None and out.exists():
+        raise ValueError(f"--out is {out}, which is already there; remove it, or name another file.")
+    frame = read(file)
+    proposed = propose(frame)
+    if target is not None:
+        proposed["columns"][target] = _classes(frame, target, proposed["columns"])
+    text = json.dumps(proposed, indent=2, ensure_ascii=False)
+    if out is None:
+        print(text)
+        return
+    out.write_text(text + "\n", encoding="utf-8")
+    print(f"{out}: {len(proposed['columns'])} columns. Its ranges and values were read from the data: edit them.")
+
+
+def _classes(frame: pd.DataFrame, target: str, entries: dict[str, Any]) -> dict[str, Any]:
+    """The entry of the column that is predicted: classes, also where it holds numbers."""
+    from evenclip.data.columns import factor
+
+    if target not in entries:
+        raise ValueError(f"--target is {target!r}; the columns of the table are {', '.join(map(repr, entries))}.")
+    if entries[target]["kind"] in ("category", "boolean"):
+        return dict(entries[target])
+    return {"kind": "category", "values": list(factor(frame[target]).names)}
+
+
+def _facts(source: Source, directory: Path | None) -> dict[str, Any]:
+    """Everything there is to print about a dataset, as plain values."""
+    lacks = source.lacks(directory)
+    return {
+        "name": source.name,
+        "title": source.title,
+        "rows": source.rows,
+        "groups": list(source.groups),
+        "pair": None if source.pair is None else list(source.pair),
+        "licence": source.licence,
+        "origin": source.origin,
+        "files": [{"path": f.path, "also": list(f.also), "here": f.find(directory) is not None} for f in source.files],
+        "here": lacks is None,
+        "lacks": lacks,
+        "uncovered": list(source.uncovered),
+    }
+
+
+def _text(facts: dict[str, Any]) -> str:
+    """The facts in words, at most 80 columns wide where words allow it."""
+    lines = [line for found in facts["datasets"] for line in [*_paragraph(found), ""]]
+    directory = facts["data_directory"]
+    where = "There is no data directory; name one" if directory is None else f"The data directory is {directory}, named"
+    return "\n".join(lines + _wrapped(f"{where} with --data-dir or EVENCLIP_DATA.", ""))
+
+
+def _paragraph(found: dict[str, Any]) -> list[str]:
+    """One dataset: name and title, then what is known about it."""
+    here = "yes" if found["files"] else "yes, nothing to download"
+    rows = [
+        ("rows", f"{found['rows']:,}"),
+        ("groups", ", ".join(found["groups"])),
+        ("licence", found["licence"]),
+        ("here", here if found["here"] else f"no: {found['lacks']}"),
+    ]
+    if not found["here"]:
+        rows.append(("get it", f"from {found['origin']}"))
+    return [
+        *_wrapped(f"{found['name']:10}{found['title']}", _INDENT),
+        *(line for label, value in rows for line in _wrapped(f"  {label:8}{value}", _INDENT)),
+    ]
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    """A text in lines; addresses and names of files are not broken."""
+    return textwrap.wrap(
+        text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+    )

@@ -1,0 +1,70 @@
+"""`evenclip predict`: what a model says about new rows."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["predict"]
+
+
+def predict(
+    model: Annotated[Path, typer.Argument(help="The folder that `evenclip train --out` wrote.")],
+    file: Annotated[Path, typer.Argument(help="Raw rows: .csv, .tsv, .parquet or .feather.")],
+    keep: Annotated[list[str] | None, typer.Option(help="Column of the rows to copy into the predictions.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the predictions, as CSV; printed by default.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of CSV, one object per row.")] = False,
+) -> None:
+    """Predict the class of every row of a file, with probabilities, in the order of the file.
+
+    Rows are numbered from 1, or by the file's first column if that has no name.
+
+    Example: evenclip predict model/ new.csv --out predictions.csv
+    """
+    from evenclip import ship
+    from evenclip.data.table import read
+
+    shipped = ship.load(model)
+    rows = read(file, text=shipped.encoder.texts)
+    absent = [name for name in keep or () if name not in rows.columns]
+    if absent:
+        raise ValueError(f"--keep is {absent[0]!r} and {file} has no such column; leave it out.")
+    if out is not None and out.exists() and out.samefile(file):
+        raise ValueError(f"--out is {out}, the file with the rows; give another one.")
+    found = _numbered(rows, shipped.predict(rows), keep or [])
+    text = found.to_json(orient="records", force_ascii=False, indent=1) + "\n" if as_json else found.to_csv(index=False)
+    if out is None:
+        sys.stdout.write(text)
+    else:
+        _write(out, text)
+
+
+def _numbered(rows: pd.DataFrame, predictions: pd.DataFrame, keep: list[str]) -> pd.DataFrame:
+    """The predictions with what tells the rows apart in front."""
+    first = rows.columns[0]
+    if str(first).startswith("Unnamed: "):  # as pandas calls a column without a name
+        predictions.insert(0, "row", rows[first].to_numpy())
+    else:
+        predictions.insert(0, "row", range(1, len(rows) + 1))
+    for place, name in enumerate(keep, 1):
+        predictions.insert(place, name, rows[name].to_numpy(), allow_duplicates=True)
+    return predictions
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole, or not at all."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+    except OSError as error:
+        raise OSError(f"{path} cannot be written ({error.strerror}); choose another --out.") from error
+    finally:
+        scratch.unlink(missing_ok=True)

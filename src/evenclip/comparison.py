@@ -1,0 +1,580 @@
+"""What privacy costs each group: several rules, several seeds, one dataset.
+
+Every rule is trained once per seed. A seed fixes the split and the initialisation, so that a private run is paired with
+the non-private one of the same seed; batches and noise are each run's own. Measured on test data, for each group k:
+
+    π_k = acc_k(θ*) − acc_k(θ̃)     privacy cost, in points
+    R_k = L_k(θ̃) − L_k(θ*)         excessive risk
+
+and their gaps between groups. None of these figures is differentially private.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenclip import check, protocol
+from evenclip.audit import cost, statistics
+from evenclip.data import Dataset, Splits
+from evenclip.protocol import LEARNING_RATES, PUBLISHED, Method, Protocol
+from evenclip.release import Ledger
+from evenclip.rules import NO_EPSILON, NonPrivate, Rule
+from evenclip.runs import Spec, Store, carry_out
+from evenclip.runs.local import Show
+from evenclip.runs.parts import (
+    Loaded,
+    describe_file,
+    describe_model,
+    describe_rule,
+    load_data,
+    make_model,
+    named_rule,
+    save_splits,
+)
+from evenclip.runs.store import default_root
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Comparison", "Outcome", "compare"]
+
+REFERENCE, BASELINE = "non-private", "dpsgd"
+# Of the training rows, where the learning rate has to be chosen and there is no validation split.
+HELD_OUT = 0.2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One rule over all seeds.
+
+    Attributes:
+        name: the rule's.
+        rule: how it was set.
+        lr: learning rate.
+        soundness: whether its ε can be believed.
+        epsilon: ε by accountant ("pld", "rdp"), the largest over the seeds; None: none is valid.
+        delta: δ.
+        metrics: name -> [seed, group]; NaN where undefined. "accuracy" in percent, "loss" and "train_loss" in nats.
+        overall: name -> [seed], over everybody.
+        seconds: of training, by seed.
+    """
+
+    name: str
+    rule: str
+    lr: float
+    soundness: str
+    epsilon: Mapping[str, float | None]
+    delta: float
+    metrics: Mapping[str, NDArray[np.float64]]
+    overall: Mapping[str, NDArray[np.float64]]
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rules side by side. Not differentially private: group figures carry no noise.
+
+    Attributes:
+        dataset, groups, seeds: what was compared on.
+        protocol: "published" or "matched", and `says` in a sentence.
+        outcomes: one per rule, the non-private reference first.
+        pair: the two groups whose gaps are reported; None: the largest gap between any two.
+        uncovered: accesses to the data that ε does not cover.
+        notes: what else should be known, sentences.
+        small: groups too small to judge.
+        n: training records, by seed.
+    """
+
+    dataset: str
+    groups: tuple[str, ...]
+    seeds: tuple[int, ...]
+    protocol: str
+    says: str
+    outcomes: tuple[Outcome, ...]
+    pair: tuple[str, str] | None
+    uncovered: tuple[str, ...]
+    notes: tuple[str, ...]
+    small: tuple[str, ...]
+    n: tuple[int, ...]
+
+    def __getitem__(self, name: str) -> Outcome:
+        return next(outcome for outcome in self.outcomes if outcome.name == name)
+
+    @property
+    def reference(self) -> Outcome | None:
+        """The non-private runs."""
+        return next((outcome for outcome in self.outcomes if outcome.name == REFERENCE), None)
+
+    def privacy_cost(self, name: str) -> NDArray[np.float64]:
+        """π_k in points.  # [seed, group]"""
+        assert self.reference is not None
+        return cost.privacy_cost(self.reference.metrics["accuracy"], self[name].metrics["accuracy"])
+
+    def excessive_risk(self, name: str) -> NDArray[np.float64]:
+        """R_k on test data.  # [seed, group]"""
+        assert self.reference is not None
+        return cost.excessive_risk(self.reference.metrics["loss"], self[name].metrics["loss"])
+
+    def gap(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Between the pair of groups, or the largest.  [seed, group] -> [seed]"""
+        pair = None if self.pair is None else (self.groups.index(self.pair[0]), self.groups.index(self.pair[1]))
+        return cost.gap(values, pair)
+
+    @cached_property
+    def verdicts(self) -> dict[str, statistics.Paired]:
+        """Each private rule's privacy-cost gap against DPSGD's, seed by seed; the p-values are Holm's."""
+        names = [outcome.name for outcome in self.outcomes]
+        if self.reference is None or BASELINE not in names or len(self.groups) < 2:
+            return {}
+        baseline = self.gap(self.privacy_cost(BASELINE))
+        others = [name for name in names if name not in (REFERENCE, BASELINE)]
+        found = {name: statistics.paired(self.gap(self.privacy_cost(name)), baseline) for name in others}
+        adjusted = statistics.holm({name: pair.p for name, pair in found.items() if pair.p is not None})
+        return {name: replace(pair, p=adjusted.get(name)) for name, pair in found.items()}
+
+    def table(self, width: int = 80) -> str:
+        """The table and the verdict, for a terminal of that width."""
+        from evenclip.report.terminal import table
+
+        return table(self, width)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain values; accuracies and costs in percent and points."""
+        return {
+            "dataset": self.dataset,
+            "groups": list(self.groups),
+            "seeds": list(self.seeds),
+            "protocol": self.protocol,
+            "protocol_in_words": self.says,
+            "pair": None if self.pair is None else list(self.pair),
+            "n_train": list(self.n),
+            "privacy": {outcome.name: self._privacy(outcome) for outcome in self.outcomes},
+            "table": {outcome.name: self._row(outcome) for outcome in self.outcomes},
+            "verdict": {name: _plain(pair) for name, pair in self.verdicts.items()},
+            "settings": {o.name: {"rule": o.rule, "lr": o.lr} for o in self.outcomes},
+            "seconds": {o.name: list(o.seconds) for o in self.outcomes},
+            "not_covered_by_epsilon": list(self.uncovered),
+            "small_groups": list(self.small),
+            "notes": list(self.notes),
+            "warning": "Group figures are measured on test data and are not differentially private.",
+        }
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """One row per rule, seed, group and metric."""
+        import pandas as pd
+
+        rows = [
+            {"rule": o.name, "seed": seed, "group": group, "metric": metric, "value": float(values[i, k])}
+            for o in self.outcomes
+            for metric, values in self._metrics(o).items()
+            for i, seed in enumerate(self.seeds)
+            for k, group in enumerate(self.groups)
+        ]
+        return pd.DataFrame(rows, columns=["rule", "seed", "group", "metric", "value"])
+
+    def _privacy(self, outcome: Outcome) -> dict[str, Any]:
+        valid = outcome.epsilon["pld"] is not None
+        return {
+            "epsilon_pld": outcome.epsilon["pld"],
+            "epsilon_rdp": outcome.epsilon["rdp"],
+            "delta": outcome.delta if valid else None,
+            "sound": valid and outcome.soundness != NO_EPSILON,
+            "soundness": outcome.soundness,
+        }
+
+    def _metrics(self, outcome: Outcome) -> dict[str, NDArray[np.float64]]:
+        """All that is known by seed and group."""
+        found = dict(outcome.metrics)
+        if self.reference is not None:
+            found["privacy_cost"] = self.privacy_cost(outcome.name)
+            found["excessive_risk"] = self.excessive_risk(outcome.name)
+        return found
+
+    def _row(self, outcome: Outcome) -> dict[str, Any]:
+        metrics = self._metrics(outcome)
+        row: dict[str, Any] = {
+            name: {group: _mean_se(values[:, k]) for k, group in enumerate(self.groups)}
+            for name, values in metrics.items()
+        }
+        for name in ("privacy_cost", "excessive_risk"):
+            if name in metrics and len(self.groups) > 1:
+                row[f"{name}_gap"] = _mean_se(self.gap(metrics[name]))
+        row["overall"] = {name: _mean_se(values) for name, values in outcome.overall.items()}
+        return row
+
+
+def compare(
+    data: Any = "adult",
+    rules: Sequence[str | Rule] | None = None,
+    seeds: int | Sequence[int] = 5,
+    *,
+    target: str | None = None,
+    group: str | Sequence[str] | None = None,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    lr: float | None = None,
+    model: str | None = None,
+    match: bool = False,
+    device: str = "cpu",
+    options: Mapping[str, Any] | None = None,
+    data_dir: str | os.PathLike[str] | None = None,
+    store: str | os.PathLike[str] | None = None,
+    workers: int | None = None,
+    show: Show | None = None,
+) -> Comparison:
+    """Train the rules over the seeds, beside a non-private reference, and measure what privacy costs each group.
+
+    Args:
+        data: a name of the catalogue ("adult"); a CSV, TSV, Parquet or Feather file or a DataFrame, with `target` and
+            `group`; or `Splits` of our datasets.
+        rules: names, rules with their settings, or "file.py:Class"; all five unless given. The non-private reference
+            is always trained.
+        seeds: how many, from 0, or which.
+        target: column to predict, of a table.
+        group: protected column or columns, of a table; for Adult "sex", "race" or "age".
+        epsilon: every private rule gets this joint ε by calibration; otherwise the σ it has.
+        delta: δ; published, or the largest power of ten below 1/(2n).
+        epochs: passes over the training data; published, or 20.
+        batch_size: expected batch size B; published, or 256.
+        lr: one learning rate for all rules; otherwise published, or matched.
+        model: "mlp", "mlp:128,64", "linear", "cnn" or "file.py:function"; published, or an MLP 256-256.
+        match: on the paper's datasets, the matched protocol instead of the published settings.
+        device: where to train.
+        options: further options of the dataset; for a table those of `evenclip.data.table.table`.
+        data_dir: where files of datasets are; EVENCLIP_DATA unless given.
+        store: where results of runs are kept and found again; the user's cache unless given.
+        workers: processes at a time; one per core unless given.
+        show: who is told about progress.
+
+    Raises:
+        ValueError: for anything that cannot be compared; the message says what to do.
+        RunsError: if runs failed, after all others.
+    """
+    chosen = _seeds(seeds)
+    kept = Store(default_root() if store is None else store)
+    described = _described(data, target, group, dict(options or {}), data_dir, kept)
+    loaded = load_data(described, chosen[0])
+    train = loaded.splits.train
+    _check_groups(train, loaded.splits.test)
+    plan = _protocol(described, train, rules, match)
+    plan = _adjusted(plan, epochs, batch_size, delta, lr, model, len(train))
+    if epsilon is not None:
+        check.positive(epsilon=epsilon)
+        plan = _calibrated(plan, epsilon, len(train))
+    make_model(plan.model, train, chosen[0])  # a model that does not fit is found before anything is trained
+    shown = _Silent() if show is None else show
+    plan = _with_chosen_rate(plan, described, loaded, chosen[0], device, kept, workers, shown)
+    specs = [_spec(plan, method, described, seed, device) for seed in chosen for method in plan.methods]
+    results = carry_out(specs, kept, shown, workers)
+    return _comparison(plan, loaded, chosen, results)
+
+
+# --- what is compared -------------------------------------------------------------------------------------------------
+
+
+def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(seeds, int):
+        check.natural(seeds=seeds)
+        return tuple(range(seeds))
+    found = tuple(dict.fromkeys(int(seed) for seed in seeds))
+    if not found or min(found) < 0:
+        raise ValueError(f"seeds are {list(seeds)}; give at least one, each a whole number of at least 0.")
+    return found
+
+
+def _described(
+    data: Any, target: str | None, group: str | Sequence[str] | None, options: dict[str, Any],
+    data_dir: str | os.PathLike[str] | None, store: Store,
+) -> dict[str, Any]:  # fmt: skip
+    """The data as plain values."""
+    if isinstance(data, Splits):
+        return save_splits(data, store.root / "data")
+    if hasattr(data, "to_parquet"):  # a DataFrame, without importing pandas to ask
+        data = _written(data, store.root / "data")
+    if not isinstance(data, (str, os.PathLike)):
+        raise TypeError(
+            f"data is of type {type(data).__name__}; give the name of a dataset, a file, a DataFrame, or Splits."
+        )
+    path = Path(data)
+    if path.suffix or path.exists():
+        return _table(path, target, group, options)
+    if target is not None:
+        raise ValueError(f"{str(data)!r} is a dataset of its own, whose target is fixed; leave --target out.")
+    if group is not None:
+        options["group"] = group
+    directory = {} if data_dir is None else {"directory": str(Path(data_dir).resolve())}
+    return {"name": str(data), "options": options, **directory}
+
+
+def _table(
+    path: Path, target: str | None, group: str | Sequence[str] | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    """A file as plain values."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there; give the path of a CSV, TSV, Parquet or Feather file.")
+    for name, value in (("target", target), ("group", group)):
+        if not value:
+            raise ValueError(f"A table needs --{name}: the name of the column {_PURPOSE[name]}.")
+    test = options.pop("test", None)
+    named = [group] if isinstance(group, str) else list(group or ())
+    beside = {} if test is None else {"test": describe_file(test)}
+    chosen = {"target": target, "group": named, **options}
+    return {"table": True, "options": chosen, **describe_file(path), **beside}
+
+
+_PURPOSE = {"target": "to predict", "group": "whose groups are compared"}
+
+
+def _written(frame: Any, folder: Path) -> Path:
+    """A DataFrame as a file that workers can read; the same file for the same content."""
+    import hashlib
+    import io
+
+    folder.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
+    frame.to_parquet(buffer)
+    path = folder / f"{hashlib.sha256(buffer.getvalue()).hexdigest()[:24]}.parquet"
+    if not path.exists():
+        scratch = path.with_suffix(f".writing-{os.getpid()}")
+        scratch.write_bytes(buffer.getvalue())
+        scratch.replace(path)
+    return path
+
+
+def _check_groups(train: Dataset, test: Dataset) -> None:
+    """Raise where there is nothing to compare."""
+    if train.K < 2 or train.group is None:
+        raise ValueError("The data have one group only; a comparison needs at least two: choose another group column.")
+    if len(set(train.y.tolist())) < 2:
+        raise ValueError("The training rows have one class only; there is nothing to predict.")
+    if train.K != test.K:
+        raise ValueError(f"Training rows have {train.K} groups and test rows {test.K}; they must be the same.")
+
+
+# --- how --------------------------------------------------------------------------------------------------------------
+
+
+def _protocol(
+    described: Mapping[str, Any], train: Dataset, rules: Sequence[str | Rule] | None, match: bool
+) -> Protocol:
+    """The settings of every rule, reference first."""
+    published = PUBLISHED.get(described.get("name", ""))
+    base = protocol.for_table(train.K) if published is None else published
+    if published is None and described.get("name") in ("digits",):
+        base = replace(base, model={"name": "cnn", "options": {}})
+    if rules is not None:
+        base = _with_rules(base, rules)
+    return protocol.matched(base, train.K) if match or published is None else base
+
+
+def _with_rules(base: Protocol, rules: Sequence[str | Rule]) -> Protocol:
+    """The reference and those rules; a stranger's rule is matched, since nothing is published for it."""
+    found: dict[str, Method] = {REFERENCE: base.only([REFERENCE]).methods[0]}
+    for given in rules:
+        rule = named_rule(given) if isinstance(given, str) else given
+        if isinstance(rule, str):
+            (method,) = base.only([rule]).methods
+        else:
+            (method,) = protocol.matched(replace(base, methods=(Method(rule, None),)), 2).methods
+        if method.name in found and method.name != REFERENCE:
+            raise ValueError(f"The rule {method.name!r} is given twice; rules need names of their own.")
+        found[method.name] = method
+    return replace(base, methods=tuple(found.values()))
+
+
+def _adjusted(
+    plan: Protocol, epochs: int | None, batch_size: int | None, delta: float | None, lr: float | None,
+    model: str | None, n: int,
+) -> Protocol:  # fmt: skip
+    """With what the user has set."""
+    if epochs is not None:
+        check.natural(epochs=epochs)
+        plan = replace(plan, epochs=epochs)
+    if batch_size is not None:
+        check.natural(batch_size=batch_size)
+        plan = replace(plan, batch_size=batch_size, batches=None)
+    if delta is not None:
+        from evenclip.accounting import check_delta
+
+        check_delta(delta, "delta")
+        plan = replace(plan, delta=delta)
+    if lr is not None:
+        check.positive(lr=lr)
+        plan = replace(plan, methods=tuple(Method(m.rule, lr) for m in plan.methods))
+    if model is not None:
+        plan = replace(plan, model=describe_model(model))
+    if plan.batch_size > n:
+        raise ValueError(f"The batch size is {plan.batch_size} and there are {n} training rows; give --batch-size.")
+    return plan
+
+
+def _rate(plan: Protocol, n: int) -> tuple[float, int]:
+    """q, and the steps of an epoch."""
+    return (plan.batch_size / n, math.ceil(n / plan.batch_size)) if plan.batches is None else (
+        1 / plan.batches, plan.batches
+    )  # fmt: skip
+
+
+def _calibrated(plan: Protocol, epsilon: float, n: int) -> Protocol:
+    """Every private rule with the noise for this ε."""
+    from evenclip.accounting import calibrate
+
+    q, batches = _rate(plan, n)
+    delta = _delta(n) if plan.delta is None else plan.delta
+    methods = [
+        m if m.rule.sigma == 0
+        else Method(calibrate(m.rule, epsilon=epsilon, delta=delta, q=q, steps=plan.epochs * batches), m.lr)
+        for m in plan.methods
+    ]  # fmt: skip
+    return replace(plan, methods=tuple(methods), delta=delta)
+
+
+def _delta(n: int) -> float:
+    """The largest power of ten below 1/(2n)."""
+    exponent = math.floor(math.log10(1 / (2 * n)))
+    return float(10.0**exponent if 10.0**exponent < 1 / (2 * n) else 10.0 ** (exponent - 1))
+
+
+def _with_chosen_rate(
+    plan: Protocol, described: Mapping[str, Any], loaded: Loaded, seed: int, device: str, store: Store,
+    workers: int | None, show: Show,
+) -> Protocol:  # fmt: skip
+    """The reference's learning rate, chosen by accuracy on validation rows of the first seed; never on test rows."""
+    if all(method.lr is not None for method in plan.methods):
+        return plan
+    held = {} if loaded.splits.validation is not None else {"hold_out": HELD_OUT}
+    tries = [_spec(plan, Method(NonPrivate(), lr), {**described, **held}, seed, device) for lr in LEARNING_RATES]
+    found = carry_out(tries, store, show, workers)
+    accuracy = [result["validation"]["overall"]["accuracy"] for result in found]
+    best = LEARNING_RATES[max(range(len(tries)), key=lambda i: accuracy[i])]
+    return replace(plan, methods=tuple(m if m.lr is not None else Method(m.rule, best) for m in plan.methods))
+
+
+def _spec(plan: Protocol, method: Method, described: Mapping[str, Any], seed: int, device: str) -> Spec:
+    assert method.lr is not None
+    q = None if plan.batches is None or not method.rule.poisson else 1 / plan.batches
+    return Spec(
+        dict(described), plan.model, describe_rule(method.rule), method.lr, plan.epochs, plan.batch_size, q, plan.delta,
+        seed, device,
+    )  # fmt: skip
+
+
+class _Silent:
+    """Nobody is told about progress."""
+
+    def planned(self, runs: int) -> None:
+        """Nothing."""
+
+    def started(self, spec: Spec) -> None:
+        """Nothing."""
+
+    def step(self, spec: Spec, t: int) -> None:
+        """Nothing."""
+
+    def ended(self, spec: Spec, failure: Any) -> None:
+        """Nothing."""
+
+
+# --- what came out ----------------------------------------------------------------------------------------------------
+
+
+def _comparison(
+    plan: Protocol, loaded: Loaded, seeds: Sequence[int], results: Sequence[Mapping[str, Any]]
+) -> Comparison:
+    """The stored results, rule by rule."""
+    size = len(plan.methods)
+    by_rule = [[results[i * size + j] for i in range(len(seeds))] for j in range(size)]
+    first = results[0]
+    reference = by_rule[0]
+    return Comparison(
+        dataset=first["dataset"],
+        groups=tuple(first["groups"]),
+        seeds=tuple(seeds),
+        protocol=plan.name,
+        says=_says(plan),
+        outcomes=tuple(_outcome(method, found) for method, found in zip(plan.methods, by_rule, strict=True)),
+        pair=loaded.pair,
+        uncovered=loaded.uncovered,
+        notes=tuple(dict.fromkeys(note for result in reference for note in result["notes"])),
+        small=tuple(dict.fromkeys(name for result in reference for name in result["small"])),
+        n=tuple(result["n"] for result in reference),
+    )
+
+
+def _outcome(method: Method, results: Sequence[Mapping[str, Any]]) -> Outcome:
+    by_group = [result["test"]["groups"] for result in results]
+    metrics = {name: _array([found[name] for found in by_group]) for name in by_group[0]}
+    metrics["train_loss"] = _array([result["train_loss"] for result in results])
+    overall = [result["test"]["overall"] for result in results]
+    assert method.lr is not None
+    return Outcome(
+        name=method.name,
+        rule=repr(method.rule),
+        lr=method.lr,
+        soundness=method.rule.soundness,
+        epsilon={accountant: _epsilon(method.rule, results, accountant) for accountant in ("pld", "rdp")},
+        delta=max(result["delta"] for result in results),
+        metrics=metrics,
+        overall={name: _array([found[name] for found in overall]) for name in overall[0]},
+        seconds=tuple(result["seconds"] for result in results),
+    )
+
+
+def _epsilon(rule: Rule, results: Sequence[Mapping[str, Any]], accountant: str) -> float | None:
+    """The largest over the seeds; None where none is valid."""
+    from evenclip import accounting
+
+    if rule.soundness == NO_EPSILON:
+        return None
+    distinct = {repr((result["ledger"], result["delta"])): result for result in results}
+    found = [
+        accounting.epsilon(Ledger.from_json(result["ledger"]), result["delta"], accountant)
+        for result in distinct.values()
+    ]
+    return None if any(value is None for value in found) else max(value for value in found if value is not None)
+
+
+def _says(plan: Protocol) -> str:
+    if plan.name == "published":
+        return (
+            "Settings as published; the largest step of one sample, learning rate times sensitivity, differs between "
+            "the rules. --match makes it the same."
+        )
+    return (
+        f"Matched: every private rule has the expected largest step {protocol.STEP:g}; the reference's learning rate "
+        "was chosen on validation data."
+    )
+
+
+def _array(rows: Sequence[Any]) -> NDArray[np.float64]:
+    """Numbers, NaN where there is None."""
+    return np.array(rows, dtype=np.float64)
+
+
+def _mean_se(values: NDArray[np.float64]) -> dict[str, float | None]:
+    """As JSON has it."""
+    if not len(values) or bool(np.isnan(values).any()):
+        return {"mean": None, "se": None}
+    return {name: _finite(value) for name, value in zip(("mean", "se"), statistics.mean_se(values), strict=True)}
+
+
+def _plain(pair: statistics.Paired) -> dict[str, Any]:
+    """As JSON has it."""
+    numbers = {name: _finite(getattr(pair, name)) for name in ("mean", "se", "low", "high", "p")}
+    return {"n": pair.n, **numbers, "reads": pair.reads}
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity: a mean loss is infinite where a score was."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,199 @@
+"""All datasets by name: what each is, where it comes from, whether it is here, and how to load it.
+
+SOURCES["adult"].load(seed=0)                  training and test data
+SOURCES["mnist"].missing(data_directory())     the files that are not here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evenclip.data.adult import GROUPS, ORIGINALS, adult
+from evenclip.data.adult import ORIGIN as ADULT
+from evenclip.data.celeba import ATTRIBUTES, IMAGES, PARTITION, PICTURES, celeba, images_missing
+from evenclip.data.celeba import ORIGIN as CELEBA
+from evenclip.data.dataset import Splits
+from evenclip.data.digits import DIGITS, digits
+from evenclip.data.disk import File, data_directory
+from evenclip.data.dutch import FILE as DUTCH_FILE
+from evenclip.data.dutch import ORIGIN as DUTCH
+from evenclip.data.dutch import dutch
+from evenclip.data.mnist import FILES as MNIST_FILES
+from evenclip.data.mnist import ORIGIN as MNIST
+from evenclip.data.mnist import mnist
+from evenclip.data.toy import toy
+
+__all__ = ["SOURCES", "File", "Source", "data_directory"]
+
+NUMBER = "The number n of training records, from which q = B/n and the number of steps follow, is read off the data."
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset that can be asked for by name.
+
+    Attributes:
+        name: what it is asked for by.
+        title: what it is about, in a few words.
+        rows: number of records before any sampling.
+        groups: names of the groups.
+        licence: of the data.
+        origin: where they can be had.
+        files: what must be in the data directory; empty where nothing has to be brought.
+        load: load(seed, directory=None, **options) -> Splits; the options are those of the dataset's function.
+        pair: the two groups whose gap is reported; None: the pair with the largest gap.
+        uncovered: each access to the data that ε does not cover, as a sentence.
+        incomplete: what files that are there lack, as half a sentence, or None; given the data directory.
+    """
+
+    name: str
+    title: str
+    rows: int
+    groups: tuple[str, ...]
+    licence: str
+    origin: str
+    files: tuple[File, ...]
+    load: Callable[..., Splits]
+    pair: tuple[str, str] | None
+    uncovered: tuple[str, ...]
+    incomplete: Callable[[Path], str | None] | None = None
+
+    def missing(self, directory: Path | None) -> tuple[File, ...]:
+        """The files that are not in the data directory."""
+        return tuple(file for file in self.files if file.find(directory) is None)
+
+    def lacks(self, directory: Path | None) -> str | None:
+        """What hinders loading, as half a sentence; None if nothing does."""
+        absent = self.missing(directory)
+        if absent:
+            return f"{', '.join(file.path for file in absent)} {'is' if len(absent) == 1 else 'are'} missing"
+        return None if self.incomplete is None or directory is None else self.incomplete(directory)
+
+    def here(self, directory: Path | None) -> bool:
+        """Whether it can be loaded."""
+        return self.lacks(directory) is None
+
+
+def _load_adult(seed: int = 0, directory: str | Path | None = None, **options: Any) -> Splits:
+    """Adult from UCI's files where the directory has them, else from the copy in this package: the same data."""
+    place = data_directory(directory)
+    originals = all(file.find(place) for file in ORIGINALS)
+    return adult(seed, directory=place if originals else None, **options)
+
+
+def _load_dutch(seed: int = 0, directory: str | Path | None = None) -> Splits:
+    return dutch(seed, directory=directory)
+
+
+def _load_mnist(seed: int = 0, directory: str | Path | None = None) -> Splits:
+    return mnist(seed, directory=directory)
+
+
+def _load_celeba(seed: int = 0, directory: str | Path | None = None, **options: Any) -> Splits:
+    return celeba(seed, directory=directory, **options)
+
+
+def _load_digits(seed: int = 0, directory: str | Path | None = None) -> Splits:
+    """Digits; they come with scikit-learn, and no directory is looked into."""
+    return digits(seed)
+
+
+def _load_toy(seed: int = 0, directory: str | Path | None = None, **options: Any) -> Splits:
+    """Toy; it is made, and no directory is looked into."""
+    return toy(seed, **options)
+
+
+def _celeba_lacks(directory: Path) -> str | None:
+    """How many images a copy of CelebA lacks."""
+    absent = images_missing(directory)
+    return f"{absent:,} of {IMAGES:,} images are missing" if absent > 0 else None
+
+
+_LISTED = (
+    Source(
+        name="adult",
+        title="Adult: income above 50,000 dollars, US census 1994",
+        rows=45_222,
+        groups=GROUPS["sex"],
+        licence="CC BY 4.0",
+        origin=ADULT,
+        files=(),
+        load=_load_adult,
+        pair=None,
+        uncovered=(
+            "The mean and the standard deviation that five features are scaled by are those of the training records.",
+            "The probability of keeping a record, which balances the groups, is computed from the sizes of the groups.",
+            NUMBER,
+        ),
+    ),
+    Source(
+        name="dutch",
+        title="Dutch: high-level occupation, census of the Netherlands 2001",
+        rows=60_420,
+        groups=("Male", "Female"),
+        licence="none stated (Statistics Netherlands, IPUMS)",
+        origin=DUTCH,
+        files=(DUTCH_FILE,),
+        load=_load_dutch,
+        pair=None,
+        uncovered=(
+            "The values of each category are those that the file has, training and test records together.",
+            NUMBER,
+        ),
+    ),
+    Source(
+        name="mnist",
+        title="MNIST: handwritten digits, with few eights",
+        rows=70_000,
+        groups=DIGITS,
+        licence="none stated",
+        origin=MNIST,
+        files=tuple(MNIST_FILES.values()),
+        load=_load_mnist,
+        pair=("2", "8"),
+        uncovered=(NUMBER,),
+    ),
+    Source(
+        name="celeba",
+        title="CelebA: faces labelled male, with and without eyeglasses",
+        rows=IMAGES,
+        groups=("no eyeglasses", "eyeglasses"),
+        licence="non-commercial research, no redistribution",
+        origin=CELEBA,
+        files=(PICTURES, ATTRIBUTES, PARTITION),
+        load=_load_celeba,
+        pair=None,
+        uncovered=(NUMBER,),
+        incomplete=_celeba_lacks,
+    ),
+    Source(
+        name="digits",
+        title="Digits: small handwritten digits, with few eights",
+        rows=1_797,
+        groups=DIGITS,
+        licence="see origin; comes with scikit-learn",
+        origin="https://archive.ics.uci.edu/dataset/80 (UCI), through scikit-learn",
+        files=(),
+        load=_load_digits,
+        pair=("2", "8"),
+        uncovered=(NUMBER,),
+    ),
+    Source(
+        name="toy",
+        title="Toy: synthetic, with a best accuracy that is known exactly",
+        rows=2_000,
+        groups=("majority", "minority"),
+        licence="none needed",
+        origin="made when it is asked for",
+        files=(),
+        load=_load_toy,
+        pair=None,
+        uncovered=(),
+    ),
+)
+
+SOURCES: dict[str, Source] = {source.name: source for source in _LISTED}
+"""Every dataset by its name."""

@@ -1,0 +1,287 @@
+"""Schemas: ranges and categories that are public knowledge, so that preparing a table looks at no data.
+
+A schema is a JSON file:
+
+    {"evenclip_schema": 1,
+     "columns": {
+       "age":    {"kind": "number", "range": [0, 120], "missing": false},
+       "since":  {"kind": "date", "range": ["1990-01-01", "2030-12-31"], "format": "ISO8601"},
+       "member": {"kind": "boolean"},
+       "job":    {"kind": "category", "values": ["baker", "miller"], "other": true},
+       "id":     {"kind": "ignore"}}}
+
+`range` goes to [−1, 1], and what lies outside counts as its nearer end. `missing` (true unless given) says whether
+values may be missing, and gives them an indicator. `other` (false unless given) gives one to all values that are not
+listed; without it such a value in the data is refused. Columns that the schema does not name are not used. The values
+of the target and of the group, listed here, are the public names of classes and groups.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from evenclip.data import columns
+from evenclip.data.columns import Category, Column, Date, Flag, Number, listed
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["check", "column", "load", "propose", "validated"]
+
+VERSION = 1
+WARNING = (
+    "Every range and value below was read from the data, which ε does not cover. Replace them by what is publicly "
+    "known (the range of the form's field, the list of the register), and then remove this line."
+)
+MOST_VALUES = 50  # that are proposed; the others are "other"
+
+# What an entry may hold, and must, besides its kind.
+FIELDS = {
+    "number": ({"range"}, {"missing"}),
+    "date": ({"range"}, {"format", "missing"}),
+    "boolean": (set[str](), {"missing"}),
+    "category": ({"values"}, {"other", "missing"}),
+    "ignore": (set[str](), {"reason"}),
+}
+
+
+def propose(frame: pd.DataFrame) -> dict[str, Any]:
+    """A first schema, to be edited: kinds, ranges and categories as these rows have them.
+
+    Columns without information and columns that look like identifiers are proposed to be ignored, with the reason.
+
+    >>> import pandas as pd
+    >>> propose(pd.DataFrame({"age": [20, 60], "sex": ["f", "m"]}))["columns"]["age"]
+    {'kind': 'number', 'range': [20, 60], 'missing': False}
+    """
+    entries = {str(name): _proposed(series) for name, series in frame.items()}
+    return {"evenclip_schema": VERSION, "warning": WARNING, "columns": entries}
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The schema in a file, checked.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no schema; the message says where and what to do.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is not there; write a first schema with `evenclip data schema TABLE`.")
+    try:
+        return validated(json.loads(file.read_text(encoding="utf-8")), str(file))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{file} is no JSON (line {error.lineno}: {error.msg}); correct it, or write a new schema with "
+            "`evenclip data schema TABLE`."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 (byte {error.start}); save it as UTF-8.") from error
+
+
+def validated(schema: Any, name: str = "The schema") -> dict[str, Any]:
+    """The schema itself, if it is one.
+
+    Raises:
+        ValueError: if it is none; `name` is what the message calls it.
+    """
+    if not isinstance(schema, dict) or not isinstance(schema.get("columns"), dict):
+        raise ValueError(f'{name} is no schema; it must be a JSON object with "columns": {{name: {{"kind": ...}}}}.')
+    if schema.get("evenclip_schema") != VERSION:
+        raise ValueError(
+            f'{name} has "evenclip_schema": {json.dumps(schema.get("evenclip_schema"))}; this version of evenclip '
+            f"reads {VERSION}."
+        )
+    for key, entry in schema["columns"].items():
+        _check_entry(f"{name}, column {key!r}:", entry)
+    return schema
+
+
+def check(schema: dict[str, Any], frame: pd.DataFrame) -> tuple[str, ...]:
+    """Raise unless these rows fit the schema; what the reader should know about those that do.
+
+    Raises:
+        ValueError: a column that is not there, a value of another kind or outside of the categories.
+    """
+    here = {str(name): name for name in frame.columns}
+    used = {name: entry for name, entry in validated(schema)["columns"].items() if entry["kind"] != "ignore"}
+    absent = [name for name in used if name not in here]
+    if absent:
+        raise ValueError(
+            f"The schema has the column {absent[0]!r} and the table does not; its columns are "
+            f"{listed(list(here), 20)}: add the column, or take it out of the schema."
+        )
+    notes = [_checked(name, entry, frame[here[name]]) for name, entry in used.items()]
+    return tuple(note for note in notes if note is not None)
+
+
+def column(name: str, entry: dict[str, Any]) -> Column:
+    """How a column of this entry becomes features."""
+    missing = entry.get("missing", True)
+    match entry["kind"]:
+        case "number":
+            return Number(name, *_halves(*entry["range"]), bound=1.0, missing=missing)
+        case "date":
+            low, high = _range(entry)
+            return Date(name, entry.get("format", columns.ISO), *_halves(low, high), bound=1.0, missing=missing)
+        case "boolean":
+            return Flag(name, missing)
+        case "category":
+            return Category(name, tuple(entry["values"]), entry.get("other", False), missing)
+    raise ValueError(f"The schema ignores the column {name!r}; give it another kind to use it.")
+
+
+# --- proposing -------------------------------------------------------------------------------------------------------
+
+
+def _proposed(series: pd.Series) -> dict[str, Any]:
+    """One column's entry."""
+    reason = columns.useless(series)
+    if reason is not None:
+        return {"kind": "ignore", "reason": reason}
+    kind = columns.kind_of(series)
+    match kind.name:
+        case "number":
+            values = columns.numbers(series)
+            ends = [_plain(float(np.nanmin(values))), _plain(float(np.nanmax(values)))]
+            return {"kind": "number", "range": ends, "missing": bool(np.isnan(values).any())}
+        case "date":
+            values = columns.days(series, kind.format)
+            first, last = (str(np.datetime64(math.floor(day), "D")) for day in (np.nanmin(values), np.nanmax(values)))
+            return {
+                "kind": "date",
+                "range": [first, last],
+                "format": kind.format,
+                "missing": bool(np.isnan(values).any()),
+            }
+        case "boolean":
+            return {"kind": "boolean", "missing": bool(np.isnan(columns.flags(series)).any())}
+    codes, names = columns.factor(series)
+    counts = np.bincount(codes[codes >= 0], minlength=len(names))
+    common = [names[code] for code in np.argsort(-counts, kind="stable")[:MOST_VALUES]]
+    other = len(common) < len(names)
+    return {"kind": "category", "values": sorted(common), "other": other, "missing": bool((codes < 0).any())}
+
+
+def _plain(value: float) -> float | int:
+    return int(value) if value == int(value) else value
+
+
+# --- checking a schema -----------------------------------------------------------------------------------------------
+
+
+def _check_entry(where: str, entry: Any) -> None:
+    """Raise unless this is an entry."""
+    if not isinstance(entry, dict) or entry.get("kind") not in FIELDS:
+        kind = entry.get("kind") if isinstance(entry, dict) else entry
+        raise ValueError(f"{where} the kind is {kind!r}; it must be one of {', '.join(FIELDS)}.")
+    needed, allowed = FIELDS[entry["kind"]]
+    for field in needed - entry.keys():
+        raise ValueError(f'{where} a {entry["kind"]} needs "{field}"; add it.')
+    for field in sorted(entry.keys() - needed - allowed - {"kind"}):
+        raise ValueError(f'{where} a {entry["kind"]} has no "{field}"; it has {_quoted({*needed, *allowed})}.')
+    for field in ("missing", "other"):
+        if not isinstance(entry.get(field, True), bool):
+            raise ValueError(f"{where} {field} is {entry[field]!r}; it must be true or false.")
+    if "range" in entry:
+        _check_range(where, entry)
+    if "values" in entry:
+        _check_values(where, entry["values"])
+
+
+def _check_range(where: str, entry: dict[str, Any]) -> None:
+    """Raise unless there are two ends, the lower one first."""
+    example = "[0, 100]" if entry["kind"] == "number" else '["1990-01-01", "2030-12-31"]'
+    try:
+        low, high = _range(entry)
+        right = math.isfinite(low) and math.isfinite(high) and low < high
+    except (TypeError, ValueError):
+        right = False
+    if not right:
+        raise ValueError(
+            f"{where} the range is {json.dumps(entry['range'])}; it must be a lower and a higher end, such as "
+            f"{example}."
+        )
+
+
+def _check_values(where: str, values: Any) -> None:
+    """Raise unless these are different texts."""
+    if not isinstance(values, list) or not values or not all(isinstance(value, str) and value for value in values):
+        raise ValueError(f'{where} the values are {values!r}; they must be a list of texts, such as ["yes", "no"].')
+    twice = [value for i, value in enumerate(values) if value in values[:i]]
+    if twice:
+        raise ValueError(f"{where} the value {twice[0]!r} is there twice; list each once.")
+
+
+def _range(entry: dict[str, Any]) -> tuple[float, float]:
+    """The ends as numbers; those of dates in days since 1970, the last day included."""
+    low, high = entry["range"]
+    if entry["kind"] == "number":
+        if isinstance(low, str | bool) or isinstance(high, str | bool):
+            raise TypeError
+        return float(low), float(high)
+    first, last = (np.datetime64(day, "D").astype(np.int64) for day in (low, high))
+    return float(first), float(last) + 1
+
+
+def _halves(low: float, high: float) -> tuple[float, float]:
+    """Centre and scale that take the range to [−1, 1]."""
+    return (float(low) + float(high)) / 2, (float(high) - float(low)) / 2
+
+
+def _quoted(fields: set[str]) -> str:
+    return ", ".join(f'"{field}"' for field in sorted(fields))
+
+
+# --- checking rows ---------------------------------------------------------------------------------------------------
+
+
+def _checked(name: str, entry: dict[str, Any], series: pd.Series) -> str | None:
+    """Raise unless the values fit the entry; a note on those outside of the range."""
+    kind, absent = entry["kind"], series.isna().to_numpy()
+    note = None
+    if kind == "category":
+        codes, names = columns.factor(series)
+        absent = codes < 0
+        unknown = [] if entry.get("other", False) else [value for value in names if value not in entry["values"]]
+        if unknown:
+            raise ValueError(
+                f"Column {name!r} has the value {unknown[0]!r}, which is not among the schema's "
+                f'{listed(entry["values"], 20)}; add it to them, or set "other": true.'
+            )
+    else:
+        values = _values(kind, entry, series)
+        wrong = np.isnan(values) & ~absent
+        if wrong.any():
+            row = int(np.flatnonzero(wrong)[0])
+            raise ValueError(
+                f"Column {name!r} has the value {columns.text(series.iloc[row])!r} in row {row + 1}, and the schema "
+                f"says it is a {kind}; correct the schema or the value."
+            )
+        note = _outside(name, entry, values) if "range" in entry else None
+    if absent.any() and not entry.get("missing", True):
+        raise ValueError(
+            f"Column {name!r} misses {int(absent.sum())} of {len(absent)} values, and the schema says that none is "
+            'missing; set "missing": true, or fill them in.'
+        )
+    return note
+
+
+def _values(kind: str, entry: dict[str, Any], series: pd.Series) -> columns.Values:
+    if kind == "number":
+        return columns.numbers(series)
+    return columns.days(series, entry.get("format", columns.ISO)) if kind == "date" else columns.flags(series)
+
+
+def _outside(name: str, entry: dict[str, Any], values: columns.Values) -> str | None:
+    low, high = _range(entry)
+    outside = int(((values < low) | (values > high)).sum())
+    if outside == 0:
+        return None
+    return f"{outside} values of {name!r} lie outside of the schema's range and count as its nearer end."

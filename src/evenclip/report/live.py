@@ -1,0 +1,110 @@
+"""How far a set of runs is: a table that stays in place on a terminal, one line per run elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from evenclip.runs.local import Failure
+    from evenclip.runs.spec import Spec
+
+__all__ = ["Lines", "Live", "watching"]
+
+
+def watching() -> Live | Lines:
+    """What suits the error stream."""
+    return Live() if sys.stderr.isatty() else Lines()
+
+
+def _named(spec: Spec) -> str:
+    name = spec.rule.get("name") or spec.rule.get("class")
+    return f"{name}, seed {spec.seed}, lr {spec.lr:.3g}"
+
+
+class Lines:
+    """A line for each run that ends."""
+
+    def __init__(self) -> None:
+        self._started: dict[str, float] = {}
+        self._ended = self._planned = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing."""
+
+    def planned(self, runs: int) -> None:
+        """So many more runs are to be carried out."""
+        self._planned += runs
+
+    def started(self, spec: Spec) -> None:
+        """A worker took this run up."""
+        self._started[spec.hash] = time.monotonic()
+
+    def step(self, spec: Spec, t: int) -> None:
+        """Not worth a line."""
+
+    def ended(self, spec: Spec, failure: Failure | None) -> None:
+        """One line."""
+        self._ended += 1
+        seconds = time.monotonic() - self._started.get(spec.hash, time.monotonic())
+        what = f"{seconds:.1f} s" if failure is None else f"failed: {failure.why}"
+        print(f"{self._ended}/{self._planned} {_named(spec)}: {what}", file=sys.stderr, flush=True)
+
+
+class Live:
+    """What is running, what is done, and how long the rest will take."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live as RichLive
+
+        console = Console(stderr=True)
+        self._live = RichLive(console=console, refresh_per_second=4, transient=True, get_renderable=self._draw)
+        self._running: dict[str, tuple[Spec, float, int]] = {}
+        self._failed: list[str] = []
+        self._ended, self._planned, self._since = 0, 0, time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def planned(self, runs: int) -> None:
+        """So many more runs are to be carried out."""
+        self._planned += runs
+
+    def started(self, spec: Spec) -> None:
+        """A worker took this run up."""
+        self._running[spec.hash] = spec, time.monotonic(), 0
+
+    def step(self, spec: Spec, t: int) -> None:
+        """It has taken so many steps."""
+        known, since, _ = self._running.get(spec.hash, (spec, time.monotonic(), 0))
+        self._running[spec.hash] = known, since, t
+
+    def ended(self, spec: Spec, failure: Failure | None) -> None:
+        """It is done, or failed."""
+        self._running.pop(spec.hash, None)
+        self._ended += 1
+        if failure is not None:
+            self._failed.append(f"{_named(spec)}: {failure.why}")
+
+    def _draw(self) -> Any:
+        from rich.table import Table
+
+        now = time.monotonic()
+        shown = Table(box=None, show_header=False, pad_edge=False)
+        rest = (now - self._since) / self._ended * (self._planned - self._ended) if self._ended else None
+        left = "" if rest is None else f"about {rest:.0f} s left" if rest < 100 else f"about {rest / 60:.0f} min left"
+        shown.add_row(f"{self._ended} of {self._planned} runs", "", left)
+        for spec, since, t in list(self._running.values()):
+            shown.add_row(f"  {_named(spec)}", f"step {t}", f"{now - since:.0f} s")
+        for line in self._failed:
+            shown.add_row(f"  failed: {line}")
+        return shown

@@ -1,0 +1,154 @@
+"""A comparison at 80 columns: the table, and the verdict in words."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenclip.audit import statistics
+
+if TYPE_CHECKING:
+    from evenclip.comparison import Comparison, Outcome
+
+__all__ = ["table"]
+
+REFERENCE = "non-private"
+_NAME, _CELL = 20, 14
+Best = Callable[[Sequence[float]], float]
+
+
+def table(found: Comparison, width: int = 80) -> str:
+    """Accuracy, cost and loss of every rule for every group, the best of the private rules marked, and the verdict."""
+    parts = [_head(found, width)]
+    parts += [_block(found, *block, width) for block in _blocks(found)]
+    parts += [_privacy(found), *_verdict(found, width), _warnings(found, width)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _head(found: Comparison, width: int) -> str:
+    seeds = f"{len(found.seeds)} seed{'s' if len(found.seeds) > 1 else ''}"
+    n = f"{min(found.n):,}" + (f" to {max(found.n):,}" if min(found.n) != max(found.n) else "")
+    return textwrap.fill(f"{found.dataset}: {seeds}, {n} training records. {found.says}", width)
+
+
+Column = tuple[str, dict[str, NDArray[np.float64]], Best | None]  # heading, rule -> [seed], which value is best
+
+
+def _blocks(found: Comparison) -> list[tuple[str, list[Column], int]]:
+    """Heading, columns and digits of each block of the table."""
+    names = [o.name for o in found.outcomes]
+    blocks = []
+    wanted: list[tuple[str, str, Best, int]] = [("accuracy, %", "accuracy", max, 1), ("test loss", "loss", min, 3)]
+    for heading, metric, best, digits in wanted:
+        columns: list[Column] = [
+            (_marked(found, group), {o.name: o.metrics[metric][:, k] for o in found.outcomes}, best)
+            for k, group in enumerate(found.groups)
+        ]
+        blocks.append((heading, columns, digits))
+    if found.reference is not None:
+        private = [name for name in names if name != found.reference.name]
+        costs = {name: found.privacy_cost(name) for name in private}
+        columns = [
+            (_marked(found, group), {name: values[:, k] for name, values in costs.items()}, min)
+            for k, group in enumerate(found.groups)
+        ]
+        columns.append(("gap", {name: found.gap(values) for name, values in costs.items()}, min))
+        blocks.insert(1, ("privacy cost, points", columns, 1))
+        risks = {name: found.gap(found.excessive_risk(name)) for name in private}
+        blocks[-1][1].append(("risk gap", risks, min))
+    return blocks
+
+
+def _marked(found: Comparison, group: str) -> str:
+    return f"{group}†" if group in found.small else group
+
+
+def _block(found: Comparison, heading: str, columns: list[Column], digits: int, width: int) -> str:
+    """One block; groups that do not fit beside each other go below."""
+    fit = max(1, (width - _NAME) // _CELL)
+    lines = []
+    for start in range(0, len(columns), fit):
+        some = columns[start : start + fit]
+        lines.append(
+            f"{heading if not start else '':{_NAME}}" + "".join(f"{_short(name):>{_CELL}}" for name, _, _ in some)
+        )
+        for outcome in found.outcomes:
+            cells = [_cell(outcome, values, best, digits) for _, values, best in some]
+            if any(cells):
+                lines.append(f"  {outcome.name:{_NAME - 2}}" + "".join(f"{cell:>{_CELL}}" for cell in cells))
+    return "\n".join(lines)
+
+
+def _short(name: str) -> str:
+    return name if len(name) < _CELL else name[: _CELL - 2] + "…"
+
+
+def _cell(outcome: Outcome, values: dict[str, NDArray[np.float64]], best: Best | None, digits: int) -> str:
+    """Mean ± standard error, with a star at the best of the private rules."""
+    if outcome.name not in values:
+        return ""
+    own = values[outcome.name]
+    mean, se = statistics.mean_se(own)
+    if mean is None or bool(np.isnan(own).any()):
+        return "–"
+    shown = f"{mean:.{digits}f}" + ("" if se is None else f" ±{se:.{digits}f}")
+    private = [float(np.mean(v)) for name, v in values.items() if name != "non-private" and not np.isnan(v).any()]
+    star = (
+        best is not None and len(private) > 1 and outcome.name != "non-private" and best(private) == float(np.mean(own))
+    )
+    return shown + ("*" if star else " ")
+
+
+def _privacy(found: Comparison) -> str:
+    """ε, soundness and learning rate of every rule."""
+    from evenclip.accounting import rounded_up
+
+    lines = [f"{'privacy':{_NAME}}{'ε PLD':>7}{'ε RDP':>7}{'δ':>6}{'lr':>6}  soundness"]
+    for o in found.outcomes:
+        pld, rdp = (("none" if e is None else rounded_up(e)) for e in (o.epsilon["pld"], o.epsilon["rdp"]))
+        delta = f"{o.delta:.0e}" if o.epsilon["pld"] is not None else "–"
+        lines.append(f"  {o.name:{_NAME - 2}}{pld:>7}{rdp:>7}{delta:>6}{o.lr:>6.2g}  {o.soundness}")
+    return "\n".join(lines)
+
+
+def _verdict(found: Comparison, width: int) -> list[str]:
+    """What the seeds show about the gaps, in words."""
+    if not found.verdicts:
+        return []
+    lines = [textwrap.fill("Gap in privacy cost between the groups, in points, against dpsgd's, by seed:", width)]
+    for name, pair in found.verdicts.items():
+        p = "" if pair.p is None or math.isnan(pair.p) else f"; p = {pair.p:.3f}"
+        lines.append(textwrap.fill(f"{name}: {pair.reads}{p}", width, initial_indent="  ", subsequent_indent="    "))
+    least = statistics.smallest_p(len(found.seeds))
+    says = (
+        f"In brackets 95 % intervals; p by one-sided Wilcoxon signed rank and Holm, never below {least:.2g} with "
+        f"{len(found.seeds)} seeds."
+    )
+    lines.append(textwrap.fill(says, width, initial_indent="  ", subsequent_indent="  "))
+    return ["\n".join(lines)]
+
+
+def _warnings(found: Comparison, width: int) -> str:
+    """What the table does not say."""
+    lines = []
+    if found.small:
+        lines.append(f"† too small to judge: {', '.join(found.small)}.")
+    lines += [*found.notes]
+    if found.uncovered:
+        lines.append(f"Not covered by ε: {'; '.join(_clause(text) for text in found.uncovered)}.")
+    if found.pair is not None and len(found.groups) > 2:
+        lines.append(f"Gaps are those between {found.pair[0]} and {found.pair[1]}.")
+    lines.append(
+        "* best of the private rules. The group figures are measured on test data and are not differentially private."
+    )
+    return "\n".join(textwrap.fill(line, width) for line in lines)
+
+
+def _clause(sentence: str) -> str:
+    """A sentence as a part of another."""
+    return sentence[:1].lower() + sentence[1:].rstrip(".")

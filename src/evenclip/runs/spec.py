@@ -1,0 +1,76 @@
+"""The specification of a run: everything its result depends on, as plain values, and the hash that names it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FORMAT", "Spec", "code"]
+
+FORMAT = 1
+"""Of specification and result."""
+
+# Where a file lies does not matter to what comes out; what is in it does, and that is `sha256`.
+_PLACES = ("path", "directory")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One run: data, model, rule, settings, seed. The three descriptions are those of `evenclip.runs.parts`.
+
+    >>> spec = Spec({"name": "toy"}, {"name": "mlp"}, {"name": "dpsgd"}, 0.1, 1, 32, None, None, seed=0)
+    >>> len(spec.hash), replace(spec, data={"name": "toy", "directory": "elsewhere"}).hash == spec.hash
+    (24, True)
+    """
+
+    data: Mapping[str, Any]
+    model: Mapping[str, Any]
+    rule: Mapping[str, Any]
+    lr: float
+    epochs: int
+    batch_size: int
+    q: float | None
+    delta: float | None
+    seed: int
+    device: str = "cpu"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, places included."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Spec:
+        """What `to_json` made."""
+        return Spec(**values)
+
+    def at(self, seed: int) -> Spec:
+        """The same run with another seed."""
+        return replace(self, seed=seed)
+
+    @property
+    def hash(self) -> str:
+        """The name of this run: 96 bits of the SHA-256 of everything but places, and of the code that runs it."""
+        plain = json.dumps([FORMAT, code(), _without_places(self.to_json())], sort_keys=True)
+        return hashlib.sha256(plain.encode()).hexdigest()[:24]
+
+
+@lru_cache(maxsize=1)
+def code() -> str:
+    """SHA-256 of the package's sources, but for those that only show: a result is not that of other code."""
+    found = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        if path.relative_to(root).parts[0] not in ("cli", "report"):
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def _without_places(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_places(inner) for key, inner in value.items() if key not in _PLACES}
+    return [_without_places(inner) for inner in value] if isinstance(value, (list, tuple)) else value

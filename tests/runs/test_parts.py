@@ -1,0 +1,139 @@
+"""Descriptions that come back as what they described."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from evenclip.rules import BY_NAME
+from evenclip.runs import parts
+
+STRANGER = """
+from dataclasses import dataclass
+import evenclip
+
+@dataclass(frozen=True)
+class Half(evenclip.Rule):
+    name = "half"
+    sigma: float = 1.0
+    C0: float = 2.0
+    def sensitivity(self, now):
+        return self.C0
+    def weight(self, norm, group, now):
+        return 0.5 * self.C0 / norm.clamp(min=1.0)
+
+NOT_A_RULE = 3
+"""
+
+
+@pytest.fixture
+def stranger(tmp_path):
+    path = tmp_path / "my_rules.py"
+    path.write_text(STRANGER)
+    return path
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_built_in_rules(name):
+    rule = BY_NAME[name]()
+    rule = dataclasses.replace(rule, sigma=0.7) if rule.sigma else rule
+    assert parts.make_rule(json.loads(json.dumps(parts.describe_rule(rule)))) == rule
+
+
+def test_a_strangers_rule(stranger):
+    rule = parts.named_rule(f"{stranger}:Half")
+    assert (rule.name, rule.C0) == ("half", 2.0)
+    changed = dataclasses.replace(rule, sigma=3.0)
+    description = json.loads(json.dumps(parts.describe_rule(changed)))
+    assert parts.make_rule(description) == changed
+    assert description["sha256"] == parts.sha256(stranger)
+
+
+def test_a_changed_file_is_another_run(stranger, spec):
+    before = spec(rule=parts.describe_rule(parts.named_rule(f"{stranger}:Half")))
+    stranger.write_text(STRANGER.replace("0.5 *", "0.25 *"))
+    after = spec(rule=parts.describe_rule(parts.named_rule(f"{stranger}:Half")))
+    assert before.hash != after.hash
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("dp-sgd", "There is no rule 'dp-sgd'; choose among non-private, dpsgd, dpsgd-f, dpsgd-global, "
+         "dpsgd-global-adapt, or give file.py:Class for your own."),
+        ("nowhere.py:Half", "nowhere.py is not there; give the path of a file."),
+    ],
+)  # fmt: skip
+def test_rules_that_are_not_there(given, says):
+    with pytest.raises((ValueError, FileNotFoundError)) as raised:
+        parts.named_rule(given)
+    assert str(raised.value) == says
+
+
+@pytest.mark.parametrize("name", ["Third", "NOT_A_RULE"])
+def test_a_file_without_that_rule(stranger, name):
+    with pytest.raises(ValueError, match=f"has no rule '{name}'; give file.py:Class with a subclass of evenclip.Rule."):
+        parts.named_rule(f"{stranger}:{name}")
+
+
+def test_a_rule_without_a_file(monkeypatch):
+    notebook = types.ModuleType("notebook_without_file")
+    monkeypatch.setitem(sys.modules, notebook.__name__, notebook)
+    exec(STRANGER, notebook.__dict__)
+    with pytest.raises(ValueError, match=r"'half' \(Half\) has no file .* put it into a \.py file of its own\."):
+        parts.describe_rule(notebook.Half())
+
+
+@pytest.mark.parametrize(
+    ("given", "widths"),
+    [("mlp", [3, 256, 256, 2]), ("mlp:7", [3, 7, 2]), ("mlp:7,5", [3, 7, 5, 2]), ("linear", [3, 2])],
+)
+def test_models_by_name(given, widths, splits):
+    model = parts.make_model(parts.describe_model(given), splits.train, seed=0)
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    assert [layers[0].in_features, *(layer.out_features for layer in layers)] == widths
+
+
+def test_a_model_of_ones_own_starts_from_the_seed(tmp_path, splits):
+    path = tmp_path / "net.py"
+    path.write_text("import torch\ndef make(x, classes):\n    return torch.nn.Linear(x.shape[1], classes)\n")
+    description = parts.describe_model(f"{path}:make")
+    one, same, other = (parts.make_model(description, splits.train, seed) for seed in (0, 0, 1))
+    assert torch.equal(one.weight, same.weight)
+    assert not torch.equal(one.weight, other.weight)
+
+
+@pytest.mark.parametrize("given", ["resnet", "mlp:a,b", "cnn:3"])
+def test_models_that_are_not_there(given):
+    with pytest.raises(ValueError, match=r"There is no model|give the widths as whole numbers"):
+        parts.describe_model(given)
+
+
+def test_splits_come_back(splits, tmp_path):
+    found = parts.load_data(parts.save_splits(splits, tmp_path), seed=0)
+    for name in ("train", "test"):
+        given, back = getattr(splits, name), getattr(found.splits, name)
+        assert all(torch.equal(getattr(given, field), getattr(back, field)) for field in ("x", "y", "group"))
+        assert (back.group_names, back.class_names, back.name) == (("a", "b"), ("no", "yes"), "made")
+    assert found.splits.validation is None
+
+
+def test_held_out_rows_are_taken_from_the_training_rows(splits, tmp_path):
+    description = {**parts.save_splits(splits, tmp_path), "hold_out": 0.2}
+    found, again, other = (parts.load_data(description, seed).splits for seed in (0, 0, 1))
+    assert (len(found.train), len(found.validation), len(found.test)) == (160, 40, 100)
+    rows = [tuple(row) for data in (found.train, found.validation) for row in data.x.tolist()]
+    assert sorted(rows) == sorted(tuple(row) for row in splits.train.x.tolist())
+    assert torch.equal(found.validation.x, again.validation.x)
+    assert not torch.equal(found.validation.x, other.validation.x)
+
+
+def test_an_unknown_dataset():
+    with pytest.raises(ValueError, match="There is no dataset 'adlut'; choose among adult"):
+        parts.load_data({"name": "adlut"}, seed=0)

@@ -1,0 +1,235 @@
+"""Comparisons: paired, calibrated, matched, and told as they are."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import evenclip
+from evenclip import DPSGD, DPSGDGlobalAdapt, comparison
+from evenclip.data import Dataset, Splits
+from evenclip.runs import Store
+
+
+def part(n, seed, K=2):
+    random = torch.Generator().manual_seed(seed)
+    group = torch.arange(n) % K
+    x = torch.randn(n, 4, generator=random)
+    y = (x[:, 0] + (0.4 + 0.3 * group) * torch.randn(n, generator=random) > 0).long()
+    names = ("a", "b", "c", "d", "e", "f")[:K]
+    return Dataset(x, y, group, names, ("no", "yes"), "made")
+
+
+@pytest.fixture(scope="module")
+def splits():
+    return Splits(part(600, 0), part(400, 1), part(200, 2))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def found(splits, root):
+    return evenclip.compare(
+        splits, seeds=3, epochs=4, batch_size=60, epsilon=3.0, delta=1e-4, model="mlp:8", store=root
+    )
+
+
+def results(root, **wanted):
+    """The stored results and specifications with those settings."""
+    every = [json.loads((path.parent / "spec.json").read_text()) | {"result": json.loads(path.read_text())}
+             for path in root.glob("*/result.json")]  # fmt: skip
+    return [one for one in every if all(one.get(name) == value for name, value in wanted.items())]
+
+
+def test_every_private_rule_has_the_epsilon_asked_for(found):
+    for outcome in found.outcomes:
+        if outcome.name == "non-private":
+            assert outcome.epsilon == {"pld": None, "rdp": None}
+        else:
+            assert 2.98 < outcome.epsilon["pld"] <= 3.0 < outcome.epsilon["rdp"]
+
+
+def test_all_rules_of_a_seed_start_from_one_model_and_one_split(found, root):
+    """And have noise and batches of their own: with lr → 0 the models would be equal, the ledgers' streams not."""
+    assert [o.name for o in found.outcomes] == ["non-private", "dpsgd", "dpsgd-f", "dpsgd-global", "dpsgd-global-adapt"]
+    for seed in found.seeds:
+        some = [one for one in results(root, seed=seed) if not one["data"].get("hold_out")]
+        assert len({json.dumps(one["data"]) for one in some}) == 1
+        assert {one["seed"] for one in some} == {seed}
+
+
+def test_the_reference_rate_is_chosen_on_validation_rows(found, root):
+    tried = [one for one in results(root, seed=0) if one["rule"]["name"] == "non-private"]
+    by_rate = {one["lr"]: one["result"] for one in tried}
+    assert sorted(by_rate) == [0.01, 0.03, 0.1, 0.3, 1.0]
+    accuracy = {lr: result["validation"]["overall"]["accuracy"] for lr, result in by_rate.items()}
+    assert accuracy[found.reference.lr] == max(accuracy.values())
+
+
+def test_costs_are_paired_by_seed(found, root):
+    reference = {
+        one["seed"]: one["result"]
+        for one in results(root)
+        if one["rule"]["name"] == "non-private" and one["lr"] == found.reference.lr
+    }
+    private = {one["seed"]: one["result"] for one in results(root) if one["rule"]["name"] == "dpsgd"}
+    for i, seed in enumerate(found.seeds):
+        for k in range(2):
+            accuracy = [result[seed]["test"]["groups"]["accuracy"][k] for result in (reference, private)]
+            loss = [result[seed]["test"]["groups"]["loss"][k] for result in (reference, private)]
+            assert found.privacy_cost("dpsgd")[i, k] == pytest.approx(accuracy[0] - accuracy[1])
+            assert found.excessive_risk("dpsgd")[i, k] == pytest.approx(loss[1] - loss[0])
+
+
+def test_json_has_what_was_promised(found):
+    plain = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert plain["dataset"] == "made"
+    assert plain["groups"] == ["a", "b"]
+    assert plain["seeds"] == [0, 1, 2]
+    assert plain["protocol"] == "matched"
+    assert set(plain["privacy"]["dpsgd"]) >= {"epsilon_pld", "epsilon_rdp", "delta", "sound"}
+    for rule, row in plain["table"].items():
+        for metric in ("accuracy", "loss", "train_loss", "privacy_cost", "excessive_risk"):
+            assert set(row[metric]) == {"a", "b"}
+            assert all(set(cell) == {"mean", "se"} for cell in row[metric].values())
+        for gap in ("privacy_cost_gap", "excessive_risk_gap"):
+            assert row[gap]["mean"] >= 0, rule
+    costs = found.privacy_cost("dpsgd-f")
+    cell = plain["table"]["dpsgd-f"]["privacy_cost"]["b"]
+    assert cell["mean"] == pytest.approx(costs[:, 1].mean())
+    assert cell["se"] == pytest.approx(costs[:, 1].std(ddof=1) / math.sqrt(3))
+    assert plain["table"]["non-private"]["privacy_cost_gap"] == {"mean": 0.0, "se": 0.0}
+
+
+def test_dataframe(found):
+    frame = found.to_dataframe()
+    chosen = frame[(frame.rule == "dpsgd") & (frame.metric == "accuracy") & (frame.group == "b")]
+    assert chosen.value.tolist() == found["dpsgd"].metrics["accuracy"][:, 1].tolist()
+
+
+def test_the_table_reads_at_80_columns(found):
+    text = found.table()
+    assert max(len(line) for line in text.splitlines()) <= 80
+    words = " ".join(text.split())
+    said = ("accuracy, %", "privacy cost, points", "none", "sound here, unsound as published", "differentially private")
+    assert [part for part in said if part not in words] == []
+
+
+def test_the_same_comparison_is_not_trained_again(found, splits, root):
+    class Nobody:
+        def planned(self, runs):
+            assert runs == 0
+
+    again = evenclip.compare(
+        splits, seeds=3, epochs=4, batch_size=60, epsilon=3.0, delta=1e-4, model="mlp:8", store=root, show=Nobody()
+    )
+    assert again.to_json() == found.to_json()
+
+
+def test_one_seed_has_no_standard_error(splits, root):
+    found = evenclip.compare(
+        splits, ["dpsgd"], 1, epochs=4, batch_size=60, delta=1e-4, model="mlp:8", lr=0.1, store=root
+    )
+    cell = found.to_json()["table"]["dpsgd"]["accuracy"]["a"]
+    assert cell["se"] is None
+    assert [o.name for o in found.outcomes] == ["non-private", "dpsgd"]
+    assert found.table()
+
+
+STRANGER = """
+from dataclasses import dataclass
+import evenclip
+
+@dataclass(frozen=True)
+class Half(evenclip.Rule):
+    name = "half"
+    sigma: float = 1.0
+    C0: float = 2.0
+    def sensitivity(self, now):
+        return self.C0
+    def weight(self, norm, group, now):
+        return 0.5 * self.C0 / norm.clamp(min=1.0)
+"""
+
+
+def test_a_strangers_rule_goes_through_all_of_it(splits, root, tmp_path):
+    path = tmp_path / "my_rules.py"
+    path.write_text(STRANGER)
+    found = evenclip.compare(
+        splits,
+        ["dpsgd", f"{path}:Half"],
+        2,
+        epochs=2,
+        batch_size=60,
+        epsilon=2.0,
+        delta=1e-4,
+        model="linear",
+        store=root,
+    )
+    assert found["half"].lr == pytest.approx(0.05)  # 0.1 / S
+    assert 1.98 < found["half"].epsilon["pld"] <= 2.0
+    assert "half" in found.table()
+    assert found.to_json()["table"]["half"]["accuracy"]["a"]["mean"] > 0
+
+
+def test_rules_with_settings_of_ones_own(splits, root):
+    rules = [DPSGD(C0=0.5, sigma=2.0), DPSGDGlobalAdapt(C0=0.5, sigma=2.0)]
+    found = evenclip.compare(splits, rules, 1, epochs=1, batch_size=60, delta=1e-4, model="linear", store=root)
+    assert found["dpsgd"].lr == pytest.approx(0.2)
+    assert "sigma=2.0" in found["dpsgd"].rule
+    with pytest.raises(ValueError, match="The rule 'dpsgd' is given twice"):
+        evenclip.compare(splits, [DPSGD(), "dpsgd"], 1, store=root)
+
+
+def test_many_groups_go_below_each_other(tmp_path):
+    data = Splits(part(600, 0, 6), part(300, 1, 6))
+    found = evenclip.compare(
+        data, ["dpsgd", "dpsgd-f"], 2, epochs=1, batch_size=60, delta=1e-4, model="linear", lr=0.1, store=tmp_path
+    )
+    assert max(len(line) for line in found.table().splitlines()) <= 80
+    costs = found.privacy_cost("dpsgd")
+    assert np.allclose(found.gap(costs), costs.max(axis=1) - costs.min(axis=1))
+
+
+BAD = {
+    "seeds is 0; it must be a whole number of at least 1.": {"seeds": 0},
+    "epsilon is -1.0; it must be a finite number above 0.": {"epsilon": -1.0},
+    "There is no model 'resnet'": {"model": "resnet"},
+    "The batch size is 5000 and there are 600 training rows; give --batch-size.": {"batch_size": 5000},
+    "There is no rule 'dp'": {"rules": ["dp"]},
+}
+
+
+@pytest.mark.parametrize("says", BAD)
+def test_bad_values(says, splits, root):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        evenclip.compare(splits, **({"seeds": 1} | BAD[says]), store=root)
+
+
+def test_one_group_or_one_class_is_nothing_to_compare(splits, root):
+    alone = Dataset(splits.train.x, splits.train.y, None, (), ("no", "yes"), "made")
+    with pytest.raises(ValueError, match="The data have one group only; a comparison needs at least two"):
+        evenclip.compare(Splits(alone, alone), store=root)
+    same = Dataset(
+        splits.train.x, torch.zeros_like(splits.train.y), splits.train.group, ("a", "b"), ("no", "yes"), "made"
+    )
+    with pytest.raises(ValueError, match="The training rows have one class only"):
+        evenclip.compare(Splits(same, same), store=root)
+
+
+@pytest.mark.parametrize(("n", "delta"), [(1, 0.1), (5, 0.01), (23_484, 1e-5), (49, 0.01), (50, 0.001), (51, 0.001)])
+def test_delta_is_the_largest_power_of_ten_below_half_of_one_in_n(n, delta):
+    assert comparison._delta(n) == pytest.approx(delta)
+    assert comparison._delta(n) < 1 / (2 * n) <= 10.000001 * comparison._delta(n)
+
+
+def test_a_store_given_as_a_path_is_one(root):
+    assert Store(root).root.is_dir()

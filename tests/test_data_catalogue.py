@@ -1,0 +1,101 @@
+"""The catalogue: every dataset by name, the same way; what is here; and what it says about itself."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from evenclip.data import SOURCES, Splits, data_directory
+
+FREE = ["adult", "digits", "toy"]  # nothing to bring
+
+
+def test_the_names():
+    assert list(SOURCES) == ["adult", "dutch", "mnist", "celeba", "digits", "toy"]
+    assert all(source.name == name for name, source in SOURCES.items())
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_dataset_is_loaded_the_same_way(name, tmp_path, monkeypatch):
+    """With seed and directory; what is not there says so."""
+    monkeypatch.delenv("EVENCLIP_DATA", raising=False)
+    source = SOURCES[name]
+    assert {"seed", "directory"} <= set(inspect.signature(source.load).parameters)
+    if name not in FREE:
+        for directory in (None, tmp_path):
+            with pytest.raises(FileNotFoundError, match=f"^{source.files[0].path}") as caught:
+                source.load(0, directory)
+            assert source.origin in str(caught.value)
+            assert "--data-dir or the environment variable EVENCLIP_DATA" in str(caught.value)
+            assert not source.here(directory)
+            assert source.missing(directory) == source.files
+        return
+    splits = source.load(1, tmp_path)
+    assert isinstance(splits, Splits)
+    assert splits.train.name == name
+    assert splits.train.group_names == source.groups
+    assert source.here(None)
+    again = source.load(seed=1, directory=None)
+    assert torch.equal(splits.train.x, again.train.x)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_is_here_is_as_described(name):
+    source = SOURCES[name]
+    if not source.here(data_directory()):
+        pytest.skip(f"{source.lacks(data_directory())}; see `evenclip data`")
+    train, test, validation = source.load(0)
+    assert train.group_names == test.group_names == source.groups
+    assert len(train) + len(test) + (0 if validation is None else len(validation)) <= source.rows
+
+
+def test_only_where_there_are_many_groups_a_pair_is_chosen():
+    pairs = {name: source.pair for name, source in SOURCES.items() if source.pair is not None}
+    assert pairs == {"mnist": ("2", "8"), "digits": ("2", "8")}
+    assert all(len(source.groups) == 2 for name, source in SOURCES.items() if name not in pairs)
+
+
+def test_what_is_not_covered_is_said_in_sentences():
+    for source in SOURCES.values():
+        assert all(sentence[0].isupper() and sentence.endswith(".") for sentence in source.uncovered)
+    adult = " ".join(SOURCES["adult"].uncovered)
+    for access in ("mean and the standard deviation", "balances the groups", "number n of training records"):
+        assert access in adult
+    assert SOURCES["toy"].uncovered == ()
+
+
+def test_options_reach_the_dataset():
+    assert SOURCES["adult"].load(0, group="race").train.group_names == ("non-white", "white")
+    assert len(SOURCES["toy"].load(0, n=100).train) == 80
+    with pytest.raises(TypeError, match="unexpected keyword argument 'group'"):
+        SOURCES["digits"].load(0, group="sex")
+
+
+def test_adult_does_not_need_the_directory_that_others_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("EVENCLIP_DATA", str(tmp_path))
+    assert SOURCES["adult"].here(tmp_path)
+    assert len(SOURCES["adult"].load(0).train) == 23_488
+
+
+def test_missing_files_are_listed(tmp_path):
+    (tmp_path / "mnist").mkdir()
+    for name in ("train-images-idx3-ubyte", "train-labels-idx1-ubyte.gz"):
+        (tmp_path / "mnist" / name).write_bytes(b"")
+    source = SOURCES["mnist"]
+    assert [file.path for file in source.missing(tmp_path)] == [
+        "mnist/t10k-images-idx3-ubyte.gz",
+        "mnist/t10k-labels-idx1-ubyte.gz",
+    ]
+    assert source.lacks(tmp_path) == "mnist/t10k-images-idx3-ubyte.gz, mnist/t10k-labels-idx1-ubyte.gz are missing"
+    assert SOURCES["dutch"].lacks(tmp_path) == "dutch/dutch_census_2001.arff is missing"
+
+
+def test_the_catalogue_brings_nothing_heavy():
+    heavy = ["pandas", "scipy", "sklearn", "pyarrow", "PIL", "rich", "typer"]
+    code = f"import sys, evenclip.data.catalogue; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
