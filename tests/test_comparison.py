@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import evenclip
-from evenclip import DPSGD, DPSGDGlobalAdapt, comparison
+from evenclip import DPSGD, DPSGDGlobalAdapt
 from evenclip.data import Dataset, Splits
 from evenclip.runs import Store
 
@@ -223,12 +223,6 @@ def test_one_group_or_one_class_is_nothing_to_compare(splits, root):
     )
     with pytest.raises(ValueError, match="The training rows have one class only"):
         evenclip.compare(Splits(same, same), store=root)
-
-
-@pytest.mark.parametrize(("n", "delta"), [(1, 0.1), (5, 0.01), (23_484, 1e-5), (49, 0.01), (50, 0.001), (51, 0.001)])
-def test_delta_is_the_largest_power_of_ten_below_half_of_one_in_n(n, delta):
-    assert comparison._delta(n) == pytest.approx(delta)
-    assert comparison._delta(n) < 1 / (2 * n) <= 10.000001 * comparison._delta(n)
 
 
 def test_a_store_given_as_a_path_is_one(root):

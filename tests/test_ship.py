@@ -77,13 +77,6 @@ def test_the_noise_is_for_the_epsilon_that_was_asked_for(trained, folder):
     )
 
 
-def test_delta_is_the_one_that_fit_would_choose():
-    for n in (10, 49, 50, 51, 499, 500, 501, 5000):
-        data = torch.zeros(n, 1), torch.zeros(n, dtype=torch.int64)
-        chosen = fit(torch.nn.Linear(1, 2), data, rule=DPSGD(), batch_size=n, steps=1, progress=False).settings.delta
-        assert ship._delta(n) == chosen
-
-
 def test_the_matched_step_is_the_default(trained):
     assert trained.result.settings.lr == pytest.approx(0.1)
     faster = ship.train(people(), epsilon=2.0, rule="dpsgd-f", **FEW)

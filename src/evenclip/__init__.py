@@ -54,7 +54,12 @@ _HOMES = {
 }
 
 
+_MODULES = ("accounting", "audit", "data", "models", "ship")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"evenclip.{name}")
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"evenclip.{home}"), name)

@@ -68,6 +68,8 @@ _ROUNDING = 2.0**-49
 _WINDOW, _MARGIN = 5e-4, 1e-5
 # Below this joint multiplier one step alone costs an ε of half a million: nobody means that.
 _LEAST_MULTIPLIER = 1e-3
+# The smallest ε that can be asked for: below it, the accountants' arithmetic cannot tell it from 0.
+_LEAST_EPSILON = 1e-6
 _MOST_ROUNDS = 100
 
 
@@ -167,6 +169,11 @@ def scale_for(multipliers: Mapping[str, float], *, epsilon: float, delta: float,
     check.fraction(q=q)
     check.natural(steps=steps)
     check.positive(**multipliers)
+    if epsilon < _LEAST_EPSILON:
+        raise ValueError(
+            f"epsilon is {epsilon:g}; below {_LEAST_EPSILON:g} it cannot be told from 0, and the noise for it would leave "
+            "nothing to learn: give a larger epsilon."
+        )
     unit = joint_multiplier(multipliers.values())
     if unit == math.inf:
         raise ValueError("multipliers is empty; give the multiplier of at least one release.")
@@ -241,6 +248,15 @@ def smallest_delta(ledger: Ledger) -> float:
     True
     """
     return _ROUNDING * sum(_roundings(part) for part in _parts(ledger))
+
+
+def default_delta(n: int) -> float:
+    """The largest power of ten below 1/(2n): δ where none is given.
+
+    >>> default_delta(23_484), default_delta(50)
+    (1e-05, 0.001)
+    """
+    return float(10.0 ** (math.ceil(math.log10(1 / (2 * n))) - 1))
 
 
 def check_delta(delta: float, name: str = "delta") -> None:

@@ -125,9 +125,14 @@ class Comparison:
         return cost.excessive_risk(self.reference.metrics["loss"], self[name].metrics["loss"])
 
     def gap(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Between the pair of groups, or the largest.  [seed, group] -> [seed]"""
-        pair = None if self.pair is None else (self.groups.index(self.pair[0]), self.groups.index(self.pair[1]))
-        return cost.gap(values, pair)
+        """Between the pair of groups, or the largest.  [seed, group] -> [seed]
+
+        Groups too small to judge are left out of the largest, if there are two others.
+        """
+        if self.pair is not None:
+            return cost.gap(values, (self.groups.index(self.pair[0]), self.groups.index(self.pair[1])))
+        judged = [k for k, group in enumerate(self.groups) if group not in self.small]
+        return cost.gap(values[:, judged] if len(judged) > 1 else values)
 
     @cached_property
     def verdicts(self) -> dict[str, statistics.Paired]:
@@ -159,7 +164,7 @@ class Comparison:
             "n_train": list(self.n),
             "privacy": {outcome.name: self._privacy(outcome) for outcome in self.outcomes},
             "table": {outcome.name: self._row(outcome) for outcome in self.outcomes},
-            "verdict": {name: _plain(pair) for name, pair in self.verdicts.items()},
+            "verdict": {name: _plain(pair) | self._bootstrap(name) for name, pair in self.verdicts.items()},
             "settings": {o.name: {"rule": o.rule, "lr": o.lr} for o in self.outcomes},
             "seconds": {o.name: list(o.seconds) for o in self.outcomes},
             "not_covered_by_epsilon": list(self.uncovered),
@@ -190,6 +195,12 @@ class Comparison:
             "sound": valid and outcome.soundness != NO_EPSILON,
             "soundness": outcome.soundness,
         }
+
+    def _bootstrap(self, name: str) -> dict[str, Any]:
+        """The bootstrap's interval of the same difference."""
+        difference = self.gap(self.privacy_cost(name)) - self.gap(self.privacy_cost(BASELINE))
+        found = statistics.bootstrap_interval(difference)
+        return {"bootstrap": None if found is None else [_finite(end) for end in found]}
 
     def _metrics(self, outcome: Outcome) -> dict[str, NDArray[np.float64]]:
         """All that is known by seed and group."""
@@ -272,12 +283,13 @@ def compare(
     if epsilon is not None:
         check.positive(epsilon=epsilon)
         plan = _calibrated(plan, epsilon, len(train))
+    plan, skipped = _suited(plan, train)
     make_model(plan.model, train, chosen[0])  # a model that does not fit is found before anything is trained
     shown = _Silent() if show is None else show
     plan = _with_chosen_rate(plan, described, loaded, chosen[0], device, kept, workers, shown)
     specs = [_spec(plan, method, described, seed, device) for seed in chosen for method in plan.methods]
     results = carry_out(specs, kept, shown, workers)
-    return _comparison(plan, loaded, chosen, results)
+    return _comparison(plan, replace(loaded, notes=(*loaded.notes, *skipped)), chosen, results)
 
 
 # --- what is compared -------------------------------------------------------------------------------------------------
@@ -419,6 +431,14 @@ def _adjusted(
     return plan
 
 
+def _suited(plan: Protocol, train: Dataset) -> tuple[Protocol, list[str]]:
+    """Without the rules that are not for such data, and a sentence about each."""
+    classes = len(train.class_names) or int(train.y.max()) + 1
+    why = {method.name: method.rule.unsuited(train.K, classes) for method in plan.methods}
+    kept = tuple(method for method in plan.methods if why[method.name] is None)
+    return replace(plan, methods=kept), [f"{name} is left out: {text}" for name, text in why.items() if text]
+
+
 def _rate(plan: Protocol, n: int) -> tuple[float, int]:
     """q, and the steps of an epoch."""
     return (plan.batch_size / n, math.ceil(n / plan.batch_size)) if plan.batches is None else (
@@ -428,22 +448,16 @@ def _rate(plan: Protocol, n: int) -> tuple[float, int]:
 
 def _calibrated(plan: Protocol, epsilon: float, n: int) -> Protocol:
     """Every private rule with the noise for this ε."""
-    from evenclip.accounting import calibrate
+    from evenclip.accounting import calibrate, default_delta
 
     q, batches = _rate(plan, n)
-    delta = _delta(n) if plan.delta is None else plan.delta
+    delta = default_delta(n) if plan.delta is None else plan.delta
     methods = [
         m if m.rule.sigma == 0
         else Method(calibrate(m.rule, epsilon=epsilon, delta=delta, q=q, steps=plan.epochs * batches), m.lr)
         for m in plan.methods
     ]  # fmt: skip
     return replace(plan, methods=tuple(methods), delta=delta)
-
-
-def _delta(n: int) -> float:
-    """The largest power of ten below 1/(2n)."""
-    exponent = math.floor(math.log10(1 / (2 * n)))
-    return float(10.0**exponent if 10.0**exponent < 1 / (2 * n) else 10.0 ** (exponent - 1))
 
 
 def _with_chosen_rate(
@@ -506,7 +520,7 @@ def _comparison(
         outcomes=tuple(_outcome(method, found) for method, found in zip(plan.methods, by_rule, strict=True)),
         pair=loaded.pair,
         uncovered=loaded.uncovered,
-        notes=tuple(dict.fromkeys(note for result in reference for note in result["notes"])),
+        notes=tuple(dict.fromkeys([*loaded.notes, *(note for result in reference for note in result["notes"])])),
         small=tuple(dict.fromkeys(name for result in reference for name in result["small"])),
         n=tuple(result["n"] for result in reference),
     )

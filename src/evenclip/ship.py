@@ -161,7 +161,7 @@ def train(
     described = _described(model)
     tabled = table(source, target=target, group=group, seed=0 if seed is None else seed, **options)
     data, encoder = tabled.splits.train, tabled.encoder
-    B, delta = _batch_size(batch_size, len(data)), _delta(len(data)) if delta is None else delta
+    B, delta = _batch_size(batch_size, len(data)), accounting.default_delta(len(data)) if delta is None else delta
     accounting.check_delta(delta)
     plain = _rule(rule, data.K)
     private = accounting.calibrate(
@@ -212,11 +212,6 @@ def _batch_size(given: int | None, n: int) -> int:
     if given > n:
         raise ValueError(f"batch_size is {given} and there are {n} training rows; choose at most {n}.")
     return int(given)
-
-
-def _delta(n: int) -> float:
-    """The largest power of ten below 1/(2n), as `fit` chooses it."""
-    return float(10.0 ** (math.ceil(math.log10(1 / (2 * n))) - 1))
 
 
 def _report(result: Result, tabled: Tabled, target: float) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
 from evenclip import check, checkpoint, privacy
+from evenclip.accounting import default_delta
 from evenclip.checkpoint import CheckpointError
 from evenclip.data import Dataset, MapDataset, as_dataset
 from evenclip.gradients.losses import Loss, per_sample
@@ -240,13 +241,13 @@ def _name(optimizer: Callable[..., Any]) -> str:
 def _delta(delta: float | None, n: int) -> float:
     """δ, with a warning where it promises next to nothing."""
     if delta is None:
-        return 10.0 ** (math.ceil(math.log10(1 / (2 * n))) - 1)
+        return default_delta(n)
     if not 0 < delta < 1:
         raise ValueError(f"delta is {delta}; it must lie between 0 and 1, well below 1/n = {1 / n:.1e}.")
     if delta >= 1 / n:
         warnings.warn(
             f"delta is {delta:g}, not below 1/n = {1 / n:.1e}: publishing one whole record would satisfy it. "
-            f"Choose at most {10.0 ** (math.ceil(math.log10(1 / (2 * n))) - 1):g}.",
+            f"Choose at most {default_delta(n):g}.",
             stacklevel=5,  # whoever called fit
         )
     return float(delta)

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from evenclip.cli import files
+
 __all__ = ["compare"]
 
 
@@ -77,7 +79,7 @@ def compare(
         raise typer.Exit(1) from failed
     text = json.dumps(found.to_json(), indent=1)
     if out is not None:
-        _write(out / "results.json", text + "\n")
+        files.write(out / "results.json", text + "\n")
     print(text if as_json else found.table())
     if out is not None and not as_json:
         print(f"\n{out / 'results.json'} has all of it.")
@@ -110,13 +112,3 @@ def _writable(folder: Path) -> None:
         raise OSError(f"{folder} cannot be made ({error.strerror}); choose another --out.") from error
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder} cannot be written to; choose another --out.")
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole, or not at all."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        scratch.write_text(text)
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from evenclip.cli import files
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,7 +44,7 @@ def predict(
     if out is None:
         sys.stdout.write(text)
     else:
-        _write(out, text)
+        files.write(out, text)
 
 
 def _numbered(rows: pd.DataFrame, predictions: pd.DataFrame, keep: list[str]) -> pd.DataFrame:
@@ -56,15 +57,3 @@ def _numbered(rows: pd.DataFrame, predictions: pd.DataFrame, keep: list[str]) ->
     for place, name in enumerate(keep, 1):
         predictions.insert(place, name, rows[name].to_numpy(), allow_duplicates=True)
     return predictions
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole, or not at all."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(path)
-    except OSError as error:
-        raise OSError(f"{path} cannot be written ({error.strerror}); choose another --out.") from error
-    finally:
-        scratch.unlink(missing_ok=True)

@@ -137,8 +137,8 @@ def _warnings(found: Comparison, width: int) -> str:
     """What the table does not say."""
     lines = []
     if found.small:
-        lines.append(f"† too small to judge: {', '.join(found.small)}.")
-    lines += [*found.notes]
+        lines.append(f"† too small to judge, and left out of gaps: {', '.join(found.small)}.")
+    lines += [note for note in found.notes if not note.startswith("Too small to judge")]
     if found.uncovered:
         lines.append(f"Not covered by ε: {'; '.join(_clause(text) for text in found.uncovered)}.")
     if found.pair is not None and len(found.groups) > 2:

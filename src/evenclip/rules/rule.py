@@ -88,6 +88,11 @@ class Rule(ABC):
     def weight(self, norm: Tensor, group: Tensor, now: Tensor) -> Tensor:
         """γ_i, what this sample's gradient is multiplied with."""
 
+    def unsuited(self, groups: int, classes: int) -> str | None:
+        """Why this rule is not for data with so many groups and classes, in a sentence; None: it is."""
+        del groups, classes
+        return None
+
     def multipliers(self) -> dict[str, float]:
         """Name -> multiplier of what one step releases, as the ledger will have it."""
         count = {} if self.sigma_count is None else {"count": float(self.sigma_count)}
