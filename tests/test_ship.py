@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from evenclip import DPSGD, fit, ship
+from evenclip import ship
 from evenclip.accounting import epsilon
 from evenclip.data.table import table
 from evenclip.models import mlp

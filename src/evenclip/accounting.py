@@ -171,7 +171,7 @@ def scale_for(multipliers: Mapping[str, float], *, epsilon: float, delta: float,
     check.positive(**multipliers)
     if epsilon < _LEAST_EPSILON:
         raise ValueError(
-            f"epsilon is {epsilon:g}; below {_LEAST_EPSILON:g} it cannot be told from 0, and the noise for it would leave "
+            f"epsilon is {epsilon:g}; below {_LEAST_EPSILON:g} it cannot be told from 0, and its noise would leave "
             "nothing to learn: give a larger epsilon."
         )
     unit = joint_multiplier(multipliers.values())

@@ -29,9 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line on `arguments`, by default those of the process, and exit."""
     try:
         app(args=arguments, prog_name="evenclip")
-    except KeyboardInterrupt:
-        print("evenclip: interrupted; what was finished is kept, and the same command goes on.", file=sys.stderr)
-        sys.exit(130)
     except (ValueError, TypeError, ImportError, OSError) as mistake:
         print(f"evenclip: {mistake}", file=sys.stderr)
         sys.exit(2)

@@ -74,6 +74,9 @@ def compare(
                 batch_size=batch_size, lr=lr, model=model, match=match, device=device, options=options,
                 data_dir=data_dir, store=None if out is None else out / "runs", workers=workers, show=show,
             )  # fmt: skip
+    except KeyboardInterrupt as interrupted:
+        print("evenclip: interrupted; what was finished is kept, and the same command goes on.", file=sys.stderr)
+        raise typer.Exit(130) from interrupted
     except RunsError as failed:
         print(f"evenclip: {failed}", file=sys.stderr)
         raise typer.Exit(1) from failed
