@@ -140,6 +140,8 @@ def test_one_seed_has_no_standard_error(splits, root):
     )
     cell = found.to_json()["table"]["dpsgd"]["accuracy"]["a"]
     assert cell["se"] is None
+    assert found.protocol == "one learning rate"
+    assert found.says.endswith("Given: δ 0.0001, epochs 4, batch size 60, lr 0.1, model mlp:8.")
     assert [o.name for o in found.outcomes] == ["non-private", "dpsgd"]
     assert found.table()
 

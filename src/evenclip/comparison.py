@@ -85,7 +85,7 @@ class Comparison:
 
     Attributes:
         dataset, groups, seeds: what was compared on.
-        protocol: "published" or "matched", and `says` in a sentence.
+        protocol: "published", "matched" or "one learning rate"; `says` has it in words.
         outcomes: one per rule, the non-private reference first.
         pair: the two groups whose gaps are reported; None: the largest gap between any two.
         uncovered: accesses to the data that ε does not cover.
@@ -280,6 +280,8 @@ def compare(
     _check_groups(train, loaded.splits.test)
     plan = _protocol(described, train, rules, match)
     plan = _adjusted(plan, epochs, batch_size, delta, lr, model, len(train))
+    if plan.batches is None and "name" in described:  # n may differ between seeds; q, and with it ε, must not
+        plan = replace(plan, batches=math.ceil(len(train) / plan.batch_size))
     if epsilon is not None:
         check.positive(epsilon=epsilon)
         plan = _calibrated(plan, epsilon, len(train))
@@ -289,7 +291,9 @@ def compare(
     plan = _with_chosen_rate(plan, described, loaded, chosen[0], device, kept, workers, shown)
     specs = [_spec(plan, method, described, seed, device) for seed in chosen for method in plan.methods]
     results = carry_out(specs, kept, shown, workers)
-    return _comparison(plan, replace(loaded, notes=(*loaded.notes, *skipped)), chosen, results)
+    settings = {"ε": epsilon, "δ": delta, "epochs": epochs, "batch size": batch_size, "lr": lr, "model": model}
+    says = _says(plan, [f"{name} {value}" for name, value in settings.items() if value is not None])
+    return _comparison(plan, replace(loaded, notes=(*loaded.notes, *skipped)), chosen, results, says)
 
 
 # --- what is compared -------------------------------------------------------------------------------------------------
@@ -423,7 +427,7 @@ def _adjusted(
         plan = replace(plan, delta=delta)
     if lr is not None:
         check.positive(lr=lr)
-        plan = replace(plan, methods=tuple(Method(m.rule, lr) for m in plan.methods))
+        plan = replace(plan, name="one learning rate", methods=tuple(Method(m.rule, lr) for m in plan.methods))
     if model is not None:
         plan = replace(plan, model=describe_model(model))
     if plan.batch_size > n:
@@ -504,7 +508,7 @@ class _Silent:
 
 
 def _comparison(
-    plan: Protocol, loaded: Loaded, seeds: Sequence[int], results: Sequence[Mapping[str, Any]]
+    plan: Protocol, loaded: Loaded, seeds: Sequence[int], results: Sequence[Mapping[str, Any]], says: str
 ) -> Comparison:
     """The stored results, rule by rule."""
     size = len(plan.methods)
@@ -516,7 +520,7 @@ def _comparison(
         groups=tuple(first["groups"]),
         seeds=tuple(seeds),
         protocol=plan.name,
-        says=_says(plan),
+        says=says,
         outcomes=tuple(_outcome(method, found) for method, found in zip(plan.methods, by_rule, strict=True)),
         pair=loaded.pair,
         uncovered=loaded.uncovered,
@@ -559,16 +563,19 @@ def _epsilon(rule: Rule, results: Sequence[Mapping[str, Any]], accountant: str) 
     return None if any(value is None for value in found) else max(value for value in found if value is not None)
 
 
-def _says(plan: Protocol) -> str:
-    if plan.name == "published":
-        return (
-            "Settings as published; the largest step of one sample, learning rate times sensitivity, differs between "
-            "the rules. --match makes it the same."
-        )
-    return (
-        f"Matched: every private rule has the expected largest step {protocol.STEP:g}; the reference's learning rate "
-        "was chosen on validation data."
-    )
+_SAYS = {
+    "published": "Settings as published; the largest step of one sample, learning rate times sensitivity, differs "
+    "between the rules. --match makes it the same.",
+    "matched": f"Matched: every private rule has the expected largest step {protocol.STEP:g}; the reference's learning "
+    "rate was chosen on validation data.",
+    "one learning rate": "One learning rate for all; the largest step of one sample, learning rate times sensitivity, "
+    "may differ between the rules.",
+}
+
+
+def _says(plan: Protocol, changed: Sequence[str]) -> str:
+    """What was held equal, in words; and what is not as the protocol has it."""
+    return _SAYS[plan.name] + (f" Given: {', '.join(changed)}." if changed else "")
 
 
 def _array(rows: Sequence[Any]) -> NDArray[np.float64]:

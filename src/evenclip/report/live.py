@@ -7,6 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from evenclip.runs.local import Failure
     from evenclip.runs.spec import Spec
 
@@ -58,15 +60,16 @@ class Lines:
 class Live:
     """What is running, what is done, and how long the rest will take."""
 
-    def __init__(self) -> None:
+    def __init__(self, console: Console | None = None) -> None:
         from rich.console import Console
         from rich.live import Live as RichLive
 
-        console = Console(stderr=True)
-        self._live = RichLive(console=console, refresh_per_second=4, transient=True, get_renderable=self._draw)
         self._running: dict[str, tuple[Spec, float, int]] = {}
         self._failed: list[str] = []
         self._ended, self._planned, self._since = 0, 0, time.monotonic()
+        self._live = RichLive(  # draws once at this very moment
+            console=console or Console(stderr=True), refresh_per_second=4, transient=True, get_renderable=self._draw
+        )
 
     def __enter__(self) -> Self:
         self._live.start()
