@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import evenclip
-from evenclip import DPSGD, DPSGDGlobalAdapt
+from evenclip import DPSGD, DPSGDGlobalAdapt, comparison
 from evenclip.data import Dataset, Splits
+from evenclip.protocol import PUBLISHED, for_table
 from evenclip.runs import Store
 
 
@@ -229,3 +230,27 @@ def test_one_group_or_one_class_is_nothing_to_compare(splits, root):
 
 def test_a_store_given_as_a_path_is_one(root):
     assert Store(root).root.is_dir()
+
+
+def test_the_published_steps_are_kept_unless_the_data_are_others(root):
+    kept, said = comparison._paced(PUBLISHED["adult"], 23_650, named=True)  # 93 batches: within 5 %
+    assert (kept.batches, said) == (92, [])
+    other, said = comparison._paced(PUBLISHED["celeba"], 8_000, named=True)
+    assert other.batches == 32
+    assert said == ["There are 8,000 training records, so an epoch has 32 steps and not the published 636."]
+    assert comparison._paced(for_table(2), 5_000, named=False)[0].batches is None
+    assert comparison._paced(for_table(2), 5_000, named=True)[0].batches == 20
+
+
+def test_a_rule_that_does_not_apply_is_left_out_with_a_sentence(splits, root, tmp_path):
+    path = tmp_path / "picky.py"
+    path.write_text(
+        STRANGER.replace('"half"', '"picky"')
+        + "    def unsuited(self, groups, classes):\n        return f'it needs three groups, and there are {groups}.'\n"
+    )
+    found = evenclip.compare(
+        splits, ["dpsgd", f"{path}:Half"], 1, epochs=1, batch_size=60, delta=1e-4, model="linear", lr=0.1, store=root
+    )
+    assert [o.name for o in found.outcomes] == ["non-private", "dpsgd"]
+    assert "picky is left out: it needs three groups, and there are 2." in found.notes
+    assert "picky is left out" in found.table()

@@ -280,12 +280,10 @@ def compare(
     _check_groups(train, loaded.splits.test)
     plan = _protocol(described, train, rules, match)
     plan = _adjusted(plan, epochs, batch_size, delta, lr, model, len(train))
-    if plan.batches is None and "name" in described:  # n may differ between seeds; q, and with it ε, must not
-        plan = replace(plan, batches=math.ceil(len(train) / plan.batch_size))
+    plan, skipped = _suited(*_paced(plan, len(train), "name" in described), train)
     if epsilon is not None:
         check.positive(epsilon=epsilon)
         plan = _calibrated(plan, epsilon, len(train))
-    plan, skipped = _suited(plan, train)
     make_model(plan.model, train, chosen[0])  # a model that does not fit is found before anything is trained
     shown = _Silent() if show is None else show
     plan = _with_chosen_rate(plan, described, loaded, chosen[0], device, kept, workers, shown)
@@ -435,12 +433,25 @@ def _adjusted(
     return plan
 
 
-def _suited(plan: Protocol, train: Dataset) -> tuple[Protocol, list[str]]:
+def _paced(plan: Protocol, n: int, named: bool) -> tuple[Protocol, list[str]]:
+    """With the steps of an epoch: pinned for a named dataset, whose n may differ between seeds although ε must not."""
+    if not named:
+        return plan, []
+    steps = math.ceil(n / plan.batch_size)
+    if plan.batches is None:
+        return replace(plan, batches=steps), []
+    if abs(steps - plan.batches) <= 0.05 * plan.batches:
+        return plan, []
+    says = f"There are {n:,} training records, so an epoch has {steps} steps and not the published {plan.batches}."
+    return replace(plan, batches=steps), [says]
+
+
+def _suited(plan: Protocol, notes: Sequence[str], train: Dataset) -> tuple[Protocol, list[str]]:
     """Without the rules that are not for such data, and a sentence about each."""
     classes = len(train.class_names) or int(train.y.max()) + 1
     why = {method.name: method.rule.unsuited(train.K, classes) for method in plan.methods}
     kept = tuple(method for method in plan.methods if why[method.name] is None)
-    return replace(plan, methods=kept), [f"{name} is left out: {text}" for name, text in why.items() if text]
+    return replace(plan, methods=kept), [*notes, *(f"{name} is left out: {text}" for name, text in why.items() if text)]
 
 
 def _rate(plan: Protocol, n: int) -> tuple[float, int]:
