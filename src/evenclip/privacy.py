@@ -116,9 +116,9 @@ def paragraph(report: dict[str, Any], width: int = 79) -> str:
             f"multipliers {multipliers}, jointly {report['joint_multiplier']:.4g}; sums divided by "
             f"{report['divisor']}, {report['expected_batch_size']:g}."
         )
-    labels = "entered" if report["group_labels_entered_training"] else "did not enter"
+    labels = "used" if report["group_labels_entered_training"] else "did not use"
     second = (
-        f"Group labels {labels} training. The seed is {report['seed']}. Not covered by ε: "
+        f"The rule {labels} group labels (the features may hold them all the same). The seed is {report['seed']}. Not covered by ε: "
         f"{'; '.join(report['not_covered'])}. Not protected: {', '.join(report['not_protected'])}."
     )
     return "\n\n".join(textwrap.fill(text, width) for text in (first, second))

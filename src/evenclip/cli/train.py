@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -100,4 +101,10 @@ def _text(trained: Trained, out: Path) -> str:
     for name, accuracy in trained.accuracy.items():
         percent = "–" if accuracy is None else f"{accuracy:.1f} %"
         lines.append(f"  {percent:>7}  {name} ({trained.support[name]}{', too few' if name in small else ''})")
-    return "\n".join([*lines, "not covered by ε", *(f"  {access}" for access in report["not_covered"])])
+    lines += ["not covered by ε", *(f"  {access}" for access in report["not_covered"])]
+    return "\n".join(textwrap.fill(line, 80, subsequent_indent=_indent(line)) for line in lines)
+
+
+def _indent(line: str) -> str:
+    """Of what goes on from this line: below its text."""
+    return " " * (9 if line[:1].isalpha() and line[8:9] == " " else 4)
