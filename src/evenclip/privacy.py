@@ -118,8 +118,8 @@ def paragraph(report: dict[str, Any], width: int = 79) -> str:
         )
     labels = "used" if report["group_labels_entered_training"] else "did not use"
     second = (
-        f"The rule {labels} group labels (the features may hold them all the same). The seed is {report['seed']}. Not covered by ε: "
-        f"{'; '.join(report['not_covered'])}. Not protected: {', '.join(report['not_protected'])}."
+        f"The rule {labels} group labels (the features may hold them all the same). The seed is {report['seed']}. "
+        f"Not covered by ε: {'; '.join(report['not_covered'])}. Not protected: {', '.join(report['not_protected'])}."
     )
     return "\n\n".join(textwrap.fill(text, width) for text in (first, second))
 
