@@ -61,13 +61,15 @@ def model(file, tmp_path_factory):
 def test_training_says_what_was_done(capsys, file, tmp_path):
     status, out, err = run(capsys, "train", file, *ASK, *FAST, "--out", tmp_path / "m")
     assert status == 0
-    assert f"model    {tmp_path / 'm'}: mlp, dpsgd-global-adapt (sound), 572 rows" in out
+    words = " ".join(out.split())
+    assert f"model {tmp_path / 'm'}: mlp, dpsgd-global-adapt (sound), 572 rows" in words
     assert "ε        2 by PLD, " in out
     assert "seed     not kept" in out
     assert "accuracy of test rows (not differentially private)" in out
     assert "d (" in out
     assert ", too few)" in out
-    assert "  the encoder (columns used, categories, means and deviations), fitted on the training rows" in out
+    assert "the encoder (columns used, categories, means and deviations), fitted on the training rows" in words
+    assert max(len(line) for line in out.replace(str(tmp_path), "").splitlines()) <= 80
     assert "note: 7 of 900 rows have no 'credit' and are left out.\n" in err
     assert "note: Column 'customer id' looks like an identifier" in err
     assert "note: Column 'Unnamed: 0' looks like an identifier" in err
