@@ -54,6 +54,13 @@ BAD = {
     "evenclip: --rules is empty; give names separated by commas, or leave it out for all five.":
         (*QUICK, "--rules", " "),
     "evenclip: 'toy' is a dataset of its own, whose target is fixed; leave --target out.": (*QUICK, "--target", "y"),
+    "evenclip: --keep is not for adult; it is for tables.": ("adult", "--keep", "x"),
+    "evenclip: --allow-partial is not for toy; it is for celeba.": (*QUICK, "--allow-partial"),
+    "evenclip: --group is g; toy has groups of its own: leave it out.": (*QUICK, "--group", "g"),
+    "evenclip: --group is ['sex', 'race']; adult has the groups sex, race and age: choose one.":
+        ("adult", "--group", "sex", "--group", "race"),
+    "evenclip: device is 'abacus'; give cpu, cuda or cuda:NUMBER.": (*QUICK, "--device", "abacus"),
+    "evenclip: workers is -1; it must be a whole number of at least 1.": (*QUICK, "--workers", "-1"),
 }  # fmt: skip
 
 

@@ -68,19 +68,17 @@ def test_all_rules_of_a_seed_start_from_one_model_and_one_split(found, root):
 
 
 def test_the_reference_rate_is_chosen_on_validation_rows(found, root):
-    tried = [one for one in results(root, seed=0) if one["rule"]["name"] == "non-private"]
-    by_rate = {one["lr"]: one["result"] for one in tried}
-    assert sorted(by_rate) == [0.01, 0.03, 0.1, 0.3, 1.0]
-    accuracy = {lr: result["validation"]["overall"]["accuracy"] for lr, result in by_rate.items()}
-    assert accuracy[found.reference.lr] == max(accuracy.values())
+    for seed, chosen in zip(found.seeds, found.reference.lr, strict=True):
+        tried = [one for one in results(root, seed=seed) if one["rule"]["name"] == "non-private"]
+        accuracy = {one["lr"]: one["result"]["validation"]["overall"]["accuracy"] for one in tried}
+        assert sorted(accuracy) == [0.01, 0.03, 0.1, 0.3, 1.0]
+        assert accuracy[chosen] == max(accuracy.values())
 
 
 def test_costs_are_paired_by_seed(found, root):
-    reference = {
-        one["seed"]: one["result"]
-        for one in results(root)
-        if one["rule"]["name"] == "non-private" and one["lr"] == found.reference.lr
-    }
+    rates = dict(zip(found.seeds, found.reference.lr, strict=True))
+    every = [one for one in results(root) if one["rule"]["name"] == "non-private"]
+    reference = {one["seed"]: one["result"] for one in every if one["lr"] == rates[one["seed"]]}
     private = {one["seed"]: one["result"] for one in results(root) if one["rule"]["name"] == "dpsgd"}
     for i, seed in enumerate(found.seeds):
         for k in range(2):
@@ -177,7 +175,7 @@ def test_a_strangers_rule_goes_through_all_of_it(splits, root, tmp_path):
         model="linear",
         store=root,
     )
-    assert found["half"].lr == pytest.approx(0.05)  # 0.1 / S
+    assert found["half"].lr == pytest.approx((0.05, 0.05))  # 0.1 / S
     assert 1.98 < found["half"].epsilon["pld"] <= 2.0
     assert "half" in found.table()
     assert found.to_json()["table"]["half"]["accuracy"]["a"]["mean"] > 0
@@ -186,7 +184,7 @@ def test_a_strangers_rule_goes_through_all_of_it(splits, root, tmp_path):
 def test_rules_with_settings_of_ones_own(splits, root):
     rules = [DPSGD(C0=0.5, sigma=2.0), DPSGDGlobalAdapt(C0=0.5, sigma=2.0)]
     found = evenclip.compare(splits, rules, 1, epochs=1, batch_size=60, delta=1e-4, model="linear", store=root)
-    assert found["dpsgd"].lr == pytest.approx(0.2)
+    assert found["dpsgd"].lr == pytest.approx((0.2,))
     assert "sigma=2.0" in found["dpsgd"].rule
     with pytest.raises(ValueError, match="The rule 'dpsgd' is given twice"):
         evenclip.compare(splits, [DPSGD(), "dpsgd"], 1, store=root)
@@ -254,3 +252,10 @@ def test_a_rule_that_does_not_apply_is_left_out_with_a_sentence(splits, root, tm
     assert [o.name for o in found.outcomes] == ["non-private", "dpsgd"]
     assert "picky is left out: it needs three groups, and there are 2." in found.notes
     assert "picky is left out" in found.table()
+
+
+def test_a_delta_that_promises_nothing_is_said(splits, root):
+    found = evenclip.compare(
+        splits, ["dpsgd"], 1, epochs=1, batch_size=60, delta=0.5, model="linear", lr=0.1, store=root
+    )
+    assert "δ is 0.5, not below 1/n = 1.7e-03: publishing one whole record would satisfy it." in found.notes

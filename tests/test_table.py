@@ -276,17 +276,53 @@ def test_dropping_and_keeping(file):
     assert torch.isfinite(made.splits.train.x).all()
 
 
-def test_a_numeric_group_is_cut_at_quantiles_of_the_training_rows(file):
+def test_a_numeric_group_is_cut_at_quantiles_of_all_rows_that_have_a_target(file):
     made = table(file, target="hired", group="income", group_bins=3, keep=["id"])
     train = raw_rows(made, made.splits.train, pd.read_csv(file))["income"]
-    finite = train[np.isfinite(train)]
-    low, high = np.percentile(finite, [100 / 3, 200 / 3])
+    every = read(file)
+    finite = pd.to_numeric(every["income"][every["hired"].notna()], errors="coerce")
+    low, high = np.percentile(finite[np.isfinite(finite)], [100 / 3, 200 / 3])
     assert made.encoder.groups == (f"< {low:.6g}", f"{low:.6g} to < {high:.6g}", f"≥ {high:.6g}", "missing")
     assert made.encoder.group[0].edges == pytest.approx((low, high), rel=1e-12)
     low, high = made.encoder.group[0].edges  # a value may lie on the edge, to the last bit
     expected = [int(income >= low) + int(income >= high) if np.isfinite(income) else 3 for income in train]
     assert made.splits.train.group.tolist() == expected
-    assert "the values that cut 'income' into groups, which are quantiles of the training rows" in made.uncovered
+    assert "the values that cut 'income' into groups, which are quantiles of all rows" in made.uncovered
+
+
+@pytest.mark.parametrize(
+    "options", [{"group": "v", "group_bins": 3}, {"group": "g", "unit": "person"}], ids=["bins", "unit"]
+)
+def test_groups_and_classes_are_the_same_for_every_seed(options):
+    """Results of several seeds stand in one table."""
+    random = np.random.default_rng(0)
+    frame = pd.DataFrame({"person": np.arange(600) // 2, "x": random.normal(size=600), "v": random.normal(size=600)})
+    frame["g"], frame["y"] = random.choice(["a", "b"], 600), random.choice(["no", "yes"], 600)
+    frame.loc[0, ["g", "y"]] = ["c", "never"]  # in one of the two rows of a person
+    made = [table(frame, target="y", seed=seed, **options).encoder for seed in range(6)]
+    assert len({(encoder.groups, encoder.classes, encoder.group[0].edges) for encoder in made}) == 1
+
+
+def test_a_public_range_is_cut_however_few_values_there_are():
+    frame = pd.DataFrame({"age": np.arange(300) % 15 + 20, "x": np.arange(300.0), "y": np.arange(300) // 7 % 2})
+    schema = {"columns": {"age": {"kind": "number", "range": [0, 90]}, "x": {"kind": "number", "range": [0, 300]}}}
+    made = table(frame, target="y", group="age", group_bins=3, schema=schema)
+    assert made.encoder.group[0].edges == (30.0, 60.0)
+
+
+def test_a_header_that_names_a_column_twice_is_refused(tmp_path):
+    (tmp_path / "twice.csv").write_text("x,g,y,y\n1,a,0,1\n")
+    with pytest.raises(ValueError, match=r"twice\.csv has two columns 'y'; rename one of them\."):
+        read(tmp_path / "twice.csv")
+
+
+def test_a_date_far_in_the_future_is_a_number_like_any_other():
+    days = pd.date_range("2020-01-01", periods=299).strftime("%Y-%m-%d").tolist()
+    frame = pd.DataFrame({"until": [*days, "9999-12-31"], "g": ["a", "b"] * 150, "y": np.arange(300) // 7 % 2})
+    made = table(frame, target="y", group="g")
+    assert torch.isfinite(made.splits.train.x).all()
+    new = pd.DataFrame({"until": ["9999-12-31", "2020-02-01"], "g": ["a", "b"]})
+    assert torch.isfinite(made.encoder.encode(new)).all()
 
 
 def test_a_number_with_few_values_is_a_group_as_it_is():

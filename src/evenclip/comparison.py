@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from evenclip import check, protocol
 from evenclip.audit import cost, statistics
-from evenclip.data import Dataset, Splits
+from evenclip.data import SOURCES, Dataset, Splits, data_directory
 from evenclip.protocol import LEARNING_RATES, PUBLISHED, Method, Protocol
 from evenclip.release import Ledger
 from evenclip.rules import NO_EPSILON, NonPrivate, Rule
@@ -59,7 +59,7 @@ class Outcome:
     Attributes:
         name: the rule's.
         rule: how it was set.
-        lr: learning rate.
+        lr: learning rate, by seed.
         soundness: whether its ε can be believed.
         epsilon: ε by accountant ("pld", "rdp"), the largest over the seeds; None: none is valid.
         delta: δ.
@@ -70,7 +70,7 @@ class Outcome:
 
     name: str
     rule: str
-    lr: float
+    lr: tuple[float, ...]
     soundness: str
     epsilon: Mapping[str, float | None]
     delta: float
@@ -165,7 +165,7 @@ class Comparison:
             "privacy": {outcome.name: self._privacy(outcome) for outcome in self.outcomes},
             "table": {outcome.name: self._row(outcome) for outcome in self.outcomes},
             "verdict": {name: _plain(pair) | self._bootstrap(name) for name, pair in self.verdicts.items()},
-            "settings": {o.name: {"rule": o.rule, "lr": o.lr} for o in self.outcomes},
+            "settings": {o.name: {"rule": o.rule, "lr": list(o.lr)} for o in self.outcomes},
             "seconds": {o.name: list(o.seconds) for o in self.outcomes},
             "not_covered_by_epsilon": list(self.uncovered),
             "small_groups": list(self.small),
@@ -273,6 +273,9 @@ def compare(
         RunsError: if runs failed, after all others.
     """
     chosen = _seeds(seeds)
+    _check_device(device)
+    if workers is not None:
+        check.natural(workers=workers)
     kept = Store(default_root() if store is None else store)
     described = _described(data, target, group, dict(options or {}), data_dir, kept)
     loaded = load_data(described, chosen[0])
@@ -286,12 +289,17 @@ def compare(
         plan = _calibrated(plan, epsilon, len(train))
     make_model(plan.model, train, chosen[0])  # a model that does not fit is found before anything is trained
     shown = _Silent() if show is None else show
-    plan = _with_chosen_rate(plan, described, loaded, chosen[0], device, kept, workers, shown)
-    specs = [_spec(plan, method, described, seed, device) for seed in chosen for method in plan.methods]
+    rates = _chosen_rates(plan, described, loaded, chosen, device, kept, workers, shown)
+    specs = [
+        _spec(plan, method.rule, rates[seed] if method.lr is None else method.lr, described, seed, device)
+        for seed in chosen
+        for method in plan.methods
+    ]
     results = carry_out(specs, kept, shown, workers)
     settings = {"ε": epsilon, "δ": delta, "epochs": epochs, "batch size": batch_size, "lr": lr, "model": model}
     says = _says(plan, [f"{name} {value}" for name, value in settings.items() if value is not None])
-    return _comparison(plan, replace(loaded, notes=(*loaded.notes, *skipped)), chosen, results, says)
+    notes = (*loaded.notes, *skipped, *_doubts(plan, len(train)))
+    return _comparison(plan, replace(loaded, notes=notes), chosen, results, says)
 
 
 # --- what is compared -------------------------------------------------------------------------------------------------
@@ -323,12 +331,44 @@ def _described(
     path = Path(data)
     if path.suffix or path.exists():
         return _table(path, target, group, options)
+    return _named(str(data), target, group, options, data_dir)
+
+
+def _named(
+    name: str, target: str | None, group: str | Sequence[str] | None, options: dict[str, Any],
+    data_dir: str | os.PathLike[str] | None,
+) -> dict[str, Any]:  # fmt: skip
+    """A dataset of the catalogue as plain values."""
+    if name not in SOURCES:
+        raise ValueError(f"There is no dataset {name!r}; choose among {', '.join(SOURCES)}, or give a file.")
     if target is not None:
-        raise ValueError(f"{str(data)!r} is a dataset of its own, whose target is fixed; leave --target out.")
+        raise ValueError(f"{name!r} is a dataset of its own, whose target is fixed; leave --target out.")
     if group is not None:
+        if name != "adult" or not isinstance(group, str):
+            raise ValueError(f"--group is {group}; {name} {_GROUPS.get(name, 'has groups of its own: leave it out.')}")
         options["group"] = group
-    directory = {} if data_dir is None else {"directory": str(Path(data_dir).resolve())}
-    return {"name": str(data), "options": options, **directory}
+    known = ("group",) if name == "adult" else ("allow_partial", "side") if name == "celeba" else ()
+    for option in options:
+        if option not in known:
+            raise ValueError(f"--{option.replace('_', '-')} is not for {name}; it is for {_OPTIONS[option]}.")
+    directory = data_directory(None if data_dir is None else Path(data_dir))
+    found = [(file.path, file.find(directory)) for file in SOURCES[name].files]
+    sizes = {path: _size(place) for path, place in found if place is not None}  # of partial or other copies
+    where = {} if directory is None else {"directory": str(directory.resolve())}
+    return {"name": name, "options": options, "files": sizes, **where}
+
+
+_GROUPS = {"adult": "has the groups sex, race and age: choose one."}
+_OPTIONS = {
+    **dict.fromkeys(("test", "schema", "keep", "drop", "exclude_group", "group_bins", "unit"), "tables"),
+    "allow_partial": "celeba",
+    "side": "celeba",
+}
+
+
+def _size(place: Path) -> int:
+    """Bytes of a file, entries of a folder."""
+    return sum(1 for _ in place.iterdir()) if place.is_dir() else place.stat().st_size
 
 
 def _table(
@@ -340,6 +380,9 @@ def _table(
     for name, value in (("target", target), ("group", group)):
         if not value:
             raise ValueError(f"A table needs --{name}: the name of the column {_PURPOSE[name]}.")
+    wrong = [option for option in options if _OPTIONS.get(option) == "celeba"]
+    if wrong:
+        raise ValueError(f"--{wrong[0].replace('_', '-')} is not for tables; it is for celeba.")
     test = options.pop("test", None)
     named = [group] if isinstance(group, str) else list(group or ())
     beside = {} if test is None else {"test": describe_file(test)}
@@ -475,28 +518,50 @@ def _calibrated(plan: Protocol, epsilon: float, n: int) -> Protocol:
     return replace(plan, methods=tuple(methods), delta=delta)
 
 
-def _with_chosen_rate(
-    plan: Protocol, described: Mapping[str, Any], loaded: Loaded, seed: int, device: str, store: Store,
+def _chosen_rates(
+    plan: Protocol, described: Mapping[str, Any], loaded: Loaded, seeds: Sequence[int], device: str, store: Store,
     workers: int | None, show: Show,
-) -> Protocol:  # fmt: skip
-    """The reference's learning rate, chosen by accuracy on validation rows of the first seed; never on test rows."""
+) -> dict[int, float]:  # fmt: skip
+    """Seed -> the reference's learning rate, chosen by accuracy on that seed's own validation rows.
+
+    One choice for all seeds would see test rows: what is validation in one split is test in another.
+    """
     if all(method.lr is not None for method in plan.methods):
-        return plan
+        return {}
     held = {} if loaded.splits.validation is not None else {"hold_out": HELD_OUT}
-    tries = [_spec(plan, Method(NonPrivate(), lr), {**described, **held}, seed, device) for lr in LEARNING_RATES]
-    found = carry_out(tries, store, show, workers)
-    accuracy = [result["validation"]["overall"]["accuracy"] for result in found]
-    best = LEARNING_RATES[max(range(len(tries)), key=lambda i: accuracy[i])]
-    return replace(plan, methods=tuple(m if m.lr is not None else Method(m.rule, best) for m in plan.methods))
+    pairs = [(seed, lr) for seed in seeds for lr in LEARNING_RATES]
+    tries = [_spec(plan, NonPrivate(), lr, {**described, **held}, seed, device) for seed, lr in pairs]
+    accuracy = {
+        pair: result["validation"]["overall"]["accuracy"]
+        for pair, result in zip(pairs, carry_out(tries, store, show, workers), strict=True)
+    }
+    return {seed: max(LEARNING_RATES, key=lambda lr: accuracy[seed, lr]) for seed in seeds}
 
 
-def _spec(plan: Protocol, method: Method, described: Mapping[str, Any], seed: int, device: str) -> Spec:
-    assert method.lr is not None
-    q = None if plan.batches is None or not method.rule.poisson else 1 / plan.batches
+def _spec(plan: Protocol, rule: Rule, lr: float, described: Mapping[str, Any], seed: int, device: str) -> Spec:
+    q = None if plan.batches is None or not rule.poisson else 1 / plan.batches
     return Spec(
-        dict(described), plan.model, describe_rule(method.rule), method.lr, plan.epochs, plan.batch_size, q, plan.delta,
-        seed, device,
-    )  # fmt: skip
+        dict(described), plan.model, describe_rule(rule), lr, plan.epochs, plan.batch_size, q, plan.delta, seed, device
+    )
+
+
+def _doubts(plan: Protocol, n: int) -> list[str]:
+    """A sentence where δ promises next to nothing."""
+    if plan.delta is None or plan.delta < 1 / n:
+        return []
+    return [f"δ is {plan.delta:g}, not below 1/n = {1 / n:.1e}: publishing one whole record would satisfy it."]
+
+
+def _check_device(device: str) -> None:
+    """Raise for a device that is not here, before every run does."""
+    import torch
+
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise ValueError(f"device is {device!r}; give cpu, cuda or cuda:NUMBER.") from None
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"device is {device!r} and there is none here; use cpu.")
 
 
 class _Silent:
@@ -525,20 +590,27 @@ def _comparison(
     size = len(plan.methods)
     by_rule = [[results[i * size + j] for i in range(len(seeds))] for j in range(size)]
     first = results[0]
+    for name in ("groups", "classes"):
+        if any(result[name] != first[name] for result in results):
+            raise ValueError(f"The {name} differ between the seeds, so they cannot be put in one table.")
     reference = by_rule[0]
     return Comparison(
-        dataset=first["dataset"],
+        dataset=loaded.splits.train.name,
         groups=tuple(first["groups"]),
         seeds=tuple(seeds),
         protocol=plan.name,
         says=says,
         outcomes=tuple(_outcome(method, found) for method, found in zip(plan.methods, by_rule, strict=True)),
         pair=loaded.pair,
-        uncovered=loaded.uncovered,
+        uncovered=(*loaded.uncovered, *(() if any("number n" in text for text in loaded.uncovered) else _READ)),
         notes=tuple(dict.fromkeys([*loaded.notes, *(note for result in reference for note in result["notes"])])),
         small=tuple(dict.fromkeys(name for result in reference for name in result["small"])),
         n=tuple(result["n"] for result in reference),
     )
+
+
+# What every comparison reads off the data.
+_READ = ("the number n of training records, from which q and the steps follow", "the splitting of the data")
 
 
 def _outcome(method: Method, results: Sequence[Mapping[str, Any]]) -> Outcome:
@@ -546,11 +618,10 @@ def _outcome(method: Method, results: Sequence[Mapping[str, Any]]) -> Outcome:
     metrics = {name: _array([found[name] for found in by_group]) for name in by_group[0]}
     metrics["train_loss"] = _array([result["train_loss"] for result in results])
     overall = [result["test"]["overall"] for result in results]
-    assert method.lr is not None
     return Outcome(
         name=method.name,
         rule=repr(method.rule),
-        lr=method.lr,
+        lr=tuple(result["settings"]["lr"] for result in results),
         soundness=method.rule.soundness,
         epsilon={accountant: _epsilon(method.rule, results, accountant) for accountant in ("pld", "rdp")},
         delta=max(result["delta"] for result in results),

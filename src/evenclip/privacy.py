@@ -54,7 +54,10 @@ def report(settings: Settings, ledger: Ledger, trace: Sequence[dict[str, Any]]) 
         "unit": UNIT,
         "neighbouring_relation": RELATION,
         "protected": ["the final model", "every intermediate model", "the rule's state", "the ledger"],
-        "not_protected": ["traces and group figures", "what observers record", "metrics on test data"],
+        "not_protected": [
+            "traces and group figures", "what observers record", "metrics on test data",
+            "the counts of empty batches, non-finite samples and clamped weights in this report",
+        ],
         "not_covered": list(NOT_COVERED),
         "epsilon": epsilon(settings, ledger, "pld"),
         "epsilon_rdp": epsilon(settings, ledger, "rdp"),

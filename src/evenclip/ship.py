@@ -216,7 +216,8 @@ def _batch_size(given: int | None, n: int) -> int:
 
 def _report(result: Result, tabled: Tabled, target: float) -> dict[str, Any]:
     """The privacy report of the run, with what preparing the table adds to it."""
-    report = result.privacy
+    counts = ("empty_batches", "non_finite_samples", "clamped_weights")  # of private data, without noise
+    report = {name: value for name, value in result.privacy.items() if name not in counts}
     added: dict[str, Any] = {
         "target_epsilon": float(target),
         "not_covered": [*report["not_covered"], *tabled.uncovered],

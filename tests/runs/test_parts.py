@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 import types
 
@@ -113,6 +114,28 @@ def test_a_model_of_ones_own_starts_from_the_seed(tmp_path, splits):
 def test_models_that_are_not_there(given):
     with pytest.raises(ValueError, match=r"There is no model|give the widths as whole numbers"):
         parts.describe_model(given)
+
+
+BROKEN = {
+    "def make(x, classes)": "cannot be loaded: SyntaxError",
+    "1 / 0": "cannot be loaded: ZeroDivisionError: division by zero",
+    "x = 1": "has no function 'make'; give file.py:function, called as function(x, classes).",
+    "def make(x, classes): return 1 / 0": "make of {path} failed: ZeroDivisionError: division by zero",
+    "def make(x, classes): return 3": "make of {path} returned int; it must return an nn.Module.",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_file_of_ones_own_that_is_broken(text, tmp_path, splits):
+    path = tmp_path / "net.py"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(BROKEN[text].format(path=path))):
+        parts.make_model(parts.describe_model(f"{path}:make"), splits.train, 0)
+
+
+def test_a_model_that_does_not_fit_into_memory(splits):
+    with pytest.raises(ValueError, match="The model mlp cannot be made as it is given"):
+        parts.make_model(parts.describe_model("mlp:99999999999"), splits.train, 0)
 
 
 def test_splits_come_back(splits, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,13 +58,16 @@ def train(
     from evenclip import ship
 
     ship.check_place(out, force)
-    trained = ship.train(
-        file, target=target, group=group[0] if len(group) == 1 else group, rule=rule, epsilon=epsilon, delta=delta,
-        epochs=epochs, batch_size=batch_size, lr=lr, model=model, seed=seed, device=device, test=test, schema=schema,
-        keep=keep or (), drop=drop or (), exclude_group=exclude_group, group_bins=group_bins, unit=unit,
-    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", UserWarning)
+        trained = ship.train(
+            file, target=target, group=group[0] if len(group) == 1 else group, rule=rule, epsilon=epsilon, delta=delta,
+            epochs=epochs, batch_size=batch_size, lr=lr, model=model, seed=seed, device=device, test=test,
+            schema=schema, keep=keep or (), drop=drop or (), exclude_group=exclude_group, group_bins=group_bins,
+            unit=unit,
+        )  # fmt: skip
     ship.save(trained, out, force=force)
-    for note in trained.tabled.notes:
+    for note in (*trained.tabled.notes, *dict.fromkeys(str(warning.message) for warning in warned)):
         print(f"note: {note}", file=sys.stderr)
     print(json.dumps(_facts(trained, out), indent=2, ensure_ascii=False) if as_json else _text(trained, out))
 
@@ -102,7 +106,10 @@ def _text(trained: Trained, out: Path) -> str:
         percent = "–" if accuracy is None else f"{accuracy:.1f} %"
         lines.append(f"  {percent:>7}  {name} ({trained.support[name]}{', too few' if name in small else ''})")
     lines += ["not covered by ε", *(f"  {access}" for access in report["not_covered"])]
-    return "\n".join(textwrap.fill(line, 80, subsequent_indent=_indent(line)) for line in lines)
+    return "\n".join(
+        textwrap.fill(line, 80, subsequent_indent=_indent(line), break_on_hyphens=False, break_long_words=False)
+        for line in lines
+    )
 
 
 def _indent(line: str) -> str:

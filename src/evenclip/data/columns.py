@@ -139,7 +139,8 @@ def _numeral(value: Any) -> Any:
 def _days(moments: pd.Series) -> Values:
     import pandas as pd
 
-    epoch = pd.Timestamp(0, tz="UTC")
+    moments = moments.astype("datetime64[s, UTC]")  # nanoseconds end in 2262, and 9999-12-31 is a usual "open end"
+    epoch = pd.Timestamp("1970-01-01", tz="UTC").as_unit("s")
     return np.asarray(((moments - epoch) / pd.Timedelta(days=1)).to_numpy(dtype=np.float64, na_value=np.nan))
 
 

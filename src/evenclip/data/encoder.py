@@ -208,25 +208,25 @@ def fit_columns(
     return found, notes
 
 
-def fit_labels(
-    series: pd.Series, rows: Codes, bins: int | None, entry: dict[str, Any] | None
-) -> tuple[Labels, str | None]:
-    """The groups of a protected column, and what ε does not cover in them; `rows` are those of training."""
+def fit_labels(series: pd.Series, bins: int | None, entry: dict[str, Any] | None) -> tuple[Labels, str | None]:
+    """The groups of a protected column, and what ε does not cover in them.
+
+    From all rows: groups are what results are reported for, and must be the same whatever the split is.
+    """
     name = str(series.name)
     if entry is not None and entry["kind"] in ("category", "boolean"):
         public = entry["values"] if entry["kind"] == "category" else ["False", "True"]
         return Labels(name, _with_missing(public, entry.get("missing", True))), None
-    if columns.kind_of(series).name == "number" and series.nunique() > MOST_VALUES:
-        return _fitted_bins(series, rows, bins, entry)
+    ranged = entry is not None and entry["kind"] == "number" and bins is not None
+    if ranged or (columns.kind_of(series).name == "number" and series.nunique() > MOST_VALUES):
+        return _fitted_bins(series, bins, entry)
     codes, names = columns.factor(series)
     found = _with_missing(ordered(names), bool((codes < 0).any()))
     return Labels(name, found), f"the names of the groups of {name!r}, which are those found in the data"
 
 
-def _fitted_bins(
-    series: pd.Series, rows: Codes, bins: int | None, entry: dict[str, Any] | None
-) -> tuple[Labels, str | None]:
-    """A number cut into groups: at quantiles of the training rows, or evenly over the public range."""
+def _fitted_bins(series: pd.Series, bins: int | None, entry: dict[str, Any] | None) -> tuple[Labels, str | None]:
+    """A number cut into groups: at quantiles of the rows, or evenly over the public range."""
     name, values = str(series.name), columns.numbers(series)
     if bins is None:
         raise ValueError(
@@ -237,9 +237,9 @@ def _fitted_bins(
         low, high = entry["range"]
         edges, missing, uncovered = np.linspace(low, high, bins + 1)[1:-1], entry.get("missing", True), None
     else:
-        edges = np.unique(np.nanquantile(values[rows], np.arange(1, bins) / bins))
+        edges = np.unique(np.nanquantile(values, np.arange(1, bins) / bins))
         missing = bool(np.isnan(values).any())
-        uncovered = f"the values that cut {name!r} into groups, which are quantiles of the training rows"
+        uncovered = f"the values that cut {name!r} into groups, which are quantiles of all rows"
     return Labels(name, _with_missing(_bin_names(edges.tolist()), missing), tuple(edges.tolist())), uncovered
 
 

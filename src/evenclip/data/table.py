@@ -133,6 +133,10 @@ def _dialect(file: Path) -> tuple[str, str]:
         head = [line for line, _ in zip(lines, range(50), strict=False) if line.strip()]
     widths = {separator: [len(row) for row in csv.reader(head, delimiter=separator)] for separator in SEPARATORS}
     separator = "\t" if file.suffix.lower() == ".tsv" else _separator(widths)
+    names = next(csv.reader(head[:1], delimiter=separator), [])
+    twice = [name for name in names if name and names.count(name) > 1]
+    if twice:
+        raise ValueError(f"{file} has two columns {twice[0]!r}; rename one of them.")
     if any(width > widths[separator][0] for width in widths[separator][1:2]):  # pandas would take them for an index
         raise csv.Error("The first row has more fields than the header")
     if separator != ";":
@@ -229,11 +233,12 @@ def table(
     used = [each for each in frame.columns if each not in {target, unit, *drop, *(group if exclude_group else ())}]
     found, uncovered, said = _columns(frame, rows.train, used, keep, entries)
     notes += said
-    labels, looked = _labels(_all(frames, rows), rows, target, group, group_bins, entries or {})
+    everyone = [(each, _with_target(each, target, "", [])) for each in frames]  # whatever the seed, and the unit
+    labels, looked = _labels(everyone, target, group, group_bins, entries or {})
     uncovered += looked
     if unit is not None:
         uncovered.append(f"the choice of one row for each person, by the column {unit!r}")
-    encoder = Encoder(found, labels[0], labels[1:], _groups(_all(frames, rows), labels[1:], entries or {}))
+    encoder = Encoder(found, labels[0], labels[1:], _groups(everyone, labels[1:], entries or {}))
     splits = Splits(
         train=_dataset(encoder, frame, rows.train, name),
         test=_dataset(encoder, frames[-1], rows.test, name),
@@ -339,13 +344,6 @@ def _one_each(series: pd.Series, unit: str, rows: Codes, notes: list[str]) -> Co
     return kept
 
 
-def _all(frames: list[pd.DataFrame], rows: _Rows) -> list[tuple[pd.DataFrame, Codes]]:
-    """Every row that is used, with the table it is in."""
-    if len(frames) == 1:
-        return [(frames[0], np.concatenate(rows))]
-    return [(frames[0], np.concatenate([rows.train, rows.validation])), (frames[1], rows.test)]
-
-
 # --- columns, classes, groups ----------------------------------------------------------------------------------------
 
 
@@ -369,7 +367,7 @@ def _columns(
 
 
 def _labels(
-    used: list[tuple[pd.DataFrame, Codes]], rows: _Rows, target: str, group: tuple[str, ...], bins: int | None,
+    used: list[tuple[pd.DataFrame, Codes]], target: str, group: tuple[str, ...], bins: int | None,
     entries: dict[str, Any],
 ) -> tuple[tuple[Labels, ...], list[str]]:  # fmt: skip
     """The classes and each protected column's groups; what ε does not cover in them."""
@@ -378,9 +376,8 @@ def _labels(
             raise ValueError(f'The schema gives {name!r} "other": true; classes and groups must all be listed.')
     classes, looked = _classes(_joined(used, target), entries.get(target))
     found, uncovered = [classes], looked
-    train = np.arange(len(rows.train))  # they come first where all rows are joined
     for name in group:
-        labels, access = fit_labels(_joined(used, name), train, bins, entries.get(name))
+        labels, access = fit_labels(_joined(used, name), bins, entries.get(name))
         found.append(labels)
         uncovered += [] if access is None else [access]
     return tuple(found), uncovered

@@ -112,8 +112,13 @@ def _privacy(found: Comparison) -> str:
     for o in found.outcomes:
         pld, rdp = (("none" if e is None else rounded_up(e)) for e in (o.epsilon["pld"], o.epsilon["rdp"]))
         delta = f"{o.delta:.0e}" if o.epsilon["pld"] is not None else "–"
-        lines.append(f"  {o.name:{_NAME - 2}}{pld:>7}{rdp:>7}{delta:>6}{o.lr:>6.2g}  {o.soundness}")
+        lines.append(f"  {o.name:{_NAME - 2}}{pld:>7}{rdp:>7}{delta:>6}{_rate(o):>6}  {o.soundness}")
     return "\n".join(lines)
+
+
+def _rate(outcome: Outcome) -> str:
+    """The learning rate, if it is the same for all seeds."""
+    return f"{outcome.lr[0]:.2g}" if len(set(outcome.lr)) == 1 else "varies"
 
 
 def _verdict(found: Comparison, width: int) -> list[str]:
@@ -137,7 +142,9 @@ def _warnings(found: Comparison, width: int) -> str:
     """What the table does not say."""
     lines = []
     if found.small:
-        lines.append(f"† too small to judge, and left out of gaps: {', '.join(found.small)}.")
+        out = found.pair is None and len(found.groups) - len(found.small) > 1
+        what = "left out of gaps" if out else "gaps rest on them all the same"
+        lines.append(f"† too small to judge, {what}: {', '.join(found.small)}.")
     lines += [note for note in found.notes if not note.startswith("Too small to judge")]
     if found.uncovered:
         lines.append(f"Not covered by ε: {'; '.join(_clause(text) for text in found.uncovered)}.")

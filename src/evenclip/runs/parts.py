@@ -18,7 +18,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import inspect
+import io
 import sys
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -100,10 +102,10 @@ def _table(description: Mapping[str, Any], seed: int) -> Loaded:
     from evenclip.data.table import table
 
     options = dict(description["options"])
-    for part in (description, description.get("test") or {}):
-        if part and sha256(Path(part["path"])) != part["sha256"]:
-            raise ValueError(f"{part['path']} has changed since the comparison began; start it again.")
     test = description.get("test")
+    for part in (description, test):
+        if part is not None:
+            _check_content(part)
     found = table(description["path"], seed=seed, test=None if test is None else test["path"], **options)
     return Loaded(found.splits, None, found.uncovered, found.notes, found.small)
 
@@ -116,14 +118,17 @@ def save_splits(splits: Splits, folder: Path) -> dict[str, Any]:
         for part, data in zip(Splits._fields, splits, strict=True)
         if data is not None
     }
-    scratch = folder / f".writing-{hashlib.sha256(str(id(splits)).encode()).hexdigest()[:16]}.pt"
-    torch.save({"name": splits.train.name, **plain}, scratch)
-    digest = sha256(scratch)
-    scratch.replace(folder / f"{digest[:24]}.pt")
-    return {"tensors": True, "path": str((folder / f"{digest[:24]}.pt").resolve()), "sha256": digest}
+    buffer = io.BytesIO()  # a file's own name would be a part of its content
+    torch.save({"name": splits.train.name, **plain}, buffer)
+    digest = hashlib.sha256(buffer.getvalue()).hexdigest()
+    path, scratch = folder / f"{digest[:24]}.pt", folder / f".writing-{uuid.uuid4().hex}"
+    scratch.write_bytes(buffer.getvalue())
+    scratch.replace(path)
+    return {"tensors": True, "path": str(path.resolve()), "sha256": digest}
 
 
 def _tensors(description: Mapping[str, Any]) -> Loaded:
+    _check_content(description)
     plain = torch.load(description["path"], weights_only=True)
     parts = {
         part: Dataset(p["x"], p["y"], p["group"], tuple(p["names"][0]), tuple(p["names"][1]), plain["name"])
@@ -177,11 +182,32 @@ def make_model(description: Mapping[str, Any], data: Dataset, seed: int) -> nn.M
     x = data.take(torch.arange(1)).x
     classes = len(data.class_names) or int(data.y.max()) + 1
     if "function" in description:
+        return _own_model(description, x, classes, seed)
+    try:
+        return _named_model(description, x, classes, seed)
+    except (RuntimeError, MemoryError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise ValueError(f"The model {description['name']} cannot be made as it is given ({said}).") from error
+
+
+def _own_model(description: Mapping[str, Any], x: Any, classes: int, seed: int) -> nn.Module:
+    """What somebody's own function makes."""
+    name, path = description["function"], description["path"]
+    make = getattr(_module(description), name, None) if name else None
+    if not callable(make):
+        raise ValueError(f"{path} has no function {name!r}; give file.py:function, called as function(x, classes).")
+    try:
         with models.seeded(seed):
-            made = getattr(_module(description), description["function"])(x, classes)
-        if not isinstance(made, nn.Module):
-            raise TypeError(f"{description['function']} returned {type(made).__name__}; it must return an nn.Module.")
-        return made
+            made = make(x, classes)
+    except Exception as error:
+        raise ValueError(f"{name} of {path} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"{name} of {path} returned {type(made).__name__}; it must return an nn.Module.")
+    return made
+
+
+def _named_model(description: Mapping[str, Any], x: Any, classes: int, seed: int) -> nn.Module:
+    """One of the paper's networks."""
     assert isinstance(x, Tensor)
     name, options = description["name"], dict(description.get("options", {}))
     if name == "cnn":
@@ -250,7 +276,7 @@ def describe_file(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there; give the path of a file.")
-    return {"path": str(path.resolve()), "sha256": sha256(path)}
+    return {"path": str(path.resolve()), "suffix": path.suffix.lower(), "sha256": sha256(path)}
 
 
 def sha256(path: Path) -> str:
@@ -259,8 +285,14 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _check_content(description: Mapping[str, Any]) -> None:
+    """Raise where a file is not what it was when it was described."""
+    if sha256(Path(description["path"])) != description["sha256"]:
+        raise ValueError(f"{description['path']} has changed since the comparison began; start it again.")
+
+
 def _module(description: Mapping[str, Any]) -> ModuleType:
-    """Somebody's own file as a module; the same object for the same content."""
+    """Somebody's own file as a module; the same object for the same content. What it imports is not looked at."""
     name = f"evenclip_given_{description['sha256'][:16]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -271,7 +303,7 @@ def _module(description: Mapping[str, Any]) -> ModuleType:
     sys.modules[name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except Exception as error:
         del sys.modules[name]
-        raise
+        raise ValueError(f"{description['path']} cannot be loaded: {type(error).__name__}: {error}") from error
     return module

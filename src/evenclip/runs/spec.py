@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,11 @@ class Spec:
 
 @lru_cache(maxsize=1)
 def code() -> str:
-    """SHA-256 of the package's sources, but for those that only show: a result is not that of other code."""
-    found = hashlib.sha256()
+    """SHA-256 of the package's sources, but for those that only show, and of the versions of what it stands on: a
+    result is not that of other code.
+    """
+    versions = [f"{name} {metadata.version(name)}" for name in ("torch", "numpy", "pandas", "scikit-learn")]
+    found = hashlib.sha256(" ".join(versions).encode())
     root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         if path.relative_to(root).parts[0] not in ("cli", "report"):
@@ -70,7 +74,13 @@ def code() -> str:
     return found.hexdigest()
 
 
-def _without_places(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_places(inner) for key, inner in value.items() if key not in _PLACES}
-    return [_without_places(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+def _without_places(plain: dict[str, Any]) -> dict[str, Any]:
+    """Data, model and rule without where their files are; deeper down a key of that name is somebody's column."""
+    parts = {name: _placeless(plain[name]) for name in ("data", "model", "rule")}
+    if parts["data"].get("test"):
+        parts["data"] = {**parts["data"], "test": _placeless(parts["data"]["test"])}
+    return {**plain, **parts}
+
+
+def _placeless(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in part.items() if key not in _PLACES}
