@@ -305,7 +305,8 @@ def test_groups_and_classes_are_the_same_for_every_seed(options):
 
 def test_a_public_range_is_cut_however_few_values_there_are():
     frame = pd.DataFrame({"age": np.arange(300) % 15 + 20, "x": np.arange(300.0), "y": np.arange(300) // 7 % 2})
-    schema = {"columns": {"age": {"kind": "number", "range": [0, 90]}, "x": {"kind": "number", "range": [0, 300]}}}
+    ranges = {"age": {"kind": "number", "range": [0, 90]}, "x": {"kind": "number", "range": [0, 300]}}
+    schema = {"evenclip_schema": 1, "columns": ranges}
     made = table(frame, target="y", group="age", group_bins=3, schema=schema)
     assert made.encoder.group[0].edges == (30.0, 60.0)
 
