@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from evenclip.data import schema as schemas
-from evenclip.data.table import table
+from evenclip.data.table import read, table
 
 
 def refusal(error, attempt):
@@ -260,3 +260,14 @@ def test_a_file_that_is_no_schema_is_explained(tmp_path):
     )
     path.write_bytes(b'{"columns": {"\xfc": {}}}')
     assert refusal(ValueError, lambda: schemas.load(path)) == f"{path} is not UTF-8 (byte 14); save it as UTF-8."
+
+
+def test_a_proposal_fits_its_own_file_also_where_whole_numbers_have_a_point(tmp_path):
+    """A column of 0 and 1 with gaps is written as 0.0 and 1.0."""
+    frame = pd.DataFrame({"x": range(60), "g": ["a", "b"] * 30, "y": [0.0, 1.0, None] * 20})
+    frame.to_csv(tmp_path / "gaps.csv", index=False)
+    proposed = schemas.propose(read(tmp_path / "gaps.csv"))
+    proposed["columns"]["y"] = {"kind": "category", "values": ["0", "1"]}
+    made = table(tmp_path / "gaps.csv", target="y", group="g", schema=proposed)
+    assert made.encoder.classes == ("0", "1")
+    assert len(made.splits.train) + len(made.splits.test) + len(made.splits.validation) == 40

@@ -173,7 +173,7 @@ def test_with_a_schema_the_card_says_so(tmp_path):
         "age": {"kind": "number", "range": [0, 100]}, "job": {"kind": "category", "values": ["baker", "miller"]},
         "sex": {"kind": "category", "values": ["f", "m"], "missing": False}}}  # fmt: skip
     made = ship.train(people(), epsilon=2.0, schema=schema, **FEW)
-    assert "It was made from a schema of public ranges and categories." in ship.card(made)
+    assert "Its ranges and categories are those of a public schema." in ship.card(made)
     assert not [access for access in made.privacy["not_covered"] if access.startswith("the encoder")]
     ship.save(made, tmp_path / "m")
     assert ship.load(tmp_path / "m").encoder == made.tabled.encoder

@@ -335,8 +335,10 @@ def card(trained: Trained) -> str:
         "It holds means, deviations and categories of the training rows, without noise: ε does not cover them. Train "
         "with a schema of public ranges and categories to have none in it."
         if fitted
-        else "It was made from a schema of public ranges and categories."
+        else "Its ranges and categories are those of a public schema."
     )
+    if not fitted and any("found in the data" in access for access in tabled.uncovered):
+        encoded += " The names of classes or groups in it were found in the data."
     listed = "\n".join(rows)
     return f"""# A private model for `{encoder.target.column}`
 

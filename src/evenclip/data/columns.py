@@ -58,11 +58,16 @@ class Kind(NamedTuple):
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
+_WHOLE = re.compile(r"-?(0|[1-9]\d*)\.0+")  # as pandas writes whole numbers where some are missing
+
+
 def text(value: Any) -> str | None:
     """A value as it is named in reports and compared with categories; None for an empty one.
 
-    >>> text(3.0), text(" a "), text(True), text(" ")
-    ('3', 'a', 'True', None)
+    A whole number is the same as a number and as a text, however a file or a program writes it.
+
+    >>> text(3.0), text("3.0"), text("03"), text(" a "), text(True), text(" ")
+    ('3', '3', '03', 'a', 'True', None)
     """
     if isinstance(value, bool | np.bool_):
         return str(bool(value))
@@ -70,7 +75,8 @@ def text(value: Any) -> str | None:
         return str(int(value)) if math.isfinite(value) and value == int(value) else str(float(value))
     if isinstance(value, datetime.date | datetime.datetime):
         return value.isoformat()
-    return str(value).strip() or None
+    found = str(value).strip()
+    return (found[: found.index(".")] if _WHOLE.fullmatch(found) else found) or None
 
 
 def factor(series: pd.Series) -> Factor:
