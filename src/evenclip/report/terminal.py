@@ -117,8 +117,8 @@ def _privacy(found: Comparison) -> str:
 
 
 def _rate(outcome: Outcome) -> str:
-    """The learning rate, if it is the same for all seeds."""
-    return f"{outcome.lr[0]:.2g}" if len(set(outcome.lr)) == 1 else "varies"
+    """The learning rate; "var." if it varies between seeds."""
+    return f"{outcome.lr[0]:.2g}" if len(set(outcome.lr)) == 1 else "var."
 
 
 def _verdict(found: Comparison, width: int) -> list[str]:
