@@ -247,7 +247,8 @@ def _look(tape: AnyTape, chunk: Chunk) -> _Look:
     gradients = tape(chunk.x, chunk.y)
     losses, norms, finite = gradients.losses, gradients.norms(quick=True), None
     if not math.isfinite(float(torch.dot(norms, norms)) + float(torch.dot(losses, losses))):  # this synchronises
-        norms = gradients.norms()
+        # Exactly, where float32 overflowed and nowhere else: no sample's norm may depend on what another is like.
+        norms = torch.where(torch.isfinite(norms), norms, gradients.norms())
         finite = torch.isfinite(norms) & torch.isfinite(losses)
         gradients, norms = gradients.masked(finite), torch.where(finite, norms, 0.0)
     return _Look(gradients, losses, norms, chunk.group, finite, chunk.real)

@@ -264,6 +264,27 @@ def test_it_may_be_among_the_rows_that_the_model_is_checked_on(toy, rows):
     assert sum(row["non_finite"] for row in result.trace) > 0
 
 
+@pytest.mark.parametrize("value", [1e20, math.inf, math.nan], ids=["too long for float32", "infinite", "nan"])
+def test_what_one_sample_is_like_changes_nothing_about_the_others(value):
+    """A sample that overflows must not move the norms or weights of others, not even by a rounding: there are many."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 40), nn.Tanh(), nn.Linear(40, 2))
+    x, y, group = torch.randn(64, 300), torch.arange(64) % 2, torch.zeros(64, dtype=torch.int64)
+    with torch.no_grad():
+        model[0].weight[:, 0] = 0.0
+    guard, rule = Guarded(DPSGDGlobalAdapt(Z0=1.0)), DPSGDGlobalAdapt(Z0=1.0)
+    seen = []
+    with plan(model, cross_entropy, x[:3], y[:3]).listening() as tape:
+        for first in (1.0, value):
+            rows = x.clone()
+            rows[0, 0] = first
+            noise = {"count": torch.zeros(1), "gradient": torch.zeros(tape.layout.size)}
+            seen.append(step(tape, guard, rule.init(1), [Chunk(rows, y, group)], 64.0, Releases(noise)))
+    for name in ("norms", "weights"):
+        one, other = (getattr(found, name)[1:] for found in seen)
+        assert torch.equal(one, other), name
+
+
 def test_a_gradient_that_is_only_too_long_for_float32_squares_is_clipped_and_not_dropped():
     """‖a‖² overflows in float32, ‖a‖ does not."""
     torch.manual_seed(0)

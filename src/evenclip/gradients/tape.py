@@ -257,7 +257,9 @@ class PerSample:
         if not self.parts:
             return torch.zeros_like(self.losses, dtype=torch.float64)
         layers = [part.gradient for part in self.parts]
-        together = [g for g in layers if isinstance(g, OnePosition) and g.is_quick] if quick and len(layers) > 1 else []
+        # For one layer it would not be quicker. How many there are is asked of the model, not of what this batch used.
+        quick = quick and len(self.layout.names) > 2
+        together = [g for g in layers if isinstance(g, OnePosition) and g.is_quick] if quick else []
         squares = [quick_square_norms(together)] if together else []
         if len(together) < len(layers):
             squares += [g.square_norms() for g in layers if g not in together]
