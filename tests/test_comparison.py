@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -259,3 +260,12 @@ def test_a_delta_that_promises_nothing_is_said(splits, root):
         splits, ["dpsgd"], 1, epochs=1, batch_size=60, delta=0.5, model="linear", lr=0.1, store=root
     )
     assert "δ is 0.5, not below 1/n = 1.7e-03: publishing one whole record would satisfy it." in found.notes
+
+
+def test_a_group_too_small_to_judge_is_left_out_of_gaps_if_two_others_remain(found):
+    three = dataclasses.replace(found, groups=("a", "b", "c"), small=("c",))
+    values = np.array([[1.0, 3.0, 90.0], [2.0, 2.5, -90.0]])
+    assert three.gap(values).tolist() == [2.0, 0.5]
+    assert dataclasses.replace(three, small=()).gap(values).tolist() == [89.0, 92.5]
+    assert dataclasses.replace(three, small=("b", "c")).gap(values).tolist() == [89.0, 92.5]  # there is no other gap
+    assert dataclasses.replace(three, pair=("a", "c")).gap(values).tolist() == [89.0, 92.0]

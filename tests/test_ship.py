@@ -338,3 +338,10 @@ def test_the_start_is_the_one_of_the_seed():
     described = {"inputs": len(made.encoder.features), "classes": 2, "hidden": [16]}
     start = ship.MODELS["mlp"](**described, seed=0)
     assert torch.equal(start[0].weight, mlp(6, 2, (16,), seed=0)[0].weight)
+
+
+def test_what_is_published_holds_no_counts_of_private_data(trained, tmp_path):
+    counts = {"empty_batches", "non_finite_samples", "clamped_weights"}
+    assert counts <= set(trained.result.privacy)  # whoever trains may see them
+    published = json.loads((ship.save(trained, tmp_path / "model") / "privacy.json").read_text())
+    assert not counts & set(published)
