@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from evenclip.gradients.layers import FORMULAS, Formed, convolution, formula, linear
 
@@ -88,6 +91,7 @@ CASES = {  # kind -> strategy for (how it is made, shape of one sample's input)
     nn.InstanceNorm3d: instance_norms(nn.InstanceNorm3d, 3),
 }
 CONVOLUTIONS = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
+WAYS = [convolution.Shifts.by_unfolding, convolution.Shifts.by_groups, convolution.Shifts.by_offsets]
 
 
 @pytest.fixture(scope="session")
@@ -126,12 +130,121 @@ def test_every_layer_with_a_formula(kind, data, drawn, layer_alone, same_layer):
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 @settings(few, max_examples=60)
 @given(data=st.data())
-def test_both_ways_through_a_convolution(kind, data, drawn, layer_alone, same_layer):
+def test_every_way_through_a_convolution(kind, data, drawn, layer_alone, same_layer):
     module, a, delta = drawn(kind, data)
     expected, shifts = layer_alone(module, a, delta), convolution.Shifts(module, a, delta)
-    both = {"weight": shifts.weight_gradients, "bias": shifts.bias_gradients}
     same_layer(convolution.LargeConvolution(shifts, trainable(module)), expected)
-    same_layer(Formed({name: both[name] for name in expected}), expected)
+    for way in WAYS:
+        both = {"weight": way(shifts), "bias": shifts.per_sample(["bias"]).get("bias")}
+        same_layer(Formed({name: both[name] for name in expected}), expected)
+
+
+@uneven
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+@settings(few, max_examples=60)
+@given(data=st.data())
+def test_no_sample_of_a_convolution_notices_another_in_any_way(kind, data, drawn):
+    """To the last bit, whatever is in the other; in float32, where a CPU takes the samples as groups of channels."""
+    module, a, delta = drawn(kind, data)
+    module, a, delta = module.float(), a.float(), delta.float()
+    bad, number = len(a) // 2, data.draw(st.sampled_from([math.nan, math.inf, 1e30, -7.0]), label="number")
+    a_, delta_, others = a.clone(), delta.clone(), torch.arange(len(a)) != bad
+    a_[bad], delta_[bad] = number, number
+    for way in WAYS:
+        before, after = (way(convolution.Shifts(module, *pair)) for pair in [(a, delta), (a_, delta_)])
+        assert torch.equal(before[others], after[others])
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("channels", [(16, 16), (32, 16), (20, 24), (8, 32)], ids=str)
+def test_nor_in_the_kernels_for_many_channels(channels, number, numbers):
+    module, a, delta = (
+        nn.Conv2d(*channels, 3),
+        numbers(0, 5, channels[0], 9, 9).float(),
+        numbers(1, 5, channels[1], 7, 7),
+    )
+    a_, delta_, others = a.clone(), delta.float().clone(), torch.tensor([0, 1, 3, 4])
+    a_[2], delta_[2] = number, number
+    for way in WAYS:
+        before = way(convolution.Shifts(module, a, delta.float()))
+        for pair in [(a_, delta.float()), (a, delta_), (a_, delta_)]:
+            after = way(convolution.Shifts(module, *pair))
+            assert torch.equal(before[others], after[others])
+            assert not torch.equal(before[2], after[2])
+
+
+@uneven
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+@settings(few, max_examples=60)
+@given(data=st.data())
+def test_a_convolution_in_float32(kind, data, drawn, layer_alone):
+    module, a, delta = drawn(kind, data)
+    expected = layer_alone(module, a, delta)
+    found = convolution.gradient(module.float(), a.float(), delta.float(), trainable(module)).per_sample()
+    for name, each in expected.items():
+        torch.testing.assert_close(found[name].double(), each, rtol=0, atol=1e-5 * float(each.abs().max() + 1))
+
+
+@pytest.mark.parametrize("channels", [(2, 4), (8, 4)], ids=["thin", "thick"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_convolution_is_formed_a_block_of_samples_at_a_time(
+    channels, dtype, numbers, made, layer_alone, same_layer, monkeypatch
+):
+    module = made(0, lambda: nn.Conv2d(*channels, 2, padding=1))
+    a = numbers(1, 5, channels[0], 9, 9)
+    delta = numbers(2, *module(a).shape)
+    expected, sizes = layer_alone(module, a, delta), []
+    whole = convolution.gradient(module.to(dtype), a.to(dtype), delta.to(dtype), ["weight", "bias"]).per_sample()
+    one = (4 if channels[0] < 8 else 1) * a[0].numel() + delta[0].numel()
+    monkeypatch.setattr(convolution, "_BLOCK", 2 * one // torch.get_num_threads() + 1)  # two, two, and the fifth alone
+    shifts = convolution.Shifts
+    monkeypatch.setattr(convolution, "Shifts", lambda m, a, d: sizes.append(len(a)) or shifts(m, a, d))
+    found = convolution.gradient(module, a.to(dtype), delta.to(dtype), ["weight", "bias"])
+    assert sizes == [2, 2, 1]
+    torch.testing.assert_close(found.per_sample(), whole)
+    if dtype == torch.float64:
+        same_layer(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("channels", "dtype", "way"),
+    [
+        ((7, 4), torch.float32, "by_unfolding"),
+        ((8, 4), torch.float32, "by_groups"),
+        ((8, 4), torch.float64, "by_offsets"),
+        ((8, 4), torch.bfloat16, "by_offsets"),
+    ],
+)
+def test_a_convolution_is_formed_the_quickest_way(channels, dtype, way, numbers, made, monkeypatch):
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("without oneDNN there are two ways")
+    module, taken = made(0, lambda: nn.Conv2d(*channels, 2)).to(dtype), []
+    a = numbers(1, 3, channels[0], 9, 9).to(dtype)
+    for each in WAYS:
+        name = each.__name__
+        monkeypatch.setattr(
+            convolution.Shifts, name, lambda self, name=name, each=each: taken.append(name) or each(self)
+        )
+    convolution.gradient(module, a, module(a).detach(), ["weight"])
+    assert taken == [way]
+
+
+@pytest.mark.parametrize("channels", [(2, 4), (8, 4)], ids=["thin", "thick"])
+def test_a_convolution_can_be_mapped_over_runs_and_traced_for_any_number_of_samples(channels, numbers):
+    module = nn.Conv2d(*channels, 2, stride=2, padding=1)
+    a = numbers(1, 3, 6, channels[0], 9, 9).float()  # six: tracing takes equal sizes for the same
+    delta = numbers(2, 3, *module(a[0]).shape).float()
+
+    def each(a, delta):
+        return convolution.gradient(module, a, delta, ["weight", "bias"]).per_sample()
+
+    expected = [each(*pair) for pair in zip(a, delta, strict=True)]
+    torch.testing.assert_close(
+        torch.func.vmap(each)(a, delta), {name: torch.stack([g[name] for g in expected]) for name in expected[0]}
+    )
+    traced = make_fx(each, tracing_mode="symbolic")(a[0], delta[0])
+    torch.testing.assert_close(traced(a[1], delta[1]), expected[1])
+    torch.testing.assert_close(traced(a[1, :3], delta[1, :3]), {name: g[:3] for name, g in expected[1].items()})
 
 
 @pytest.mark.parametrize(

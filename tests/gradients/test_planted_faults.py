@@ -27,8 +27,17 @@ def without_bias_in_outer_product(self):
 
 def without_stride(self):
     """The windows of a convolution of stride 1, cut to size."""
-    k = self.module.kernel_size[0]
-    return (self.a.narrow(2, o, self.space[0]).reshape(self.n * self.g, self.c, -1) for o in range(k))
+    return self.a.unfold(2, self.space[0], 1).narrow(2, 0, self.module.kernel_size[0])
+
+
+def one_place_off(self):
+    """The windows of a convolution, each begun one place too late."""
+    return self.a.roll(-1, dims=2).unfold(2, self.space[0], 1)
+
+
+def without_dilation(module, a, delta, weight, groups):
+    """The weight gradient of a convolution whose kernel has no holes."""
+    return nn.grad.conv1d_weight(a[:, :, : delta.shape[2] + 2], weight.shape, delta, groups=groups)
 
 
 def without_padding_idx(module, a, delta, names):
@@ -52,7 +61,11 @@ FAULTS = {  # the fault: the layer, one sample's input, how it is planted
     "the bias is forgotten in the norm of a convolution": (
         lambda: nn.Conv1d(8, 9, 3), (8, 4), (convolution, "sum_square_norms", without_bias_norm)),
     "the stride is forgotten": (
-        lambda: nn.Conv1d(2, 2, 3, stride=2), (2, 9), (convolution.Shifts, "__iter__", without_stride)),
+        lambda: nn.Conv1d(2, 2, 3, stride=2), (2, 9), (convolution.Shifts, "windows", property(without_stride))),
+    "the windows are one place off": (
+        lambda: nn.Conv1d(2, 2, 3), (2, 9), (convolution.Shifts, "windows", property(one_place_off))),
+    "the windows are one place off, offset by offset": (
+        lambda: nn.Conv1d(8, 2, 3), (8, 9), (convolution.Shifts, "windows", property(one_place_off))),
     "the padding token is not left out": (
         lambda: nn.Embedding(4, 2, padding_idx=1), (6,), (embedding, "gradient", without_padding_idx)),
     "tokens that repeat are not added up": (
@@ -86,6 +99,17 @@ def test_a_planted_fault_in_a_layer_is_noticed(name, built, layer_alone, same_la
     monkeypatch.setattr(owner, attribute, fault)
     with caught:
         same_layer(gradient(module, a, delta, names), expected)
+
+
+def test_a_planted_fault_in_a_convolution_of_groups_is_noticed(made, numbers, layer_alone, same_layer, monkeypatch):
+    module, a = made(0, lambda: nn.Conv1d(8, 2, 3, dilation=2)), numbers(1, 3, 8, 12)
+    delta = numbers(2, *module(a).shape)
+    expected = layer_alone(module, a, delta)
+    monkeypatch.setattr(convolution, "_has_onednn", lambda like: True)
+    same_layer(convolution.gradient(module, a, delta, ["weight", "bias"]), expected)
+    monkeypatch.setattr(convolution, "_weight_gradient", without_dilation)
+    with caught:
+        same_layer(convolution.gradient(module, a, delta, ["weight", "bias"]), expected)
 
 
 class Twice(nn.Module):

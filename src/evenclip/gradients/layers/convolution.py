@@ -5,9 +5,13 @@ shifted by that offset. So the gradient of one sample is, for each offset o,
 
     G_i[:, :, o] = Σ_t δ_i[:, t] · a_i[:, t shifted by o]ᵀ
 
-one batched product an offset, without the unfolded input ever being written. These are formed: they are tiny beside the
-activations in the networks this is for. Where they are not (deep layers), norms go through
-`linear.product_square_norms` on the unfolded input and the sum through the ordinary weight gradient of a convolution.
+These are formed: they are tiny beside the activations in the networks this is for. Where they are not (deep layers),
+norms go through `linear.product_square_norms` on the unfolded input and the sum through the ordinary weight gradient of
+a convolution. There are three ways to form them, quickest first where they apply:
+
+    few input channels         unfold the input, then one product for all offsets
+    a CPU with oneDNN          the weight gradient of one convolution that has the samples as channel groups
+    anything else              one batched product an offset, without the unfolded input ever being written
 """
 
 from __future__ import annotations
@@ -21,24 +25,38 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from evenclip.gradients.layers.layer import Formed, LayerGradient, operand_roundoff, sum_square_norms, wanted
+from evenclip.gradients.layers.layer import Formed, LayerGradient, operand_roundoff, sum_square_norms
 from evenclip.gradients.layers.linear import product_square_norms
 
-__all__ = ["gradient"]
+__all__ = ["Convolution", "gradient"]
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
-# Below this many input channels an offset's product is too thin to be worth a call: unfold, then one product for all
-# offsets.
+# Below this many input channels an offset's product is too thin to be worth a call.
 _THIN = 8
+# Numbers that a thread of a CPU works on at a time, 4 MiB in float32: what is copied on the way stays in its cache.
+_BLOCK = 2**20
 
 
 def gradient(module: Convolution, a: Tensor, delta: Tensor, names: Collection[str]) -> LayerGradient:
     """The gradients of a convolution.  a: [sample, in, *space], delta: [sample, out, *space]"""
-    shifts = Shifts(module, a, delta)
-    if len(a) * math.prod(module.weight.shape) <= a.numel() + delta.numel():
-        return Formed(wanted({"weight": shifts.weight_gradients, "bias": shifts.bias_gradients}, names))
-    return LargeConvolution(shifts, names)
+    if a.shape[0] * math.prod(module.weight.shape) <= a.numel() + delta.numel():
+        return Formed(_formed(module, a, delta, names))
+    return LargeConvolution(Shifts(module, a, delta), names)
+
+
+def _formed(module: Convolution, a: Tensor, delta: Tensor, names: Collection[str]) -> dict[str, Tensor]:
+    """Name -> every sample's gradient, on a CPU a block of samples at a time.  # [sample, *parameter]"""
+    n = a.shape[0]
+    if a.device.type != "cpu" or not isinstance(n, int):  # it is a symbol where shapes are traced
+        return Shifts(module, a, delta).per_sample(names)
+    copies = math.prod(module.kernel_size) if _is_thin(module) else 1
+    block = max(1, n * _BLOCK * torch.get_num_threads() // max(1, copies * a.numel() + delta.numel()))
+    if n <= block:
+        return Shifts(module, a, delta).per_sample(names)
+    pairs = zip(torch.split(a, block), torch.split(delta, block), strict=True)
+    blocks = [Shifts(module, x, d).per_sample(names) for x, d in pairs]
+    return {name: torch.cat([found[name] for found in blocks]) for name in blocks[0]}
 
 
 class Shifts:
@@ -47,20 +65,27 @@ class Shifts:
     def __init__(self, module: Convolution, a: Tensor, delta: Tensor) -> None:
         self.module = module
         self.a, self.delta = _padded(module, a), delta
-        self.n, self.g = len(a), module.groups
+        self.n, self.g = a.shape[0], module.groups
         self.space = delta.shape[2:]  # output positions along each axis
         self.c, self.p = module.in_channels // self.g, module.out_channels // self.g
 
+    @property
+    def windows(self) -> Tensor:
+        """The input that each offset of the kernel sees, as a view.  # [sample, in, *kernel, *space]"""
+        module, view = self.module, self.a
+        for axis, size in enumerate(self.space):
+            stride = module.stride[axis]
+            view = view.unfold(axis + 2, (size - 1) * stride + 1, module.dilation[axis])
+            view = view.narrow(axis + 2, 0, module.kernel_size[axis])[..., ::stride]
+        return view
+
     def __iter__(self) -> Iterator[Tensor]:
-        """The input that each offset of the kernel sees.  # [sample · group, c, position]"""
-        module = self.module
-        for offset in itertools.product(*(range(k) for k in module.kernel_size)):
-            window = self.a
-            for axis, (o, size) in enumerate(zip(offset, self.space, strict=True), start=2):
-                start = o * module.dilation[axis - 2]
-                stop = start + (size - 1) * module.stride[axis - 2] + 1
-                window = window.narrow(axis, start, stop - start)
-                window = window[(slice(None),) * axis + (slice(None, None, module.stride[axis - 2]),)]
+        """The windows, offset by offset.  # [sample · group, c, position]"""
+        windows = self.windows
+        for offset in itertools.product(*(range(k) for k in self.module.kernel_size)):
+            window = windows
+            for o in offset:
+                window = window.select(2, o)
             yield window.reshape(self.n * self.g, self.c, -1)
 
     @cached_property
@@ -70,24 +95,41 @@ class Shifts:
 
     @cached_property
     def unfolded(self) -> Tensor:
-        """All offsets side by side.  # [sample · group, position, c · offset]"""
-        stacked = torch.stack(list(self), dim=2)  # [sample · group, c, offset, position]
-        return stacked.flatten(1, 2).mT
+        """All offsets side by side.  # [sample · group, c · offset, position]"""
+        return self.windows.reshape(self.n * self.g, -1, math.prod(self.space))
 
-    @cached_property
+    def per_sample(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Name -> every sample's gradient, for those parameters.  # [sample, *parameter]"""
+        out = {}
+        if "weight" in names:
+            out["weight"] = self.weight_gradients
+        if "bias" in names:
+            out["bias"] = self.delta.flatten(2).sum(dim=2)
+        return out
+
+    @property
     def weight_gradients(self) -> Tensor:
         """Every sample's gradient of the weight.  # [sample, out, c, *kernel]"""
-        if self.c < _THIN:
-            each = self.outputs @ self.unfolded  # [sample · group, p, c · offset]
-        else:
-            products = [self.outputs @ window.mT for window in self]  # offset of [sample · group, p, c]
-            each = torch.stack(products, dim=3)
-        return each.reshape(self.n, *self.module.weight.shape)
+        if _is_thin(self.module):
+            return self.by_unfolding()
+        return self.by_groups() if _has_onednn(self.a) else self.by_offsets()
 
-    @cached_property
-    def bias_gradients(self) -> Tensor:
-        """Every sample's gradient of the bias.  # [sample, out]"""
-        return self.delta.flatten(2).sum(dim=2)
+    def by_unfolding(self) -> Tensor:
+        """One product for all offsets."""
+        each = self.unfolded @ self.outputs.mT  # [sample · group, c · offset, p]
+        return each.mT.reshape(self.n, *self.module.weight.shape)
+
+    def by_groups(self) -> Tensor:
+        """The weight gradient of a convolution of one large sample, in which ours are groups of channels."""
+        module, groups = self.module, self.n * self.g
+        delta, a = self.delta.reshape(1, -1, *self.space), self.a.reshape(1, -1, *self.a.shape[2:])
+        weight = a.new_empty(()).expand(groups * self.p, *module.weight.shape[1:])  # only its shape is looked at
+        return _weight_gradient(module, a, delta, weight, groups).reshape(self.n, *module.weight.shape)
+
+    def by_offsets(self) -> Tensor:
+        """A product for each offset."""
+        products = [self.outputs @ window.mT for window in self]  # offset of [sample · group, p, c]
+        return torch.stack(products, dim=3).reshape(self.n, *self.module.weight.shape)
 
 
 class LargeConvolution(LayerGradient):
@@ -100,7 +142,7 @@ class LargeConvolution(LayerGradient):
         shifts = self._shifts
         total = shifts.a.new_zeros(shifts.n, dtype=torch.float64)
         if "weight" in self._names:
-            each = product_square_norms(shifts.unfolded, shifts.outputs.mT, _operands(shifts.a))  # [sample · group]
+            each = product_square_norms(shifts.unfolded.mT, shifts.outputs.mT, _operands(shifts.a))  # [sample · group]
             total = each.reshape(shifts.n, shifts.g).sum(dim=1)
         if "bias" in self._names:
             total = total + sum_square_norms(shifts.delta.flatten(2).mT)
@@ -111,17 +153,37 @@ class LargeConvolution(LayerGradient):
         weighted = shifts.delta * weights.to(shifts.delta.dtype).view(-1, *(1 for _ in shifts.delta.shape[1:]))
         out = {}
         if "weight" in self._names:
-            out["weight"] = torch.ops.aten.convolution_backward(
-                weighted, shifts.a, module.weight.detach(), None,
-                module.stride, [0] * len(shifts.space), module.dilation, False, [0], module.groups,
-                [False, True, False],
-            )[1]  # fmt: skip
+            out["weight"] = _weight_gradient(module, shifts.a, weighted, module.weight.detach(), module.groups)
         if "bias" in self._names:
             out["bias"] = weighted.transpose(0, 1).flatten(1).sum(dim=1)
         return out
 
     def per_sample(self) -> dict[str, Tensor]:
-        return wanted({"weight": self._shifts.weight_gradients, "bias": self._shifts.bias_gradients}, self._names)
+        return self._shifts.per_sample(self._names)
+
+
+def _weight_gradient(module: Convolution, a: Tensor, delta: Tensor, weight: Tensor, groups: int) -> Tensor:
+    """The ordinary gradient of a convolution's weight, summed over the samples; `a` is padded already."""
+    none, wanted = [0] * len(module.kernel_size), [False, True, False]  # of input, weight and bias
+    found: Tensor = torch.ops.aten.convolution_backward(
+        delta, a, weight, None, module.stride, none, module.dilation, False, none, groups, wanted
+    )[1]
+    return found
+
+
+def _is_thin(module: Convolution) -> bool:
+    """Whether the convolution has few input channels, in each of its groups."""
+    return module.in_channels // module.groups < _THIN
+
+
+def _has_onednn(like: Tensor) -> bool:
+    """Whether oneDNN takes convolutions of such numbers: elsewhere, thousands of groups are taken one by one."""
+    return (
+        like.device.type == "cpu"
+        and like.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and bool(torch.backends.mkldnn.enabled)
+    )
 
 
 def _operands(like: Tensor) -> float:
