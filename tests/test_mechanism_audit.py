@@ -28,7 +28,8 @@ from torch import Tensor
 
 from evenclip import accounting
 from evenclip.gradients.tape import Layout, PerSample, Whole
-from evenclip.release import Ledger, Noise, Releases
+from evenclip.noise import Noise
+from evenclip.release import Ledger, Releases
 from evenclip.rules import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, Guarded, Rule
 from evenclip.step import Chunk, step
 
@@ -81,7 +82,7 @@ class Mechanism:
     releases: Callable[[dict[str, Tensor], World], Releases] = field(default=lambda noise, world: Releases(noise))
 
     def __post_init__(self) -> None:
-        self.guard, self.state = Guarded(self.rule), self.rule.init(self.groups)
+        self.guard, self.state = Guarded(self.rule, blind=True), self.rule.init(self.groups)  # mapped over noise
         none = torch.zeros(0, dtype=torch.float64)
         self.counts = len(self.guard.statistics(none, none.long(), self.state, None))
         self.ledger = Ledger()
@@ -103,9 +104,7 @@ class Mechanism:
         """Many steps with fresh noise."""
         noise = Noise(np.random.SeedSequence(seed))
         width = self.counts + D
-        blocks = [
-            self(world, noise.normal(BLOCK * width, torch.float64).view(BLOCK, width)) for _ in range(DRAWS // BLOCK)
-        ]
+        blocks = [self(world, noise.normal(t, width, torch.float64, BLOCK)) for t in range(0, DRAWS, BLOCK)]
         return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 
     @property

@@ -9,7 +9,8 @@ import pytest
 import torch
 from scipy.stats import lognorm, norm
 
-from evenclip.release import Noise, Releases
+from evenclip.noise import Noise
+from evenclip.release import Releases
 from evenclip.rules import DPSGD, DPSGDGlobalAdapt, Guarded
 
 NOBODY = torch.zeros(0, dtype=torch.int64)
@@ -99,11 +100,11 @@ def test_Z_settles_where_a_fraction_eta_Z_of_the_norms_is_above_tau_Z(Z0, tau):
     guard, Z = Guarded(rule), rule.init(1)
     noise, random = Noise(np.random.SeedSequence(1)), np.random.default_rng(2)
     above, spread = [], 1.5
-    for _ in range(700):
+    for t in range(700):
         norms = torch.from_numpy(random.lognormal(0.5, spread, random.poisson(256)))
         above.append(lognorm.sf(tau * float(Z), spread, scale=math.exp(0.5)))
         count = guard.statistics(norms, torch.zeros(len(norms)), Z, None)
-        noisy = Releases({"count": noise.normal(1)})("count", count, sensitivity=1.0, multiplier=rule.sigma_count)
+        noisy = Releases({"count": noise.normal(t, 1)[0]})("count", count, sensitivity=1.0, multiplier=rule.sigma_count)
         _, Z = rule.observe(noisy, 256.0, Z)
     assert 0.085 < np.mean(above[350:]) < 0.115
     quantile = lognorm.isf(0.1, spread, scale=math.exp(0.5)) / tau
@@ -118,7 +119,7 @@ def test_Z_rises_with_probability_Phi_of_the_excess(excess):
     many = round(0.1 * B + excess * rule.sigma_count)
     norms = torch.cat([torch.full((many,), 2.0), torch.full((B - many,), 0.5)]).double()
     count = Guarded(rule).statistics(norms, torch.zeros(B), rule.init(1), None)
-    noise = Noise(np.random.SeedSequence(5)).normal(draws, torch.float64)
+    noise = Noise(np.random.SeedSequence(5)).normal(0, draws, torch.float64)[0]
     rises = 0
     for z in noise.split(1):
         noisy = Releases({"count": z})("count", count, sensitivity=1.0, multiplier=rule.sigma_count)
@@ -134,8 +135,8 @@ def test_Z_rises_with_probability_Phi_of_the_excess(excess):
 def test_Z_stays_finite_on_batches_of_one_with_huge_noise(Z0):
     rule = DPSGDGlobalAdapt(Z0=Z0, sigma_count=1e6)
     Z, noise = rule.init(1), Noise(np.random.SeedSequence(7))
-    for _ in range(200):
-        noisy = 1e6 * noise.normal(1, torch.float64)
+    for t in range(200):
+        noisy = 1e6 * noise.normal(t, 1, torch.float64)[0]
         _, Z = rule.observe(noisy, 1.0, Z)
         assert 1e-12 <= float(Z) <= 1e12
 

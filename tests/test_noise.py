@@ -1,0 +1,643 @@
+"""Noise: its words, its distribution, its tail, and that no number is ever used twice.
+
+A tail of 2e-9 cannot be counted in seconds, so it is reached by another road: prepared words stand in for Philox's,
+with u in the first 2⁻²⁴ of the unit interval only. Whatever lies beyond √(48 ln 2) = 5.77 standard deviations comes
+from there (24-bit uniforms have a single number in it), so rare events are 2²⁴ times as frequent as they are without.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from decimal import Decimal, localcontext
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from evenclip import noise as module
+from evenclip.noise import Ahead, Noise, normal
+
+
+def seeded(seed):
+    return Noise(np.random.SeedSequence(seed))
+
+
+def by_numpy(noise, t, size, dtype=torch.float32, steps=1):
+    return noise.normal(t, size, dtype, steps)
+
+
+def by_tensors(noise, t, size, dtype=torch.float32, steps=1):
+    return torch.stack([normal(noise.key, torch.tensor(t + s), size, dtype) for s in range(steps)])
+
+
+over_roads = pytest.mark.parametrize("road", [by_numpy, by_tensors])
+over_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+ROUNDING = {torch.float32: 3e-6, torch.float64: 2e-14}  # of a number: that of its angle, times its radius
+examples = settings(derandomize=True, deadline=None, database=None)
+SIZES = [0, 1, 2, 3, 7, 8, 1001]
+SOME_T = [0, 1, 12_345, 2**40]
+
+
+# Words ---------------------------------------------------------------------------------------------------------------
+
+KEYS = st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 2)
+
+
+def unsigned(words):
+    return np.asarray(words).view(np.uint64)
+
+
+def philox(key, t, blocks, stream):
+    """The words of step t by numpy, which adds 1 to the counter before it draws.  # [4 · blocks], uint64"""
+    counter = np.array([t * blocks, stream, 0, 0], dtype=np.uint64)
+    return np.random.Philox(key=unsigned(key), counter=counter).random_raw(4 * blocks)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [  # Random123, kat_vectors, philox4x64 with 10 rounds
+        ("0 0 0 0", "0 0", "16554d9eca36314c db20fe9d672d0fdc d7e772cee186176b 7e68b68aec7ba23b"),
+        (
+            "ffffffffffffffff ffffffffffffffff ffffffffffffffff ffffffffffffffff",
+            "ffffffffffffffff ffffffffffffffff",
+            "87b092c3013fe90b 438c3c67be8d0224 9cc7d7c69cd777b6 a09caebf594f0ba0",
+        ),
+        (
+            "243f6a8885a308d3 13198a2e03707344 a4093822299f31d0 082efa98ec4e6c89",
+            "452821e638d01377 be5466cf34e90c6c",
+            "a528f45403e61d95 38c72dbd566e9788 a5a1610e72fd18b5 57bd43b5e52b7fe6",
+        ),
+    ],
+)
+def test_numpy_has_the_published_philox(counter, key, words):
+    counter, key, words = ([int(word, 16) for word in text.split()] for text in (counter, key, words))
+    before = (sum(word << 64 * i for i, word in enumerate(counter)) - 1) % 2**256
+    before = np.array([before >> 64 * i & 2**64 - 1 for i in range(4)], dtype=np.uint64)
+    assert np.random.Philox(key=np.array(key, np.uint64), counter=before).random_raw(4).tolist() == words
+    if not any(counter):  # the only one of these counters that is a step's: the block before the first
+        found = module._philox(torch.tensor(key), torch.tensor(-1), 1, 0)
+        assert unsigned(found).tolist() == words
+
+
+@given(KEYS, st.integers(0, 2**60) | st.sampled_from(SOME_T), st.integers(0, 5), st.integers(0, 1))
+@examples
+def test_words_in_tensor_operations_are_those_of_numpy(key, t, blocks, stream):
+    found = module._philox(torch.tensor(key), torch.tensor(t), blocks, stream)
+    assert found.dtype == torch.int64
+    assert np.array_equal(unsigned(found), philox(key, t, blocks, stream))
+
+
+@given(KEYS, st.lists(st.tuples(st.integers(0, 2**40), st.integers(1, 3), st.integers(0, 5)), min_size=1, max_size=5))
+@examples
+def test_words_of_a_run_are_those_of_its_key_whatever_was_drawn_before(key, draws):
+    noise = seeded(0)
+    noise.set_state(torch.tensor(key))
+    for t, steps, blocks in draws:
+        for stream in (0, 1):
+            found = noise._words[stream].of(t, steps, blocks)
+            assert found.shape == (steps, 4 * blocks)
+            for s in range(steps):
+                assert np.array_equal(found[s], philox(key, t + s, blocks, stream))
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**64 - 1) | st.sampled_from(module._MULTIPLIERS))
+@examples
+def test_products_of_64_bits(x, m):
+    high, low = (int(unsigned(part)) for part in module._product(torch.tensor(x), m))
+    assert (high << 64) + low == x % 2**64 * m
+
+
+# Numbers: their distribution -----------------------------------------------------------------------------------------
+
+MANY = 1_000_000
+DRAWS = [(torch.float32, 100_000), (torch.float64, 100_000), (torch.float32, 1000), (torch.float64, 1000)]
+DRAWS += [(torch.float32, 1), (torch.float64, 2), (torch.float64, 3), (torch.float32, 7), (torch.float32, 8)]
+
+
+@pytest.fixture(scope="module", params=DRAWS, ids=[f"{d}-{s}"[6:] for d, s in DRAWS])
+def draws(request):
+    """A million numbers of steps of this size, all in one call.  # [step, size], float64"""
+    dtype, size = request.param
+    return seeded(11).normal(5, size, dtype, MANY // size).double().numpy()
+
+
+@pytest.fixture
+def many(draws):
+    return draws.ravel()
+
+
+def halves(draws):
+    """The first and the second numbers of the pairs that Box–Muller makes; an odd size has one without a second."""
+    half = (draws.shape[1] + 1) // 2
+    return draws[:, : draws.shape[1] - half].ravel(), draws[:, half:].ravel()
+
+
+def uncorrelated(a, b):
+    """No correlation between a and b, their squares, their signs or their sizes, to 4.5 standard errors."""
+    for view in (np.asarray, np.square, np.sign, np.abs, lambda v: v**3):
+        assert abs(np.corrcoef(view(a), view(b))[0, 1]) < 4.5 / math.sqrt(len(a))
+    assert abs(np.corrcoef(a, b**2)[0, 1]) < 4.5 / math.sqrt(len(a))
+
+
+def test_moments(many):
+    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96), (6, 15, 10170)):
+        assert abs(np.mean(many**power) - moment) < 4 * math.sqrt(variance / len(many)), power
+
+
+def test_kolmogorov_smirnov(many, draws):
+    for numbers in (many, *halves(draws)):
+        assert len(numbers) == 0 or stats.kstest(numbers[:300_000], "norm").pvalue > 1e-3
+
+
+def test_the_two_numbers_of_a_pair_are_independent(draws):
+    first, second = halves(draws)
+    if len(first):
+        uncorrelated(first, second)
+        assert stats.kstest(np.hypot(first, second)[:200_000] ** 2, "expon", args=(0, 2)).pvalue > 1e-3
+        assert stats.kstest(np.arctan2(second, first)[:200_000] / math.tau + 0.5, "uniform").pvalue > 1e-3
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3, 64])
+def test_neighbours_are_independent(many, lag):
+    uncorrelated(many[:-lag], many[lag:])
+
+
+def test_consecutive_steps_are_independent(draws):
+    uncorrelated(draws[1:].ravel(), draws[:-1].ravel())
+
+
+def test_seeds_are_independent():
+    parent = np.random.SeedSequence(13)
+    a, b, c = (Noise(seed).normal(0, 500_000)[0].double().numpy() for seed in (*parent.spawn(2), parent))
+    for one, other in ((a, b), (a, c), (b, c)):
+        uncorrelated(one, other)
+
+
+@over_roads
+@over_dtypes
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("steps", [1, 4])
+def test_sizes(road, dtype, size, steps):
+    found = road(seeded(1), 3, size, dtype, steps)
+    assert found.shape == (steps, size)
+    assert found.dtype == dtype
+    assert len(found.unique()) >= 0.999 * steps * size  # float32 repeats a few
+
+
+@over_roads
+def test_half_precision_is_rounded_at_the_end(road):
+    found = road(seeded(1), 3, 9, torch.bfloat16)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, road(seeded(1), 3, 9, torch.float32).bfloat16())
+
+
+def test_more_than_five_standard_deviations_by_plain_counting():
+    noise, rounds, size = seeded(21), 100, 1_000_000
+    beyond = sum(int((noise.normal(t, size).abs() > 5).sum()) for t in range(rounds))
+    low, high = stats.binom.interval(1 - 1e-4, rounds * size, 2 * stats.norm.sf(5))  # 57 expected
+    assert low <= beyond <= high
+
+
+# Numbers: two roads to the same --------------------------------------------------------------------------------------
+
+
+def by_hand(word, extra):
+    """The pair of a word and of the 32 bits that its u takes more in the tail; the radius to thirty digits."""
+    with localcontext(prec=30):
+        u = Decimal((word % 2**32 << 32) + extra + 1) / 2**64
+        radius = float((-2 * u.ln()).sqrt())
+    turn = math.remainder(word >> 32, 2**32) / 2**32
+    return radius * math.cos(math.tau * turn), radius * math.sin(math.tau * turn)
+
+
+@over_roads
+@over_dtypes
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("t", SOME_T)
+def test_every_number_is_that_of_its_bits(road, dtype, size, t):
+    noise, half = seeded(2), (size + 1) // 2
+    words, extra = (philox(noise.key, t, -(-half // each), stream) for each, stream in ((4, 0), (8, 1)))
+    pairs = [by_hand(int(w), int(e)) for w, e in zip(words[:half], extra.view("<u4")[:half], strict=True)]
+    expected = torch.tensor([z for z, _ in pairs] + [z for _, z in pairs], dtype=torch.float64)[:size]
+    found = road(noise, t, size, dtype)[0]
+    near_one = {torch.float32: 1e-4, torch.float64: 0}[dtype]  # where u is, float32 has few radii
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=ROUNDING[dtype] + near_one)
+    assert ((found.double() - expected).abs() < ROUNDING[dtype]).float().mean() > 0.99 or size == 0
+
+
+@over_dtypes
+@given(KEYS, st.integers(0, 2**40), st.integers(0, 40))
+@examples
+def test_tensor_operations_give_the_numbers_of_numpy(dtype, key, t, size):
+    noise = seeded(0)
+    noise.set_state(torch.tensor(key))
+    torch.testing.assert_close(
+        by_tensors(noise, t, size, dtype), by_numpy(noise, t, size, dtype), rtol=0, atol=ROUNDING[dtype]
+    )
+
+
+@over_dtypes
+@pytest.mark.parametrize("size", [0, 1, 9, 1000])
+def test_a_stack_of_runs_draws_what_each_of_them_draws_alone(dtype, size):
+    runs, t = [seeded(seed) for seed in range(5)], torch.tensor(7)
+    keys = torch.stack([noise.key for noise in runs])
+    found = torch.func.vmap(lambda key: normal(key, t, size, dtype))(keys)
+    expected = torch.cat([noise.normal(7, size, dtype) for noise in runs])
+    torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDING[dtype])
+    each = torch.func.vmap(lambda key, t: normal(key, t, size, dtype))(keys, torch.arange(5))
+    expected = torch.cat([noise.normal(t, size, dtype) for t, noise in enumerate(runs)])
+    torch.testing.assert_close(each, expected, rtol=0, atol=ROUNDING[dtype])
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 9), (torch.float64, 1000)])
+def test_a_graph_draws_the_numbers_of_other_keys_and_steps_than_it_was_made_for(dtype, size):
+    def draw(keys, t):
+        return torch.func.vmap(lambda key: normal(key, t, size, dtype))(keys)
+
+    keys = torch.stack([seeded(seed).key for seed in range(6)])
+    graph = make_fx(draw)(keys[:3], torch.tensor(0))
+    for t in SOME_T:
+        expected = torch.cat([seeded(seed).normal(t, size, dtype) for seed in (3, 4, 5)])
+        torch.testing.assert_close(graph(keys[3:], torch.tensor(t)), expected, rtol=0, atol=ROUNDING[dtype])
+
+
+@over_roads
+@over_dtypes
+def test_where_u_lies_in_the_tail_its_further_bits_count(road, dtype):
+    """One pair in 2²⁰: of eight million the seven or so that take more bits, against a calculation by hand."""
+    noise, pairs = seeded(0), 1024
+    words = np.random.Philox(key=unsigned(noise.key), counter=np.zeros(4, np.uint64)).random_raw(8000 * pairs)
+    where = np.nonzero((words & 0xFFFFFFFF) < 2**12)[0]
+    assert len(where) >= 4
+    for t, j in (divmod(int(i), pairs) for i in where):
+        extra = int(philox(noise.key, t, pairs // 8, 1).view("<u4")[j])
+        word = int(words[t * pairs + j])
+        found = road(noise, t, 2 * pairs, dtype)[0].double()[[j, pairs + j]]
+        expected = torch.tensor(by_hand(word, extra), dtype=torch.float64)
+        torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDING[dtype])
+        other = torch.tensor(by_hand(word, extra ^ 2**31), dtype=torch.float64)
+        assert (found - other).abs().max() > 3 * ROUNDING[dtype]  # the comparison can tell
+
+
+# Any step at any time ------------------------------------------------------------------------------------------------
+
+T = st.integers(0, 2**40)
+
+
+@over_dtypes
+@given(st.integers(0, 2**32), T, st.integers(0, 70), st.integers(1, 6), st.lists(st.tuples(T, st.integers(0, 9))))
+@examples
+def test_a_step_has_its_numbers_however_it_is_come_by(dtype, seed, t, size, steps, before):
+    noise = seeded(seed)
+    for other, some in before:
+        noise.normal(other, some, dtype)
+    together = noise.normal(t, size, dtype, steps)
+    for i in reversed(range(steps)):
+        assert torch.equal(together[i], noise.normal(t + i, size, dtype)[0])
+        assert torch.equal(together[i], seeded(seed).normal(t + i, size, dtype)[0])
+
+
+@pytest.mark.parametrize("pairs", [1, 1024])
+def test_a_step_in_the_tail_has_its_numbers_however_it_is_come_by(monkeypatch, pairs):
+    monkeypatch.setattr(module, "_TAIL", 2**31)  # every other pair takes more bits
+    together, alone = seeded(3).normal(6, 2 * pairs, steps=5), seeded(3)
+    for i in (3, 0, 4, 1, 2):
+        assert torch.equal(together[i], alone.normal(6 + i, 2 * pairs)[0])
+        torch.testing.assert_close(together[i], by_tensors(alone, 6 + i, 2 * pairs)[0], rtol=0, atol=3e-6)
+
+
+def test_a_seed_is_a_stream():
+    assert torch.equal(seeded(1).normal(0, 100), seeded(1).normal(0, 100))
+    assert not torch.equal(seeded(1).normal(0, 100), seeded(2).normal(0, 100))
+    assert not torch.equal(seeded(1).normal(0, 100), seeded(1).normal(1, 100))
+
+
+@over_dtypes
+@pytest.mark.parametrize("sizes", [{"gradient": 9}, {"count": 2, "gradient": 7}, {"gradient": 40_000}, {}])
+def test_ahead_has_the_numbers_of_every_step_in_any_order(dtype, sizes):
+    total = sum(sizes.values())
+    ahead, noise = Ahead(seeded(4), sizes, dtype, torch.device("cpu")), seeded(4)
+    assert ahead.size == total
+    block = max(1, 2**15 // max(total, 1))
+    for t in (0, 1, 2, block - 1, block, block + 1, 3 * block, 1, 0, 2**40, 2**40 - 1, 5):  # on, far on, and back
+        expected = noise.normal(t, total, dtype)[0]
+        assert torch.equal(ahead.row(t), expected)
+        parts = ahead.of(t)
+        assert {name: part.shape for name, part in parts.items()} == {name: (n,) for name, n in sizes.items()}
+        assert list(parts) == list(sizes)
+        assert torch.equal(torch.cat([expected[:0], *parts.values()]), expected)
+
+
+def test_split_goes_by_the_names():
+    ahead = Ahead(seeded(4), {"count": 2, "none": 0, "gradient": 3}, torch.float32, torch.device("cpu"))
+    parts = ahead.split(torch.arange(5.0))
+    assert {name: part.tolist() for name, part in parts.items()} == {"count": [0, 1], "none": [], "gradient": [2, 3, 4]}
+
+
+def test_a_run_that_goes_on_from_its_state_draws_what_it_would_have_drawn():
+    first = Ahead(seeded(5), {"gradient": 3}, torch.float32, torch.device("cpu"))
+    whole = [first.row(t) for t in range(100)]
+    second = Ahead(seeded(6), {"gradient": 3}, torch.float32, torch.device("cpu"))
+    second.noise.set_state(first.noise.state())
+    assert all(torch.equal(second.row(t), whole[t]) for t in range(40, 100))
+
+
+@over_roads
+def test_state_restores_the_stream(road):
+    noise = seeded(3)
+    state = noise.state()
+    assert state.dtype == torch.int64
+    kept = state.clone()
+    expected = [road(noise, t, size, dtype) for t in SOME_T for size in (1, 9) for dtype in ROUNDING]
+    other = seeded(99)
+    other.normal(2, 5)
+    other.set_state(state)
+    found = [road(other, t, size, dtype) for t in SOME_T for size in (1, 9) for dtype in ROUNDING]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(other.state(), noise.state())
+    assert torch.equal(state, kept)  # drawing changes nothing
+
+
+# Nothing twice -------------------------------------------------------------------------------------------------------
+
+FAULTS = {
+    "t ignored": lambda key, t, blocks, stream: philox(key, 0, blocks, stream),
+    "t wraps around": lambda key, t, blocks, stream: philox(key, t % 32, blocks, stream),
+    "key ignored": lambda key, t, blocks, stream: philox([0, 0], t, blocks, stream),
+    "half of the key ignored": lambda key, t, blocks, stream: philox([0, int(key[1]) % 2], t, blocks, stream),
+    "one stream for both": lambda key, t, blocks, stream: philox(key, t, blocks, 0),
+    "stream beside stream": lambda key, t, blocks, stream: philox(key, t + stream, blocks, 0),
+    "steps overlap by a block": lambda key, t, blocks, stream: np.concatenate(
+        [philox(key, t * max(blocks - 1, 1) + b, 1, stream) for b in range(blocks)]
+    ),
+    "steps a block apart": lambda key, t, blocks, stream: np.concatenate(
+        [philox(key, t + b, 1, stream) for b in range(blocks)]
+    ),
+}
+
+
+def plant(fault, monkeypatch):
+    """Words from elsewhere, on both roads."""
+
+    def of(self, t, steps, blocks):
+        return np.stack([fault(self._key, t + s, blocks, self._stream) for s in range(steps)])
+
+    def words(key, t, blocks, stream):
+        return torch.from_numpy(fault(key, int(t), blocks, stream).view(np.int64))
+
+    monkeypatch.setattr(module._Words, "of", of)
+    monkeypatch.setattr(module, "_philox", words)
+
+
+def check_nothing_twice(road, size, monkeypatch):
+    """Of several runs, all words that the numbers are made of differ, and so do the numbers, over both streams."""
+    seen, of, words = [], module._Words.of, module._philox
+
+    def heard(found):
+        seen.append(unsigned(found).ravel())
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module._Words, "of", lambda *given: heard(of(*given)))
+        patch.setattr(module, "_philox", lambda *given: heard(words(*given)))
+        found = [road(seeded(seed), t, size, torch.float64, 4) for seed in range(4) for t in range(0, 40, 4)]
+    every = np.concatenate(seen)
+    assert len(every) >= 4 * 40 * 1.5 * ((size + 1) // 2)  # a word and a half for each pair
+    assert len(np.unique(every)) == len(every)
+    assert len(torch.cat(found).unique()) == 4 * 40 * size
+
+
+@over_roads
+@pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 16, 17, 65, 1001])
+def test_no_word_and_no_number_is_used_twice(road, size, monkeypatch):
+    check_nothing_twice(road, size, monkeypatch)
+
+
+@over_roads
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_used_twice_is_seen(road, fault, monkeypatch):
+    plant(philox, monkeypatch)
+    check_nothing_twice(road, 65, monkeypatch)
+    plant(FAULTS[fault], monkeypatch)
+    with pytest.raises(AssertionError):
+        check_nothing_twice(road, 65, monkeypatch)
+
+
+def test_steps_of_any_size_follow_each_other_without_overlap(monkeypatch):
+    """The counters themselves: step t has blocks t·b + 1 … (t + 1)·b, and b blocks are enough for its pairs."""
+    for size in range(1, 70):
+        asked = []
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                module._Words,
+                "of",
+                lambda self, t, steps, blocks, asked=asked: (
+                    asked.append((self._stream, t, steps, blocks)) or np.full((steps, 4 * blocks), 2**40, np.uint64)
+                ),
+            )
+            seeded(0).normal(3, size, torch.float64, 2)
+        (zero, one) = asked
+        half = (size + 1) // 2
+        assert zero == (0, 3, 2, -(-half // 4))
+        assert one == (1, 3, 2, -(-half // 8))
+
+
+# The tail ------------------------------------------------------------------------------------------------------------
+
+END = 2.0**-24  # of the unit interval: the resolution of float32 uniforms
+FIRST = math.sqrt(48 * math.log(2))  # the radius at which the last END begins, 5.768
+
+
+@pytest.fixture
+def feed(monkeypatch):
+    """Prepared bits in place of Philox's: for each step and pair 64 of u, of which 0 means 2⁻⁶⁴, and 32 of the turn."""
+
+    def prepare(u, turns):
+        u, turns = np.atleast_2d(np.asarray(u, np.uint64)), np.atleast_2d(np.asarray(turns, np.uint64))
+        room = ((0, 0), (0, -u.shape[1] % 8))
+        words = np.pad(u >> np.uint64(32) | turns << np.uint64(32), room)
+        extra = np.pad(u.astype("<u4"), room).view(np.uint64)  # the lower 32 bits
+        extra = np.pad(extra, ((0, 0), (0, -extra.shape[1] % 4)))
+        plant(lambda key, t, blocks, stream: (words, extra)[stream][t, : 4 * blocks], monkeypatch)
+        monkeypatch.setattr(
+            module._Words, "of", lambda s, t, steps, blocks: (words, extra)[s._stream][t : t + steps, : 4 * blocks]
+        )
+
+    return prepare
+
+
+class TwentyFourBits(Noise):
+    """The planted fault: Box–Muller on 24-bit uniforms, as `torch.randn` has it."""
+
+    def normal(self, t, size, dtype=torch.float32, steps=1):
+        half = (size + 1) // 2
+        words = self._words[0].of(t, steps, -(-half // 4))[:, :half]
+        u = torch.from_numpy(((words & 0xFFFFFFFF) >> 8).astype(np.float32)) + 1
+        angle = torch.from_numpy((words >> 40).astype(np.float32)) * (math.tau * END)
+        radius = (-2 * (u * END).log()).sqrt()
+        return torch.cat([radius * angle.cos(), radius * angle.sin()], dim=1)[:, :size].to(dtype)
+
+
+def check_tail(road, noise, dtype, size, feed):
+    """The distribution beyond 5.77 standard deviations, given that the radius lies there."""
+    pairs, random = 400_000, np.random.default_rng(1)
+    shape = (2 * pairs // size, size // 2)
+    feed(random.integers(0, 2**40, shape, dtype=np.uint64), random.integers(0, 2**32, shape, dtype=np.uint64))
+    z = road(noise, 0, size, dtype, shape[0]).double().numpy()
+    r = np.hypot(*halves(z))
+    # r² − FIRST² is exponential with mean 2, as everywhere
+    assert stats.kstest(r**2 - FIRST**2, "expon", args=(0, 2)).pvalue > 1e-3
+    for rho in (6.0, 6.5, 7.0, 7.5):
+        expected = pairs * math.exp(-(rho**2) / 2) / END
+        assert abs(np.sum(r > rho) - expected) < 4.5 * math.sqrt(expected), rho
+    for x in (6.0, 6.5, 7.0):  # who is beyond 6 has a radius beyond 6, so all of them are here
+        expected = 2 * pairs * 2 * stats.norm.sf(x) / END
+        assert abs(np.sum(np.abs(z) > x) - expected) < 4.5 * math.sqrt(expected), x
+        assert abs(np.sum(z > x) - expected / 2) < 4.5 * math.sqrt(expected / 2), x
+
+
+@over_roads
+@over_dtypes
+@pytest.mark.parametrize("size", [1000, 100_000])
+def test_beyond_six_standard_deviations_the_rates_are_right(road, dtype, size, feed):
+    check_tail(road, seeded(0), dtype, size, feed)
+
+
+def test_uniforms_of_24_bits_would_fail(feed):
+    noise = TwentyFourBits(np.random.SeedSequence(0))
+    assert stats.kstest(noise.normal(0, MANY)[0].numpy(), "norm").pvalue > 1e-3  # unnoticed
+    with pytest.raises(AssertionError):
+        check_tail(by_numpy, noise, torch.float32, 1000, feed)
+    assert float(noise.normal(0, 1000, steps=800).abs().max()) < 5.77  # on the words that check_tail has fed
+
+
+def add_half(self, u, t):
+    u += 0.5
+
+
+@pytest.mark.parametrize(
+    ("road", "name", "fault"),
+    [
+        (by_numpy, "Noise._refine", add_half),  # 32 bits: ends at √(66 ln 2) = 6.76
+        (by_tensors, "_TAIL", 0),  # the same, and u may be 0
+        (by_numpy, "_TAIL", 1),  # refined too late: 6.66 and nothing for a while before it
+        (by_tensors, "_TAIL", 1),
+    ],
+)
+def test_uniforms_of_32_bits_would_fail(road, name, fault, feed, monkeypatch):
+    owner, _, name = name.rpartition(".")
+    monkeypatch.setattr(getattr(module, owner) if owner else module, name, fault)
+    assert stats.kstest(road(seeded(0), 0, MANY)[0].numpy(), "norm").pvalue > 1e-3  # unnoticed
+    with pytest.raises(AssertionError):
+        check_tail(road, seeded(0), torch.float32, 1000, feed)
+
+
+def radii(road, u, dtype, feed):
+    """The radius of each u, by its 64 bits: the first numbers of pairs that lie at angle 0."""
+    u = np.asarray(u, np.uint64)
+    feed(u, np.zeros_like(u))
+    found = road(seeded(0), 0, 2 * len(u), dtype)[0]
+    assert not found[len(u) :].any()  # sin 0
+    return found[: len(u)].numpy()
+
+
+def beyond(road, rho, dtype, feed):
+    """Of the 2⁶⁴ values of u, how many give a radius larger than each rho: radii fall as u grows, so by bisection."""
+    low, high = [0] * len(rho), [2**64] * len(rho)  # all below `low` do, none from `high` on
+    for _ in range(65):
+        middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
+        larger = radii(road, [min(m, 2**64 - 1) for m in middle], dtype, feed) > rho
+        for i, (m, yes) in enumerate(zip(middle, larger, strict=True)):
+            if low[i] < high[i]:
+                low[i], high[i] = (m + 1, high[i]) if yes else (low[i], m)
+    return low
+
+
+def share(rho):
+    """exp(−ρ²/2) in units of 2⁻⁶⁴, to forty digits."""
+    with localcontext(prec=40):
+        return (-(Decimal(float(rho)) ** 2) / 2).exp() * 2**64
+
+
+SWITCH = math.sqrt(40 * math.log(2))  # the radius at which u takes more bits, 5.266
+
+
+@over_roads
+@over_dtypes
+def test_the_share_of_words_beyond_a_radius_is_that_of_the_normal(road, dtype, feed):
+    """P(r > ρ) is right to 2⁻⁶⁴ and the rounding of r; inside the switch, in float32, to 2⁻³² and rounding."""
+    near = SWITCH + np.array([-1e-1, -1e-2, -1e-3, -1e-4, -2e-5, -1e-5, 0, 1e-5, 2e-5, 1e-4, 1e-3, 1e-2, 1e-1])
+    rho = np.array([0.01, 1.0, 3.0, 5.0, *near, 6.0, 7.0, 8.0, 8.5, 9.0, 9.3, 9.4], str(dtype)[6:])
+    unit = {torch.float32: 2.0**-23, torch.float64: 2.0**-52}[dtype]
+    for radius, found in zip(rho.tolist(), beyond(road, rho, dtype, feed), strict=True):
+        expected = share(radius)
+        # r to 1.5 units, and u to 1: its logarithm is at least that wrong
+        rounding = float(expected) * unit * (1.5 * radius**2 + 1)
+        bits = 2**32 if dtype == torch.float32 and radius < SWITCH else 1
+        assert abs(float(found - expected)) <= bits + rounding, radius
+
+
+@over_roads
+@over_dtypes
+def test_radii_fall_without_a_gap_across_the_switch(road, dtype, feed):
+    switch = 2**44
+    u = [switch + k for k in (-(2**33), -(2**32) - 1, -(2**32), -(2**31), -2, -1, 0, 1, 2**32 - 1, 2**32, 2**33)]
+    found = radii(road, u, dtype, feed).astype(float)
+    expected = [math.sqrt(2 * (64 * math.log(2) - math.log(k + 1))) for k in u]
+    assert (np.diff(found) <= 0).all()
+    # inside, float32 leaves out the last 32 bits: du = 2⁻³² moves r by du/(u·r) = 2⁻¹²/5.27
+    np.testing.assert_allclose(found[:6], expected[:6], rtol={torch.float32: 2e-7, torch.float64: 4e-16}[dtype])
+    np.testing.assert_allclose(found, expected, rtol=0, atol={torch.float32: 4.7e-5, torch.float64: 2e-15}[dtype])
+    assert found[5] == pytest.approx(SWITCH, rel=2e-7)
+
+
+@over_roads
+@over_dtypes
+def test_the_largest_radii(road, dtype, feed):
+    """At u = k·2⁻⁶⁴, −ln u = 64 ln 2 − ln k: the largest number is 9.42, and its neighbours differ."""
+    k = np.arange(1, 1001)
+    found = radii(road, k - 1, dtype, feed)
+    expected = np.sqrt(2 * (64 * math.log(2) - np.log(k)))
+    np.testing.assert_allclose(found, expected, rtol={torch.float32: 2e-7, torch.float64: 4e-16}[dtype])
+    assert found[0] == pytest.approx(math.sqrt(2 * 64 * math.log(2)), rel=2e-7)
+    assert round(float(found[0]), 2) == 9.42
+    assert len(np.unique(found)) == 1000
+
+
+@over_roads
+@pytest.mark.parametrize(("dtype", "at_most"), [(torch.float32, 2.0**-25), (torch.float64, 2.0**-53)])
+def test_how_often_there_is_no_noise_at_all(road, dtype, at_most, feed):
+    """Where u rounds to 1, both numbers of the pair are 0."""
+    (some,) = beyond(road, np.zeros(1), dtype, feed)
+    assert (2**64 - some) / 2**64 <= at_most
+
+
+@over_roads
+@over_dtypes
+def test_no_word_gives_an_infinite_number(road, dtype, feed):
+    ends = [0, 1, 2**32 - 1, 2**32, 2**44 - 1, 2**44, 2**63 - 1, 2**63, 2**64 - 2**32, 2**64 - 2, 2**64 - 1]
+    turns = [0, 1, 2**30, 2**31 - 1, 2**31, 2**31 + 1, 3 * 2**30, 2**32 - 1]
+    u, angle = np.array(list(itertools.product(ends, turns)), np.uint64).T
+    feed(u, angle)
+    for size in (2 * len(u), 2 * len(u) - 1):
+        found = road(seeded(0), 0, size, dtype)
+        assert found.isfinite().all()
+        assert float(found.abs().max()) == pytest.approx(math.sqrt(128 * math.log(2)), rel=2e-7)
+
+
+def test_randn_of_torch_ends_at_5_77():
+    """Why there is a class of our own: torch's float32 normals are Box–Muller on multiples of 2⁻²⁴."""
+    uniforms = torch.rand(16_000, generator=torch.Generator().manual_seed(0))
+    assert torch.equal((uniforms * 2**24).round() / 2**24, uniforms)
+    normals = torch.randn(16_000, generator=torch.Generator().manual_seed(0)).view(-1, 2, 8)
+    u, v = uniforms.double().view(-1, 2, 8).unbind(dim=1)  # sixteen at a time: eight radii, eight angles
+    radius, angle = (-2 * torch.log1p(-u)).sqrt(), 2 * math.pi * v
+    torch.testing.assert_close(normals[:, 0].double(), radius * angle.cos(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(normals[:, 1].double(), radius * angle.sin(), rtol=0, atol=1e-5)
+    assert math.sqrt(-2 * math.log1p(-(1 - END))) == pytest.approx(FIRST)
+    assert round(FIRST, 2) == 5.77
