@@ -8,7 +8,8 @@ output; no sample's loss reaches another sample's row, so row i of δ belongs to
     norms()            ‖g_i‖               what the rule clips by
     weighted_sum(w)    Σ_i w_i g_i         what is trained on; with indicators as weights, g_B and the group gradients
 
-so what is audited is what was trained.
+so what is audited is what was trained. Convolutions form their gradients on the way back, where δ passes by, so that
+neither δ nor the layer's input, which are far larger, are kept for it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from evenclip.gradients.anylayer import AnyLayer, Mode
 from evenclip.gradients.axis import Axis
 from evenclip.gradients.layers import Formed, LayerGradient
+from evenclip.gradients.layers.convolution import Convolution
 from evenclip.gradients.layers.linear import OnePosition, operands, quick_square_norms
 from evenclip.gradients.losses import Loss
 
@@ -189,7 +191,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Whole:
-    """Every sample's gradient of the whole model, formed."""
+    """Every sample's gradient of the whole model or of one call of a layer, formed."""
 
     each: dict[str, Tensor]  # the model's name -> [sample, *parameter]
 
@@ -317,6 +319,54 @@ class _Heard(NamedTuple):
         return Record(self.unit, self.inputs, tuple(filled))
 
 
+class _Arrival:
+    """A call of a unit whose gradients are formed as soon as δ arrives."""
+
+    def __init__(self, unit: Unit, a: Tensor, n: int) -> None:
+        self._unit, self._n = unit, n
+        self._a: Tensor | None = a
+        self._found: Record | Whole | None = None
+        self.mark = a.new_zeros(()).requires_grad_()
+        self.edges = [self.mark]  # a gradient comes here when δ has arrived
+
+    def arrived(self, delta: Tensor) -> None:
+        """δ is here: form what can be formed, and let go of the input."""
+        record, self._a = Record(self._unit, self._a, (delta,)), None
+        gradient = record.gradient(self._n, record.parameters)
+        if isinstance(gradient, Formed):
+            self._found = Whole({record.parameters[own]: each for own, each in gradient.per_sample().items()})
+        else:
+            self._found = record
+
+    def record(self, deltas: Sequence[Tensor | None]) -> Record | Whole:
+        """What was formed, or the record where nothing could be."""
+        del deltas
+        assert self._found is not None
+        return self._found
+
+
+class _Passing(torch.autograd.Function):
+    """The identity; on the way back it shows δ to an `_Arrival`.
+
+    Autograd is asked for the gradient of the arrival's mark, so that it comes by here and keeps nothing. With a hook on
+    the output it would come by only where it is asked for something further up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, mark: Tensor, arrival: _Arrival) -> Tensor:
+        """`output` itself and no view of it: whoever comes next may overwrite it in place (ReLU(inplace=True))."""
+        del mark
+        ctx.arrival = arrival
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor, Tensor, None]:
+        """δ passes by."""
+        ctx.arrival.arrived(delta)
+        return delta, delta.new_zeros(()), None
+
+
 class Tape:
     """Records a model's forward passes and turns each into a `PerSample`. It has its ears on the model only while
     `listening`.
@@ -326,7 +376,7 @@ class Tape:
         self.model, self.loss, self.units = model, loss, tuple(units)
         self.layout = Layout.of(model)
         self._n = 0
-        self._heard: list[_Heard] | None = None
+        self._heard: list[_Heard | _Arrival] | None = None
 
     @contextmanager
     def listening(self) -> Iterator[Self]:
@@ -377,6 +427,10 @@ class Tape:
                 # All samples share this output (a table of positions). Each gets its own view of it, and so its own δ.
                 output = unit.outputs[0].first(output, self._n)
                 unit = replace(unit, outputs=(Axis(),))
+            if output.requires_grad and isinstance(unit.module, Convolution) and not output._is_view():
+                arrival = _Arrival(unit, a.detach(), self._n)
+                self._heard.append(arrival)
+                return _Passing.apply(output, arrival.mark, arrival)  # type: ignore[no-untyped-call]
             if output.requires_grad:
                 self._heard.append(_Heard(unit, a.detach(), [get_gradient_edge(output)], [], []))
             return output
