@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from evenclip.gradients.layers import FORMULAS, Formed, convolution, formula, linear
+from evenclip.gradients.layers import FORMULAS, Formed, convolution, formula, layer, linear
 
 few = settings(derandomize=True, deadline=None, max_examples=120)
 uneven = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
@@ -289,6 +289,16 @@ def test_products_that_are_only_measured_are_formed_in_blocks(numbers, made, lay
     monkeypatch.setattr(linear, "_BLOCK", 2 * 4 * 3)  # two samples at a time, the fifth alone
     module, a, delta = made(0, lambda: nn.Linear(4, 3)), numbers(1, 5, 6, 4), numbers(2, 5, 6, 3)
     same_layer(linear.gradient(module, a, delta, ["weight", "bias"]), layer_alone(module, a, delta))
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (5, 2, 3), (3, 30), (1, 30), (0, 4), (5, 0)], ids=str)
+def test_squares_are_summed_a_block_of_samples_at_a_time(shape, numbers, monkeypatch):
+    x = numbers(0, *shape)
+    expected = x.square().flatten(1).sum(dim=1) if x.numel() else x.new_zeros(len(x))
+    torch.testing.assert_close(layer.square_sums(x), expected)
+    monkeypatch.setattr(layer, "_BLOCK", 14)
+    torch.testing.assert_close(layer.square_sums(x), expected)
+    torch.testing.assert_close(make_fx(layer.square_sums, tracing_mode="symbolic")(x)(x), expected)
 
 
 class Doubled(nn.Linear):

@@ -25,6 +25,10 @@ from torch import Tensor
 __all__ = ["Formed", "LayerGradient", "operand_roundoff", "rounding", "square_sums", "sum_square_norms", "wanted"]
 
 
+# Numbers that a CPU takes squares of at a time, 8 MiB in float64: more would not stay in its cache.
+_BLOCK = 2**20
+
+
 class LayerGradient(ABC):
     """One layer's part of every sample's gradient, formed or not."""
 
@@ -69,8 +73,16 @@ def square_sums(x: Tensor) -> Tensor:
     tensor([16., 16.], dtype=torch.float64)
     """
     flat = x if x.ndim == 2 else x.unsqueeze(1).flatten(1)
-    lengths: Tensor = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
-    return lengths.square_()
+    numbers = flat.numel()
+    if isinstance(numbers, int) and numbers > _BLOCK and flat.device.type == "cpu":  # a symbol where shapes are traced
+        return torch.cat([_square_lengths(rows) for rows in torch.split(flat, max(1, _BLOCK // flat.shape[1]))])
+    return _square_lengths(flat)
+
+
+def _square_lengths(rows: Tensor) -> Tensor:
+    """‖row‖² in float64, of which torch makes a copy of all rows."""
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return lengths.square()
 
 
 def sum_square_norms(delta: Tensor) -> Tensor:
