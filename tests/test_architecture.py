@@ -21,13 +21,14 @@ ORDER = [
     ["report"],
     ["runs"],
     ["protocol", "audit"],
-    ["train"],
+    ["train", "stack"],
     ["run"],
-    ["trace"],
+    ["quick"],
+    ["program", "trace"],
     ["step", "checkpoint", "privacy", "progress", "update"],
     ["rules", "gradients", "data", "models", "sampling"],
     ["accounting"],
-    ["release", "check"],
+    ["release", "noise", "check"],
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 HEAVY = ["pandas", "scipy", "dp_accounting", "typer", "rich", "sklearn", "pyarrow"]

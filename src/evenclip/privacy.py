@@ -83,7 +83,7 @@ def report(settings: Settings, ledger: Ledger, trace: Sequence[dict[str, Any]]) 
         "empty_batches": sum(row["empty_batches"] for row in trace),
         "non_finite_samples": sum(row["non_finite"] for row in trace),
         "clamped_weights": sum(row["clamped"] for row in trace),
-        "random_generator": "SFC64 (noise), PCG64 (batches); not cryptographic",
+        "random_generator": "Philox 4×64-10 (noise), PCG64 (batches); not cryptographic",
         "seed": (
             "from the operating system, not kept"
             if settings.seed is None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -19,16 +21,24 @@ from torch.utils._pytree import tree_leaves
 from evenclip import check, checkpoint
 from evenclip.checkpoint import Checkpoint, CheckpointError
 from evenclip.data import Dataset, MapDataset
-from evenclip.gradients import AnyTape, WholeTape, plan
+from evenclip.data.dataset import Samples
+from evenclip.gradients import Tape, WholeTape, plan
 from evenclip.gradients.losses import Loss
-from evenclip.release import Ahead, Ledger, Noise, Releases
+from evenclip.noise import Ahead, Noise
+from evenclip.release import Ledger, Releases
 from evenclip.rules import Guarded, Rule
 from evenclip.sampling import Poisson, Sampler, Shuffled, chunks, roomy
-from evenclip.step import Chunk, Step, step
+from evenclip.step import Chunk, Step, step, watched
 from evenclip.trace import Trace
 from evenclip.update import Update
 
+if TYPE_CHECKING:
+    from evenclip.program import Kind
+    from evenclip.quick import Quick
+
 __all__ = ["Performance", "Run", "Settings"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,12 +48,15 @@ class Performance:
     Attributes:
         chunk: most samples that go through the model at once; None: the whole batch.
         pad: whether chunks are filled up to one size, so that shapes never change.
-        compile: whether the passes through the model are compiled (implies `pad`); plain where there is no compiler.
+        compile: whether the step is made one graph and compiled, on a GPU recorded as a CUDA graph. Worth it for many
+            steps: compiling takes a quarter of a minute, once for a model. Plain where it cannot be done.
+        tf32: whether a GPU may round the operands of products to 11 bits. Norms allow for it, and the report says it.
     """
 
     chunk: int | None = None
     pad: bool = False
     compile: bool = False
+    tf32: bool = False
 
     def __post_init__(self) -> None:
         if self.chunk is not None:
@@ -122,10 +135,11 @@ class Run:
     ) -> None:
         self.model, self.data, self.settings, self.device = model, data, settings, device
         self.guard = Guarded(settings.rule)
-        self.performance = replace(performance, pad=performance.pad or performance.compile)
+        self.performance = performance
         self.state = settings.rule.init(settings.groups).to(device)
         self.ledger, self.trace, self.t = Ledger(), Trace(self.guard, settings.groups), 0
-        self.tape = _tape(model, loss, data, performance)
+        with _precision(performance.tf32):
+            self.tape = _tape(model, loss, data)
         streams = _streams(settings, model, data)
         self._move = Update(model, self.tape.layout, optimizer, settings.lr)
         self.optimizer = self._move.optimizer
@@ -140,6 +154,7 @@ class Run:
         layout = self.tape.layout
         sizes = {"count": self.counts, "gradient": layout.size}
         self.noise = Ahead(Noise(streams["noise"]), sizes, layout.blank.dtype, device)
+        self._quick: Quick | None = None
 
     @property
     def ended(self) -> bool:
@@ -154,14 +169,18 @@ class Run:
     def listening(self) -> Iterator[Self]:
         """Where steps can be taken: the tape listens, and torch's global generator is put back afterwards."""
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), self.tape.listening():
+        with _precision(self.performance.tf32), torch.random.fork_rng(devices=devices), self.tape.listening():
+            if self.performance.compile and self._quick is None:
+                self._quick = self._compiled()
             yield self
 
     def step(self) -> Step:
         """Draw a batch, take one step of Algorithm 2, write the ledger."""
         batch = self.sampler.next()
-        release = Releases(self._draw())
         B = self.sampler.expected_size(batch)
+        if self._quick is not None and self._quick.takes(batch):
+            return self._quick_step(self._quick, batch, B)
+        release = Releases(self._draw())
         found = step(self.tape, self.guard, self.state, self._chunks(batch), B, release, self.t)
         self.ledger.write(self.sampler.q, release.multipliers)
         return found
@@ -177,9 +196,79 @@ class Run:
             if self.scheduler is not None:
                 self.scheduler.step()
 
+    def _quick_step(self, quick: Quick, batch: Tensor, B: float) -> Step:
+        """The same by the program."""
+        columns = quick(self.t, batch, self._move.vector, self.state, B)
+        self.ledger.write(self.sampler.q, quick.multipliers)
+        chunk = partial(self._chunk, batch, None, 0)
+        group = self.nobody if self.data.group is None else self.data.group.index_select(0, batch.to(self.device))
+        return watched(columns, len(batch), self.tape, self.guard, chunk, group, B, quick.multipliers, self.t)
+
+    @property
+    def kind(self) -> Kind:
+        """What this run has in common with others that may be computed together."""
+        from evenclip.program import Kind  # torch's machinery for tracing takes long to import
+
+        fixed = self.settings.B if self.settings.q is not None else None
+        return Kind(self.settings.rule, fixed, tuple(self.noise.sizes.items()), 1)
+
+    def _compiled(self) -> Quick | None:
+        """The step as one graph, or None where that cannot be done."""
+        if self.performance.chunk is not None or not isinstance(self.data, Dataset) or not isinstance(self.tape, Tape):
+            return None
+        from evenclip.program import NoProgram
+        from evenclip.quick import Quick
+
+        data = Samples(self.data.x, self.data.y, self.data.group)
+        try:
+            return Quick(self.tape, self.kind, data, self.noise, self._move.vector, self.state)
+        except NoProgram as error:
+            _log.debug("no program: %s", error)
+            return None
+
+    # --- in a stack ---
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether parameters are moved by plain SGD without a schedule."""
+        return self._move.is_plain and self.scheduler is None
+
+    @property
+    def vector(self) -> Tensor:
+        """The trainable parameters as they stand, not to be changed.  # [parameter]"""
+        return self._move.vector
+
+    def precision(self) -> AbstractContextManager[None]:
+        """Where products have the precision that was asked for."""
+        return _precision(self.performance.tf32)
+
+    def take_over(
+        self, t: int, vector: Tensor, state: Tensor, multipliers: dict[str, float], seen: Sequence[Sequence[Tensor]]
+    ) -> None:
+        """Steps that were taken for this run elsewhere, up to step t, the end of an epoch unless it was interrupted.
+
+        Args:
+            t: number of steps taken.
+            vector: the parameters they led to.
+            state: the rule's state they led to.
+            multipliers: of each of these steps' releases.
+            seen: of each step: batch, losses, norms, weights, clamped, finite [sample] each, and `now`; on the CPU.
+        """
+        self._move.set(vector)
+        self.state, self.t = state.clone(), t
+        self.ledger.write(self.sampler.q, multipliers, len(seen))
+        group = [self.nobody.narrow(0, 0, len(batch)).cpu() for batch, *_ in seen]
+        if isinstance(self.data, Dataset) and self.data.group is not None:
+            rows = torch.cat([batch for batch, *_ in seen])
+            group = list(torch.split(self.data.group[rows.to(self.device)].cpu(), [len(batch) for batch, *_ in seen]))
+        for (_, losses, norms, weights, clamped, finite, now), mine in zip(seen, group, strict=True):
+            self.trace.note(losses, norms, weights, mine, clamped, finite, now)
+        if self.ended:
+            self.trace.close(self.state, float(self.settings.rule.sensitivity(seen[-1][-1])))
+
     def _draw(self) -> dict[str, Tensor]:
         """This step's noise."""
-        return {} if self.settings.rule.sigma == 0 and self.counts == 0 else self.noise.next()
+        return {} if self.settings.rule.sigma == 0 and self.counts == 0 else self.noise.of(self.t)
 
     def _chunks(self, batch: Tensor) -> list[Chunk]:
         """The batch as the performance settings want it."""
@@ -244,6 +333,20 @@ class Run:
         self.trace.set_state(secret["trace"])
 
 
+@contextmanager
+def _precision(tf32: bool) -> Iterator[None]:
+    """float32 products on a GPU as they are, or with operands of 11 bits; as before afterwards."""
+    settings = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+    before = [setting.fp32_precision for setting in settings]
+    try:
+        for setting in settings:
+            setting.fp32_precision = "tf32" if tf32 else "ieee"
+        yield
+    finally:
+        for setting, was in zip(settings, before, strict=True):
+            setting.fp32_precision = was
+
+
 def _check_counts(rule: Rule, counts: int) -> None:
     """Raise for a rule that counts and does not say with how much noise."""
     if counts and not rule.sigma_count:
@@ -253,19 +356,14 @@ def _check_counts(rule: Rule, counts: int) -> None:
         )
 
 
-def _tape(model: nn.Module, loss: Loss, data: Dataset | MapDataset, performance: Performance) -> AnyTape:
+def _tape(model: nn.Module, loss: Loss, data: Dataset | MapDataset) -> Tape | WholeTape:
     """The model taken apart, after a look at three samples, which are chosen among the first few."""
     if isinstance(data, Dataset):
         few = torch.arange(min(256, len(data)), device=data.y.device)
     else:
         few = torch.arange(min(16, len(data)))  # each has to be read
     some = data.take(few)
-    tape = plan(model, loss, some.x, some.y)
-    if not performance.compile or isinstance(tape, WholeTape):
-        return tape
-    from evenclip.gradients.compiled import CompiledTape  # torch.compile's machinery takes long to import
-
-    return CompiledTape(tape)
+    return plan(model, loss, some.x, some.y)
 
 
 def _sampler(settings: Settings, seed: np.random.SeedSequence) -> Sampler:

@@ -24,7 +24,7 @@ from evenclip.gradients import AnyTape, PerSample
 from evenclip.release import Releases
 from evenclip.rules import Guarded
 
-__all__ = ["Chunk", "Public", "Step", "step"]
+__all__ = ["Chunk", "Columns", "Public", "Step", "blind_step", "step", "watched"]
 
 
 class Chunk(NamedTuple):
@@ -116,8 +116,17 @@ def step(
         release: this step's noise.
         t: number of the step.
     """
-    rule, batch = guard.rule, _Batch(tape, guard, chunks, state)
-    if len(chunks) > 1 and not rule.counts_first:
+    batch = _Batch(tape, guard, chunks, state)
+    public, clipped_sum = _advance(batch, guard, state, B, release)
+    return batch.seen(public, clipped_sum, B, t)
+
+
+def _advance(
+    batch: _Batch, guard: Guarded, state: Tensor, B: float | Tensor, release: Releases
+) -> tuple[Public, Tensor]:
+    """What the step makes public, and the clipped sum."""
+    rule = guard.rule
+    if len(batch.chunks) > 1 and not rule.counts_first:
         batch.clipped_sum(state)  # `now` will be the state: clip and count in one pass over the chunks
     look = batch.look
     counts = guard.statistics(look.norms, look.group, state, look.keep)
@@ -126,7 +135,75 @@ def step(
     clipped_sum, S = batch.clipped_sum(now)
     noisy = release("gradient", clipped_sum, sensitivity=S, multiplier=rule.sigma)
     gradient = noisy * (1 / B) if noisy is clipped_sum else noisy.mul_(1 / B)  # in clear, it is the same tensor
-    return batch.seen(Public(gradient, now, following, S, release.multipliers), clipped_sum, B, t)
+    return Public(gradient, now, following, S, release.multipliers), clipped_sum
+
+
+class Columns(NamedTuple):
+    """What a step that never looked at a number computed: tensors alone, those of public things first.
+
+    Attributes:
+        gradient, now, state: as in `Public`.
+        clipped_sum: Σ γ_i g_i before noise.  # [parameter]
+        losses, norms, weights, clamped, finite: as in `Step`, for every row: those that fill up too.  # [row]
+    """
+
+    gradient: Tensor
+    now: Tensor
+    state: Tensor
+    clipped_sum: Tensor
+    losses: Tensor
+    norms: Tensor
+    weights: Tensor
+    clamped: Tensor
+    finite: Tensor
+
+
+def blind_step(
+    tape: AnyTape, guard: Guarded, state: Tensor, chunk: Chunk, B: float | Tensor, release: Releases
+) -> Columns:
+    """`step` on a batch of one chunk, as a pure function of tensors: to be traced, compiled, mapped over runs."""
+    batch = _Batch(tape, guard, (chunk,), state)
+    public, clipped_sum = _advance(batch, guard, state, B, release)
+    return batch.columns(public, clipped_sum)
+
+
+def watched(
+    columns: Columns, n: int, tape: AnyTape, guard: Guarded, chunk: Callable[[], Chunk], group: Tensor, B: float,
+    multipliers: dict[str, float], t: int,
+) -> Step:  # fmt: skip
+    """A blind step as those see it who look on: the first n rows of it, which are the real ones.
+
+    Args:
+        columns: what was computed.
+        n: how many rows are samples.
+        tape: the model.
+        guard: the rule.
+        chunk: makes the batch, should anybody ask for another weighted sum.
+        group: [row]
+        B: what sums were divided by.
+        multipliers: name of each release -> its multiplier.
+        t: number of the step.
+    """
+    gradient, now, state, clipped_sum, *rows = columns
+    losses, norms, weights, clamped, finite = (column.narrow(0, 0, n) for column in rows)
+    public = Public(gradient, now, state, guard.rule.sensitivity(now), multipliers)
+    sums = _LaterSums(tape, guard, chunk, now)
+    return Step(
+        public, losses, norms, weights, group.narrow(0, 0, n), clamped, finite, clipped_sum, B, sums, guard, tape.model,
+        t,
+    )  # fmt: skip
+
+
+class _LaterSums:
+    """Σ w_i g_i over the samples of a blind step: the passes are taken again by whoever asks first."""
+
+    def __init__(self, tape: AnyTape, guard: Guarded, chunk: Callable[[], Chunk], state: Tensor) -> None:
+        self._make, self._sums = lambda: _Sums(_Batch(tape, guard, (chunk(),), state), None), None
+
+    def __call__(self, weights: Tensor) -> Tensor:
+        if self._sums is None:
+            self._sums = self._make()
+        return self._sums(weights)
 
 
 class _Look(NamedTuple):
@@ -151,7 +228,7 @@ class _Batch:
     """The chunks of a batch: one in memory at a time, what is small of all of them."""
 
     def __init__(self, tape: AnyTape, guard: Guarded, chunks: Sequence[Chunk], state: Tensor) -> None:
-        self._tape, self._guard, self._chunks, self._state = tape, guard, chunks, state
+        self._tape, self._guard, self.chunks, self._state = tape, guard, chunks, state
         self._look: _Look | None = None
         self._now: Tensor | None = None  # what the following were clipped with
         self._S: float | Tensor = 0.0
@@ -202,15 +279,28 @@ class _Batch:
             self._tape.model, t,
         )  # fmt: skip
 
+    def columns(self, public: Public, clipped_sum: Tensor) -> Columns:
+        """The same, without a look at which rows are real."""
+        assert self._clipped is not None
+        look, (_, weights, clamped) = self.look, self._clipped
+        assert clamped is not None
+        assert look.finite is not None
+        now = public.now.clone()  # it may be the state that went in, which the next step overwrites
+        return Columns(
+            public.gradient, now, public.state, clipped_sum, look.losses, look.norms, weights, clamped,
+            look.finite,
+        )  # fmt: skip
+
     def _passes(self) -> Iterator[_Look]:
         """The chunks with their gradients in memory, one after the other; a batch in one chunk passes once."""
-        if len(self._chunks) == 1:
+        if len(self.chunks) == 1:
             if self._look is None:
-                self._look = _look(self._tape, self._chunks[0])
+                look = _blind_look if self._guard.blind else _look
+                self._look = look(self._tape, self.chunks[0])
             yield self._look
             return
         light = []
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             look = _look(self._tape, chunk)
             yield look
             light.append(look._replace(gradients=None))
@@ -252,6 +342,14 @@ def _look(tape: AnyTape, chunk: Chunk) -> _Look:
         finite = torch.isfinite(norms) & torch.isfinite(losses)
         gradients, norms = gradients.masked(finite), torch.where(finite, norms, 0.0)
     return _Look(gradients, losses, norms, chunk.group, finite, chunk.real)
+
+
+def _blind_look(tape: AnyTape, chunk: Chunk) -> _Look:
+    """The same, blanking out whatever is not finite without asking whether there is any."""
+    gradients = tape(chunk.x, chunk.y)
+    losses, norms = gradients.losses, gradients.norms()
+    finite = torch.isfinite(norms) & torch.isfinite(losses)
+    return _Look(gradients.masked(finite), losses, torch.where(finite, norms, 0.0), chunk.group, finite, chunk.real)
 
 
 def _stitched(looks: Sequence[_Look], nothing: Tensor) -> _Look:

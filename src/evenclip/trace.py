@@ -40,9 +40,14 @@ class Trace:
 
     def add(self, step: Step) -> None:
         """One step: cheap, because the arithmetic waits for the end of the epoch."""
-        self._open.append(
-            (step.losses, step.norms, step.weights, step.group, step.clamped, step.finite, step.public.now)
-        )
+        self.note(step.losses, step.norms, step.weights, step.group, step.clamped, step.finite, step.public.now)
+
+    def note(
+        self, losses: Tensor, norms: Tensor, weights: Tensor, group: Tensor, clamped: Tensor | None,
+        finite: Tensor | None, now: Tensor,
+    ) -> None:  # fmt: skip
+        """The same by its columns."""
+        self._open.append((losses, norms, weights, group, clamped, finite, now))
 
     def close(self, state: Tensor, sensitivity: float) -> Row:
         """The epoch is over: its row."""

@@ -38,7 +38,7 @@ from evenclip.rules import DPSGDGlobalAdapt, Rule
 from evenclip.run import Performance, Run, Settings
 from evenclip.step import Step
 
-__all__ = ["Result", "fit", "prepare"]
+__all__ = ["Result", "fit", "prepare", "result"]
 
 Observer = Callable[[Step], Mapping[str, Any] | None]
 
@@ -135,10 +135,15 @@ def fit(
         check.natural(checkpoint_every=checkpoint_every)
     _start(run, folder, resume)
     records = _train(run, folder, checkpoint_every, observers, Progress(run.settings.steps, progress))
-    run.close()
     for trained, given in zip(run.model.modules(), model.modules(), strict=True):
         trained.training = given.training
-    return Result(run.model, run.settings, run.ledger, run.state.cpu(), run.trace.rows, records)
+    return result(run, records)
+
+
+def result(run: Run, records: Sequence[dict[str, Any]] = ()) -> Result:
+    """What came of a run, which ends with this."""
+    run.close()
+    return Result(run.model, run.settings, run.ledger, run.state.cpu(), run.trace.rows, list(records))
 
 
 def prepare(

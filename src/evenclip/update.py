@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from evenclip.gradients import Layout
 
@@ -35,9 +35,27 @@ class Update:
         self._layout, self._parameters = layout, [p for p in model.parameters() if p.requires_grad]
         self._joined = self._join() if _is_elementwise(make) and _are_alike(self._parameters) else None
         self.optimizer = make(self._parameters if self._joined is None else [self._joined], lr=lr)
+        self.is_plain = self._joined is not None and make is SGD  # θ ← θ − lr·g̃ and nothing else
+
+    @property
+    def vector(self) -> Tensor:
+        """The parameters as they stand, not to be changed.  # [parameter]"""
+        if self._joined is not None:
+            return self._joined.detach()
+        return torch.cat([p.detach().reshape(-1).to(self._layout.blank) for p in self._parameters])
+
+    def set(self, vector: Tensor) -> None:
+        """Put the parameters there.  vector: [parameter]"""
+        with torch.no_grad():
+            for parameter, part in zip(self._parameters, self._layout.split(vector).values(), strict=True):
+                parameter.copy_(part)
 
     def __call__(self, gradient: Tensor) -> None:
         """Move the parameters along this gradient [parameter], which is not kept or changed."""
+        if self.is_plain and self._joined is not None:  # as the optimiser would, in one operation
+            with torch.no_grad():
+                self._joined.add_(gradient, alpha=-self.optimizer.param_groups[0]["lr"])
+            return
         if self._joined is not None:
             self._joined.grad = gradient
         else:

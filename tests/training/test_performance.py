@@ -96,67 +96,6 @@ def test_float32_agrees_to_its_own_rounding(toy):
         assert_close(toy, trained(model, data, rule, performance=performance), plain, 1e-4)
 
 
-@compiles
-@named
-def test_the_compiled_one_agrees(toy, task, rule, monkeypatch):
-    from evenclip.gradients import compiled
-
-    graphs = []
-    make = compiled.CompiledTape._compiled
-
-    def watched(self, x, y):
-        graphs.append(make(self, x, y))
-        return graphs[-1]
-
-    monkeypatch.setattr(compiled.CompiledTape, "_compiled", watched)
-    model, data = task
-    fast = trained(model, data, rule, performance=Performance(compile=True))
-    assert len(graphs) == 1, "padding keeps the shapes, so one graph serves all steps"
-    assert graphs[0] is not None, "it should really have been compiled"
-    assert_close(toy, fast, trained(model, data, rule))
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_trying_to_compile_draws_nothing_from_the_steps_stream(toy, monkeypatch, works):
-    """The first pass over a chunk, which compiles, has the same dropout masks as the second."""
-    from evenclip.gradients.compiled import CompiledTape
-
-    def instead(graph):
-        return graph if works else broken  # as it was traced, without a compiler
-
-    def broken(*_):
-        torch.rand(3)
-        raise RuntimeError("the compiler stumbled")
-
-    monkeypatch.setattr(torch, "compile", instead)
-    model, (x, y, _) = toy.mlp(dropout=0.5), toy.data(8)
-    tape, losses = CompiledTape(plan(model, cross_entropy, x, y)), []
-    with tape.listening(), torch.random.fork_rng(devices=[]):
-        for _ in range(2):
-            torch.manual_seed(0)
-            losses.append(tape(x, y).losses)
-        torch.manual_seed(0)
-        plain = cross_entropy(model(x), y, reduction="none").detach()
-    assert torch.equal(losses[0], losses[1])
-    torch.testing.assert_close(losses[0], plain, rtol=1e-12, atol=1e-12)
-
-
-def test_without_a_compiler_it_is_plain_and_silent(toy, monkeypatch, capfd):
-    """Padded, but computed by the plain tape: the same to the last bit, and not a word."""
-
-    def none(*_, **__):
-        raise RuntimeError("InvalidCxxCompiler: no working C++ compiler found")
-
-    data, rule = toy.data(), DPSGDF(C0=0.8)
-    padded = trained(toy.mlp(), data, rule, performance=Performance(pad=True))
-    monkeypatch.setattr(torch, "compile", none)
-    fallen_back = trained(toy.mlp(), data, rule, performance=Performance(compile=True))
-    assert toy.same(fallen_back.model, padded.model)
-    assert fallen_back.trace == padded.trace
-    said = capfd.readouterr()
-    assert said.out == said.err == ""
-
-
 # --- dropout over several chunks --------------------------------------------------------------------------------------
 
 

@@ -36,11 +36,16 @@ NO_SAMPLES = "The dataset has 0 samples; training needs at least one: was everyt
 
 
 class Samples(NamedTuple):
-    """Some rows of a dataset."""
+    """Some rows of a dataset, or all of them."""
 
     x: Inputs  # [sample, ...]
     y: Tensor  # [sample]
     group: Tensor | None  # [sample] int64
+
+    def take(self, indices: Tensor) -> Samples:
+        """The rows at `indices` [row] int64, bytes as floats."""
+        group = None if self.group is None else self.group.index_select(0, indices)
+        return Samples(_each(_taken, self.x, indices), self.y.index_select(0, indices), group)
 
     def to(self, device: torch.device | str) -> Samples:
         """The same rows on a device."""
@@ -97,8 +102,7 @@ class Dataset:
 
     def take(self, indices: Tensor) -> Samples:
         """The rows at `indices` [row] int64 on the dataset's device, bytes as floats; there may be none."""
-        group = None if self.group is None else self.group.index_select(0, indices)
-        return Samples(_each(_taken, self.x, indices), self.y.index_select(0, indices), group)
+        return Samples(self.x, self.y, self.group).take(indices)
 
     def to(self, device: torch.device | str) -> Dataset:
         """The same data on a device."""

@@ -52,7 +52,7 @@ class _Reduced:
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         values = self._loss(output, target, **self._options)
-        if values.ndim == 0 or len(values) != _count(target):
+        if values.ndim == 0 or values.shape[0] != _count(target):
             raise _wrong_shape(values, target)
         if values.ndim == 1:
             return values
@@ -68,7 +68,7 @@ class _Unknown:
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         values = self._loss(output, target)
-        if values.ndim > 0 and len(values) == _count(target):
+        if values.ndim > 0 and values.shape[0] == _count(target):
             return values if values.ndim == 1 else values.flatten(1).sum(dim=1)
         if values.numel() != 1:
             raise _wrong_shape(values, target)
@@ -82,7 +82,8 @@ class _Unknown:
 
 def _count(target: Any) -> int:
     """Number of samples."""
-    return int((target if isinstance(target, Tensor) else torch.utils._pytree.tree_leaves(target)[0]).shape[0])
+    first = target if isinstance(target, Tensor) else torch.utils._pytree.tree_leaves(target)[0]
+    return first.shape[0]  # type: ignore[no-any-return]  # not int(): it may be the name of a size
 
 
 def _wrong_shape(values: Tensor, target: Any) -> ValueError:

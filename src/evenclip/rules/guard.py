@@ -39,9 +39,15 @@ _SHORTEST = 2.0**-100
 
 @dataclass(frozen=True)
 class Guarded:
-    """`rule`, mapped over batches and held to its bounds."""
+    """`rule`, mapped over batches and held to its bounds.
+
+    Attributes:
+        rule: the rule.
+        blind: whether no number may be looked at while computing, because the step is traced or mapped over runs.
+    """
 
     rule: Rule
+    blind: bool = False
 
     def statistics(self, norms: Tensor, group: Tensor, state: Tensor, keep: Tensor | None) -> Tensor:
         """The sum over the kept samples of their statistics, each of length at most 1.  # [m], float64
@@ -60,7 +66,7 @@ class Guarded:
         if each.numel() == 0:
             return each.new_zeros(each.shape[1])
         lengths: Tensor = torch.linalg.vector_norm(each, dim=1, keepdim=True)
-        if not (_readable(lengths) and float(lengths.max()) <= _ROUNDING):  # NaN is not
+        if not (self._sees(lengths) and float(lengths.max()) <= _ROUNDING):  # NaN is not
             each = each.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
             each = each / torch.linalg.vector_norm(each, dim=1, keepdim=True).clamp(min=1.0)
         if keep is not None:
@@ -75,7 +81,7 @@ class Guarded:
         """
         raw = self._map(self.rule.weight, norms, group, now).to(torch.float64)
         lengths = norms.clamp(min=_SHORTEST)
-        if _readable(raw) and raw.shape[0] and _longest(raw * lengths) <= S * _ROUNDING:  # NaN is not
+        if self._sees(raw) and raw.shape[0] and _longest(raw * lengths) <= S * _ROUNDING:  # NaN is not
             return (raw if keep is None else torch.where(keep, raw, 0.0)), None
         raw = raw.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         clamped = (raw * lengths).abs() > S * _ROUNDING
@@ -100,6 +106,10 @@ class Guarded:
         """
         return self.rule.elementwise and type(self.rule).__module__.startswith("evenclip.rules.")
 
+    def _sees(self, x: Tensor) -> bool:
+        """Whether the numbers can be looked at here and now, for nothing: on the CPU, and not blind."""
+        return x.is_cpu and not self.blind
+
     def _map(self, method: Method, norms: Tensor, group: Tensor, public: Tensor) -> Tensor:
         """`method(norm, group, public)` for every sample."""
         if self._at_once:
@@ -113,8 +123,3 @@ class Guarded:
 def _longest(x: Tensor) -> float:
     """The largest |x|."""
     return float(torch.linalg.vector_norm(x, ord=math.inf))
-
-
-def _readable(x: Tensor) -> bool:
-    """Whether the numbers can be looked at here and now: on the CPU, and neither mapped nor traced."""
-    return x.is_cpu and not torch._C._functorch.is_functorch_wrapped_tensor(x)

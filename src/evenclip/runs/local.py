@@ -1,7 +1,7 @@
 """Runs carried out by processes of this machine, as many at a time as it has cores.
 
-A process is given one run after the other, so that its start is paid once. If it dies, the run it had is lost and
-reported; the others go on. Results are written by the processes themselves, so nothing that was finished depends on
+A process is given one bundle of runs that are alike after the other, and computes them together where that is quicker
+(`runs.together`). If it dies, what it had in hand is lost and reported; the others go on. Results are written by the processes themselves, so nothing that was finished depends on
 this one.
 """
 
@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from evenclip.runs.spec import Spec
 from evenclip.runs.store import Store
+from evenclip.runs.together import bundles
 
 __all__ = ["Failure", "RunsError", "Show", "carry_out", "cores"]
 
@@ -78,7 +79,8 @@ def carry_out(specs: Sequence[Spec], store: Store, show: Show, workers: int | No
     """
     todo = [spec for spec in _distinct(specs) if not store.has(spec)]
     show.planned(len(todo))
-    failures = _Pool(store, show, min(workers or cores(), len(todo))).carry_out(todo) if todo else []
+    size = min(workers or cores(), len(todo))
+    failures = _Pool(store, show, size).carry_out(bundles(todo, size)) if todo else []
     if failures:
         raise RunsError(failures, len(_distinct(specs)))
     return [store.read(spec) for spec in specs]
@@ -95,69 +97,68 @@ class _Pool:
         self._store, self._show, self._size = store, show, size
         self._events: queue.Queue[tuple[_Worker, dict[str, Any]]] = queue.Queue()
 
-    def carry_out(self, specs: Sequence[Spec]) -> list[Failure]:
+    def carry_out(self, work: Sequence[Sequence[Spec]]) -> list[Failure]:
         """All of them; those that failed."""
-        waiting, failures = deque(specs), list[Failure]()
-        workers = [_Worker(self._events) for _ in range(self._size)]
+        waiting, failures = deque(work), list[Failure]()
+        workers = [_Worker(self._events) for _ in range(min(self._size, len(work)))]
         try:
             for worker in workers:
                 self._next(worker, waiting)
-            while any(worker.spec for worker in workers):
+            while any(worker.specs for worker in workers):
                 worker, event = self._events.get()
-                if worker.spec is None:
+                if not worker.specs:
                     continue
-                failure = self._heard(worker, event, waiting)
-                if failure is not None:
-                    failures.append(failure)
+                failures += self._heard(worker, event, waiting)
                 if event["event"] == "died" and waiting:
                     workers.append(worker := _Worker(self._events))
-                if worker.spec is None:
+                if not worker.specs:
                     self._next(worker, waiting)
         finally:
             for worker in workers:
                 worker.stop()
         return failures
 
-    def _next(self, worker: _Worker, waiting: deque[Spec]) -> None:
+    def _next(self, worker: _Worker, waiting: deque[Sequence[Spec]]) -> None:
         """Give the worker something to do, if there is anything."""
         while waiting:
-            spec = waiting.popleft()
-            if self._store.has(spec):  # another command has done it meanwhile
+            bundle = waiting.popleft()
+            done = [spec for spec in bundle if self._store.has(spec)]  # another command has done it meanwhile
+            for spec in done:
                 self._show.ended(spec, None)
-                continue
-            self._show.started(spec)
-            worker.take(spec, self._store)
-            return
+            todo = [spec for spec in bundle if spec not in done]
+            if todo:
+                for spec in todo:
+                    self._show.started(spec)
+                worker.take(todo, self._store)
+                return
 
-    def _heard(self, worker: _Worker, event: dict[str, Any], waiting: deque[Spec]) -> Failure | None:
-        """Act on what a worker said."""
-        spec = worker.spec
-        assert spec is not None
-        match event["event"]:
-            case "step":
-                self._show.step(spec, event["t"])
-                return None
-            case "busy":  # another command is at it: look again later
-                waiting.append(spec)
-                worker.spec = None
-                time.sleep(0.2)
-                return None
-            case "done":
-                failure = None
-            case "failed":
-                failure = Failure(spec, event["why"], event["trace"])
-            case _:
-                failure = Failure(spec, event["why"])
-        worker.spec = None
+    def _heard(self, worker: _Worker, event: dict[str, Any], waiting: deque[Sequence[Spec]]) -> list[Failure]:
+        """Act on what a worker said; what failed."""
+        if event["event"] == "died":
+            lost = [Failure(spec, event["why"]) for spec in worker.specs.values()]
+            worker.specs.clear()
+            for failure in lost:
+                self._show.ended(failure.spec, failure)
+            return lost
+        spec = worker.specs[event["i"]]
+        if event["event"] == "step":
+            self._show.step(spec, event["t"])
+            return []
+        del worker.specs[event["i"]]
+        if event["event"] == "busy":  # another command is at it: look again later
+            waiting.append([spec])
+            time.sleep(0.2)
+            return []
+        failure = Failure(spec, event["why"], event["trace"]) if event["event"] == "failed" else None
         self._show.ended(spec, failure)
-        return failure
+        return [] if failure is None else [failure]
 
 
 class _Worker:
     """One process, and a thread that listens to it."""
 
     def __init__(self, events: queue.Queue[tuple[_Worker, dict[str, Any]]]) -> None:
-        self.spec: Spec | None = None
+        self.specs: dict[int, Spec] = {}  # what it has in hand
         self._process = subprocess.Popen(
             [sys.executable, "-m", "evenclip.runs.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -167,12 +168,13 @@ class _Worker:
         for thread in self._listeners:
             thread.start()
 
-    def take(self, spec: Spec, store: Store) -> None:
+    def take(self, specs: Sequence[Spec], store: Store) -> None:
         """Something to do."""
-        self.spec = spec
+        self.specs = dict(enumerate(specs))
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it is dead, and the listener will say so
-            task = {"spec": spec.to_json(), "hash": spec.hash, "root": str(store.root.resolve())}
+            described, names = [spec.to_json() for spec in specs], [spec.hash for spec in specs]
+            task = {"specs": described, "hashes": names, "root": str(store.root.resolve())}
             self._process.stdin.write(json.dumps(task) + "\n")
             self._process.stdin.flush()
 
@@ -181,7 +183,7 @@ class _Worker:
         if self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()
-        if self.spec is not None:
+        if self.specs:
             self._process.kill()
         self._process.wait()
         for thread in self._listeners:

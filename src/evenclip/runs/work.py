@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import metadata
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -15,25 +16,63 @@ from evenclip.audit import metrics
 from evenclip.data import Dataset
 from evenclip.runs.parts import Loaded, load_data, make_model, make_rule
 from evenclip.runs.spec import FORMAT, Spec, code
-from evenclip.step import Step
-from evenclip.train import Result, fit
+from evenclip.run import Performance, Run
+from evenclip.train import Result, prepare, result
 
-__all__ = ["work"]
+__all__ = ["Outcome", "prepared", "work", "work_together"]
 
 Report = Callable[[int], None]  # the number of the step
 
 
-def work(spec: Spec, report: Report) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Train and measure: the result as plain values, and the model's weights."""
-    started = time.perf_counter()
+Outcome = tuple[dict[str, Any], dict[str, torch.Tensor]]  # the result as plain values, and the model's weights
+
+
+def work(spec: Spec, report: Report) -> Outcome:
+    """Train and measure one run."""
+    started, pulse = time.perf_counter(), _Pulse(report)
+    loaded, run = prepared(spec, Performance())
+    with run.listening():
+        while run.t < run.settings.steps:
+            run.update(run.step())
+            pulse(run.t)
+    return _outcome(spec, loaded, run, time.perf_counter() - started)
+
+
+def work_together(specs: Sequence[Spec], report: Report, *, compile: bool) -> list[Outcome]:
+    """The same for runs that are alike, as one computation; each is told to have taken its share of the time.
+
+    Raises:
+        NoProgram: if they cannot be computed together.
+    """
+    from evenclip.stack import Stack  # torch's machinery for tracing takes long to import
+
+    started, pulse = time.perf_counter(), _Pulse(report)
+    made = [prepared(spec, Performance()) for spec in specs]
+    stack = Stack([run for _, run in made], compile=compile)
+    with stack.listening():
+        while stack.t < stack.steps:
+            stack.step()
+            pulse(stack.t)
+    seconds = (time.perf_counter() - started) / len(specs)
+    return [_outcome(spec, loaded, run, seconds) for spec, (loaded, run) in zip(specs, made, strict=True)]
+
+
+def prepared(spec: Spec, performance: Performance) -> tuple[Loaded, Run]:
+    """The data of a run, and the run before its first step."""
     loaded = _loaded(_Key(spec.data), spec.seed)
-    rule, train = make_rule(spec.rule), loaded.splits.train
-    result = fit(
-        make_model(spec.model, train, spec.seed), train, rule=rule, epochs=spec.epochs, batch_size=spec.batch_size,
-        lr=spec.lr, q=spec.q, delta=spec.delta, seed=spec.seed, device=spec.device, progress=False,
-        observers=[_Pulse(report)],
+    train = _placed(loaded, spec.device)
+    run = prepare(
+        make_model(spec.model, train, spec.seed), train, rule=make_rule(spec.rule), epochs=spec.epochs,
+        batch_size=spec.batch_size, lr=spec.lr, q=spec.q, delta=spec.delta, seed=spec.seed, device=spec.device,
+        performance=performance,
     )  # fmt: skip
-    return _result(spec, loaded, result, time.perf_counter() - started), dict(result.model.state_dict())
+    return loaded, run
+
+
+def _outcome(spec: Spec, loaded: Loaded, run: Run, seconds: float) -> Outcome:
+    found = result(run)
+    found.model.eval()
+    return _result(spec, loaded, found, seconds), dict(found.model.state_dict())
 
 
 def _result(spec: Spec, loaded: Loaded, result: Result, seconds: float) -> dict[str, Any]:
@@ -84,16 +123,16 @@ def _measure(model: torch.nn.Module, data: Dataset, device: str) -> dict[str, An
 
 
 class _Pulse:
-    """An observer that tells how far the run is, twice a second."""
+    """Tells how far the run is, twice a second."""
 
     def __init__(self, report: Report) -> None:
         self._report, self._last = report, 0.0
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, t: int) -> None:
         now = time.monotonic()
         if now - self._last > 0.5:
             self._last = now
-            self._report(step.t)
+            self._report(t)
 
 
 class _Key(dict[str, Any]):
@@ -103,7 +142,18 @@ class _Key(dict[str, Any]):
         return hash(repr(sorted(self.items(), key=lambda item: item[0])))
 
 
-@lru_cache(maxsize=2)
+_ON_DEVICE = WeakKeyDictionary[Loaded, dict[str, Dataset]]()
+
+
+def _placed(loaded: Loaded, device: str) -> Dataset:
+    """The training data on the device, once for all the runs on them."""
+    places = _ON_DEVICE.setdefault(loaded, {})
+    if device not in places:
+        places[device] = loaded.splits.train.to(device)
+    return places[device]
+
+
+@lru_cache(maxsize=16)
 def _loaded(key: _Key, seed: int) -> Loaded:
     """The data of a seed, read once for all the rules that are trained on them."""
     return load_data(key, seed)

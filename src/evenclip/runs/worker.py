@@ -1,8 +1,11 @@
 """A process that carries out one run after the other: a line of JSON in for each, lines of JSON out.
 
-    in    {"spec": {...}, "hash": "its name", "root": "where results lie"}
-    out   {"event": "step", "t": 120}
-          {"event": "done"} | {"event": "busy"} | {"event": "failed", "why": "a sentence", "trace": "a traceback"}
+    in    {"specs": [{...}, ...], "hashes": ["their names", ...], "root": "where results lie"}
+    out   {"event": "step", "i": 0, "t": 120}    the first of them is at step 120
+          {"event": "done", "i": 0} | {"event": "busy", "i": 0}
+          {"event": "failed", "i": 0, "why": "a sentence", "trace": "a traceback"}
+
+Several runs that come in one line are alike, and are computed together where that is quicker.
 
 It ends when its input does, so it does not outlive whoever started it by more than one run.
 """
@@ -14,7 +17,12 @@ import os
 import sys
 import traceback
 import warnings
-from typing import Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evenclip.runs.spec import Spec
+    from evenclip.runs.store import Store
 
 __all__ = ["main"]
 
@@ -38,22 +46,62 @@ def main() -> None:
 def _carry_out(task: dict[str, Any], say: Any) -> None:
     from evenclip.runs.spec import Spec
     from evenclip.runs.store import Store
+
+    specs, store = [Spec.from_json(spec) for spec in task["specs"]], Store(task["root"])
+    with ExitStack() as claims:
+        todo = dict[int, Spec]()
+        for i, spec in enumerate(specs):
+            try:
+                if spec.hash != task["hashes"][i]:
+                    raise RuntimeError("the package was changed while the command ran; start it again")
+                if not claims.enter_context(store.claim(spec)):
+                    say(event="busy", i=i)
+                elif store.has(spec):
+                    say(event="done", i=i)
+                else:
+                    todo[i] = spec
+            except Exception as error:
+                _fail(say, i, error)
+        for i, spec in _together(todo, store, say).items():
+            _alone(i, spec, store, say)
+
+
+def _together(todo: dict[int, Spec], store: Store, say: Any) -> dict[int, Spec]:
+    """Carry out what is better computed together; what is left."""
+    if len(todo) < 2:
+        return todo
+    from evenclip.runs import together
+    from evenclip.runs.work import work_together
+
+    specs = list(todo.values())
+    try:
+        how = together.choose(specs)
+        if how is together.How.ALONE:
+            return todo
+        found = work_together(
+            specs, lambda t: [say(event="step", i=i, t=t) for i in todo], compile=how is together.How.COMPILED
+        )
+    except Exception:  # whatever it was, each run will say it of itself
+        return todo
+    for (i, spec), (result, weights) in zip(todo.items(), found, strict=True):
+        store.write(spec, result, weights)
+        say(event="done", i=i)
+    return {}
+
+
+def _alone(i: int, spec: Spec, store: Store, say: Any) -> None:
     from evenclip.runs.work import work
 
     try:
-        spec, store = Spec.from_json(task["spec"]), Store(task["root"])
-        if spec.hash != task["hash"]:
-            raise RuntimeError("the package was changed while the command ran; start it again")
-        with store.claim(spec) as mine:
-            if not mine:
-                say(event="busy")
-                return
-            if not store.has(spec):
-                result, weights = work(spec, lambda t: say(event="step", t=t))
-                store.write(spec, result, weights)
-        say(event="done")
+        result, weights = work(spec, lambda t: say(event="step", i=i, t=t))
+        store.write(spec, result, weights)
+        say(event="done", i=i)
     except Exception as error:
-        say(event="failed", why=f"{error}" or type(error).__name__, trace=traceback.format_exc())
+        _fail(say, i, error)
+
+
+def _fail(say: Any, i: int, error: Exception) -> None:
+    say(event="failed", i=i, why=f"{error}" or type(error).__name__, trace=traceback.format_exc())
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def gradient(module: nn.Linear, a: Tensor, delta: Tensor, names: Collection[str]
     del module
     if a.ndim == 2:
         return OnePosition(a, delta, names)
-    n, d, p = len(a), a.shape[-1], delta.shape[-1]
+    n, d, p = a.shape[0], a.shape[-1], delta.shape[-1]
     return Positions(a.reshape(n, -1, d), delta.reshape(n, -1, p), names)
 
 
@@ -72,8 +72,8 @@ class OnePosition(LayerGradient):
             return total
         size = square_sums(self._a)
         if reduced := operands(self._a):
-            size.mul_((1 + 3 * reduced) ** 2)
-        return total.addcmul_(total, size) if self._bias else total.mul_(size)  # ‖δ‖² (‖a‖² + 1)
+            size = size * (1 + 3 * reduced) ** 2
+        return torch.addcmul(total, total, size) if self._bias else total * size  # ‖δ‖² (‖a‖² + 1)
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:  # noqa: D102
         weights = weights.to(self._delta.dtype)
@@ -90,6 +90,10 @@ class OnePosition(LayerGradient):
         parts = {"weight": self._delta.unsqueeze(2) * self._a.unsqueeze(1), "bias": self._delta}
         return {name: part for name, part in parts.items() if (self._weight if name == "weight" else self._bias)}
 
+    def masked(self, keep: Tensor) -> OnePosition:  # noqa: D102
+        names = [name for name, asked in (("weight", self._weight), ("bias", self._bias)) if asked]
+        return OnePosition(_kept(self._a, keep), _kept(self._delta, keep), names)
+
 
 class Positions(LayerGradient):
     """δᵀa for the weight, Σ_t δ_t for the bias, formed only where that is the cheapest way to a norm."""
@@ -99,7 +103,7 @@ class Positions(LayerGradient):
         self._names = frozenset(names)
 
     def square_norms(self) -> Tensor:
-        total = self._a.new_zeros(len(self._a), dtype=torch.float64)
+        total = self._a.new_zeros(self._a.shape[0], dtype=torch.float64)
         if "weight" in self._names:
             total = product_square_norms(self._a, self._delta, operands(self._a))
         if "bias" in self._names:
@@ -123,6 +127,9 @@ class Positions(LayerGradient):
         if "bias" in self._names:
             out["bias"] = _over_positions(self._delta)
         return out
+
+    def masked(self, keep: Tensor) -> Positions:
+        return Positions(_kept(self._a, keep), _kept(self._delta, keep), self._names)
 
 
 def quick_square_norms(layers: Sequence[OnePosition]) -> Tensor:
@@ -179,10 +186,15 @@ def _gram_square_norms(a: Tensor, delta: Tensor) -> Tensor:
 def _formed_square_norms(a: Tensor, delta: Tensor) -> Tensor:
     """‖δᵀa‖² by forming the products, a block of samples at a time."""
     block = max(1, _BLOCK // (a.shape[2] * delta.shape[2]))
-    if len(a) <= block:
+    if a.shape[0] <= block:
         return square_sums(delta.mT @ a)
     parts = [square_sums(d.mT @ x) for x, d in zip(torch.split(a, block), torch.split(delta, block), strict=True)]
     return torch.cat(parts)
+
+
+def _kept(x: Tensor, keep: Tensor) -> Tensor:
+    """x with 0 for samples that are not kept.  x: [sample, ...]"""
+    return torch.where(keep.view(-1, *(1 for _ in x.shape[1:])), x, 0.0)
 
 
 def _over_positions(delta: Tensor) -> Tensor:

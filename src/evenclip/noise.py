@@ -1,0 +1,215 @@
+"""Standard normal noise with a true tail: number i of the n of step t is a function of (key, t, n, i) alone.
+
+The bits are Philox 4×64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), which turns a counter
+and the run's key into four words. So a run draws the same noise on a CPU (numpy's Philox) and on a GPU (the same in
+tensor operations, inside a compiled step), alone, in a stack of runs, or resumed; and no two steps share any.
+
+One word makes a pair by Box–Muller: 32 bits for the angle, 32 for u in the radius r = √(−2 ln u). Where u < 2⁻²⁰, which
+is where the tail begins, 32 more bits from a second stream go into it: u ∈ {2⁻⁶⁴, …} reaches 9.4 standard deviations,
+and what is missing has probability 2⁻⁶⁴ ≈ 5e-20 a pair. Where u > 1 − 2⁻⁸, r is taken from 1 − u, so that it is never
+rounded to 0. (torch's float32 `randn` uses 24-bit uniforms and ends at 5.77, which
+alone is a δ of 8e-9 for each coordinate and step: about 2e-5 for the Adult MLP instead of the promised 1e-6.)
+Not cryptographic: whoever knows the key knows the noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["Ahead", "Noise", "normal"]
+
+# Numbers that are drawn at once, at the least: fewer, and the calls would take longer than the drawing.
+_AT_ONCE = 2**15
+# Philox: multipliers, and what is added to the key after every round.
+_MULTIPLIERS = 0xD2E7470EE14C6C93, 0xCA5A826395121157
+_WEYL = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
+_ROUNDS, _LOW = 10, 0xFFFFFFFF
+_TAIL = 2**12  # a 32-bit u below this takes 32 bits more
+_FLAT = 2**32 - 2**24  # from this on it is too near 1 for its logarithm in float32
+
+
+class Noise:
+    """The noise of one run, on the CPU.
+
+    Attributes:
+        key: two words, secret: for the checkpoint and for `normal`.  # [2], int64
+    """
+
+    def __init__(self, seed: np.random.SeedSequence) -> None:
+        self.key = torch.from_numpy(seed.generate_state(2, np.uint64).view(np.int64))
+        self._words = (_Words(self, 0), _Words(self, 1))
+        self._polar = np.empty((2, 0, 0))
+
+    def normal(self, t: int, size: int, dtype: torch.dtype = torch.float32, steps: int = 1) -> Tensor:
+        """The numbers of so many steps from step t on, N(0, 1).  # [steps, size]
+
+        In numpy and on one core: handing the work to a second one takes longer.
+        """
+        half, kind = (size + 1) // 2, np.dtype(np.float64 if dtype == torch.float64 else np.float32)
+        words = self._words[0].of(t, steps, size, _blocks(half, 4))[:, :half].view(np.uint32).reshape(steps, half, 2)
+        if self._polar.shape != (2, steps, half) or self._polar.dtype != kind:
+            self._polar = np.empty((2, steps, half), kind)  # written again and again: it stays
+        (radius, angle), out = self._polar, np.empty((steps, size), kind)
+        radius[:] = words[:, :, 0]
+        self._refine(radius, t, size)
+        np.log(np.multiply(radius, 2.0**-32, out=radius), out=radius)
+        if kind == np.float32:
+            near = np.nonzero(radius > -(2.0**-7))  # a few too many: what counts is the word
+            low = words[:, :, 0][near]
+            exact = np.log1p(-(np.float64(2.0**32 - 0.5) - low) * 2.0**-32)
+            radius[near] = np.where(low >= _FLAT, exact, radius[near])
+        np.sqrt(np.multiply(radius, -2.0, out=radius), out=radius)
+        angle[:] = words[:, :, 1].view(np.int32)
+        angle *= math.pi * 2.0**-31
+        np.multiply(np.cos(angle, out=out[:, :half]), radius, out=out[:, :half])
+        rest = size - half
+        np.multiply(np.sin(angle[:, :rest], out=out[:, half:]), radius[:, :rest], out=out[:, half:])
+        return torch.from_numpy(out).to(dtype)
+
+    def _refine(self, u: NDArray[Any], t: int, size: int) -> None:
+        """32 bits more where u [step, pair], in units of 2⁻³², lies in the tail; everywhere in float64."""
+        steps, half = u.shape
+        blocks = _blocks(half, 8)
+        if u.dtype == np.float64:
+            extra = self._words[1].of(t, steps, size, blocks).view(np.uint32)[:, :half]
+            u += (extra + 1.0) * 2.0**-32
+        elif u.min(initial=_TAIL) < _TAIL:
+            for s, j in zip(*np.nonzero(u < _TAIL), strict=True):
+                extra = self._words[1].of(t + int(s), 1, size, blocks).view(np.uint32)[0, j]
+                u[s, j] += (float(extra) + 1.0) * 2.0**-32
+
+    def state(self) -> Tensor:
+        """What the stream hangs on: secret, for the checkpoint only."""
+        return self.key.clone()
+
+    def set_state(self, state: Tensor) -> None:
+        """Be the stream that `state` was taken from."""
+        self.key = state.clone()
+        self._words = (_Words(self, 0), _Words(self, 1))
+
+
+class _Words:
+    """One of a run's streams of Philox words, by numpy. Going on where it stopped is quicker than jumping."""
+
+    def __init__(self, noise: Noise, stream: int) -> None:
+        self._key, self._stream = noise.key.numpy().view(np.uint64), stream
+        self._bits, self._at = np.random.Philox(0), (-1, -1)
+
+    def of(self, t: int, steps: int, size: int, blocks: int) -> NDArray[np.uint64]:
+        """The words of so many steps of `size` numbers from t on, in so many blocks each.  # [steps, 4 · blocks]"""
+        if self._at != (size, t * blocks):
+            counter = np.array([t * blocks, self._stream, size, 0], dtype=np.uint64)
+            self._bits = np.random.Philox(key=self._key, counter=counter)
+        self._at = size, (t + steps) * blocks
+        return self._bits.random_raw(4 * blocks * steps).reshape(steps, 4 * blocks)
+
+
+def normal(key: Tensor, t: Tensor, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers of step t of the run with this key, as `Noise.normal` has them, in tensor operations alone.
+
+    For a GPU. Not to be compiled for a CPU: products wrap around here, and in C++ they must not. (torch 2.13's compiler
+    makes some of the last few numbers wrong then.)
+
+    Args:
+        key: [2], int64
+        t: [], int64
+        size: how many.
+        dtype: of what.
+
+    Returns:
+        [size]
+    """
+    half = (size + 1) // 2
+    words = _philox(key, t, size, _blocks(half, 4), 0)[:half]
+    extra = _philox(key, t, size, _blocks(half, 8), 1)
+    extra = torch.stack([extra & _LOW, (extra >> 32) & _LOW], dim=1).flatten()[:half]
+    exact = dtype if dtype == torch.float64 else torch.float32
+    low, more = (words & _LOW).to(exact), (extra.to(exact) + 1.0) * 2.0**-32
+    if exact == torch.float64:
+        logarithm = ((low + more) * 2.0**-32).log()
+    else:
+        logarithm = (torch.where(low < _TAIL, low + more, low) * 2.0**-32).log()
+        rest = (_LOW - (words & _LOW)).to(exact) + 0.5
+        logarithm = torch.where(words & _LOW >= _FLAT, torch.log1p(rest * -(2.0**-32)), logarithm)
+    radius = (logarithm * -2.0).sqrt()
+    angle = (words >> 32).to(exact) * (math.pi * 2.0**-31)
+    return torch.cat([radius * angle.cos(), radius * angle.sin()])[:size].to(dtype)
+
+
+def _philox(key: Tensor, t: Tensor, size: int, blocks: int, stream: int) -> Tensor:
+    """The words of step t, as numpy's Philox gives them.  # [4 · blocks], int64"""
+    c0 = torch.arange(1, blocks + 1, device=key.device) + t * blocks  # numpy counts before it draws
+    c1, c2, c3 = torch.full_like(c0, stream), torch.full_like(c0, size), torch.zeros_like(c0)
+    k0, k1 = key[0], key[1]
+    for _ in range(_ROUNDS):
+        high0, low0 = _product(c0, _MULTIPLIERS[0])
+        high1, low1 = _product(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + _signed(_WEYL[0]), k1 + _signed(_WEYL[1])
+    return torch.stack([c0, c1, c2, c3], dim=1).flatten()
+
+
+def _product(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """The upper and the lower 64 bits of an unsigned product: of 32-bit halves, as sums and products wrap around."""
+    x1, x0, m1, m0 = (x >> 32) & _LOW, x & _LOW, m >> 32, m & _LOW
+    middle = x1 * m0 + (((x0 * m0) >> 32) & _LOW)
+    other = x0 * m1 + (middle & _LOW)
+    return x1 * m1 + ((middle >> 32) & _LOW) + ((other >> 32) & _LOW), x * _signed(m)
+
+
+def _signed(word: int) -> int:
+    """The same 64 bits as a signed number."""
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _blocks(pairs: int, each: int) -> int:
+    return -(-pairs // each)
+
+
+class Ahead:
+    """The noise of one step after the other, drawn for many steps at once where steps are small.
+
+    sizes: name of each release of a step -> how many numbers it needs.
+    """
+
+    def __init__(self, noise: Noise, sizes: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> None:
+        self.noise, self.sizes, self._dtype, self._device = noise, dict(sizes), dtype, device
+        self._steps = max(1, _AT_ONCE // max(self.size, 1))
+        self._rows, self._first = list[Tensor](), 0
+
+    @property
+    def size(self) -> int:
+        """Numbers a step."""
+        return sum(self.sizes.values())
+
+    def of(self, t: int) -> dict[str, Tensor]:
+        """The noise of step t.  # name -> [size]"""
+        return self.split(self.row(t))
+
+    def row(self, t: int) -> Tensor:
+        """The same side by side.  # [size]"""
+        if not 0 <= t - self._first < len(self._rows):
+            drawn = self.noise.normal(t, self.size, self._dtype, self._steps).to(self._device)
+            self._rows, self._first = list(drawn.unbind()), t
+        return self._rows[t - self._first]
+
+    def state(self) -> Tensor:
+        """What it all hangs on: secret, for the checkpoint only."""
+        return self.noise.state()
+
+    def set_state(self, state: Tensor) -> None:
+        """Be the noise that `state` was taken from."""
+        self.noise.set_state(state)
+        self._rows = []
+
+    def split(self, row: Tensor) -> dict[str, Tensor]:
+        """A row by the names of the releases."""
+        parts: Iterator[Tensor] = iter(torch.split(row, list(self.sizes.values())))
+        return dict(zip(self.sizes, parts, strict=True))

@@ -1,0 +1,350 @@
+"""The whole step of one or several runs as one graph of tensor operations.
+
+`step.blind_step` is traced once: gather, passes, norms, count, weights, weighted sum and releases, mapped over the runs
+that share a rule, and runs of several rules side by side. The graph is run as it was traced, or compiled
+(`torch.compile`), and on a GPU recorded as a CUDA graph, so that a step is one launch. Noise is drawn inside from the
+run's key and the number of the step, or handed in.
+
+What comes out are numbers: which rows were real, what goes into the ledger and the trace, is for the caller. A model
+that cannot be traced, or draws random numbers of its own, has no program (`NoProgram`).
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from evenclip import noise
+from evenclip.data.dataset import Samples
+from evenclip.gradients.anylayer import call_with
+from evenclip.gradients.functional import FunctionalTape
+from evenclip.release import Releases
+from evenclip.rules import Guarded, Rule
+from evenclip.step import Chunk, Columns, blind_step
+
+__all__ = ["Engine", "Inputs", "Kind", "NoProgram", "Program"]
+
+_log = logging.getLogger(__name__)
+
+
+class NoProgram(RuntimeError):  # noqa: N818  # it is no error, there is another road
+    """Why a step cannot be made a graph."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Runs that are computed alike.
+
+    Attributes:
+        rule: their rule.
+        B: their expected batch size; None: given with every step.
+        sizes: name of each release -> how many numbers it needs.
+        runs: how many.
+    """
+
+    rule: Rule
+    B: float | None
+    sizes: tuple[tuple[str, int], ...]
+    runs: int
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether any noise is added at all."""
+        return self.rule.sigma != 0 or dict(self.sizes)["count"] > 0
+
+
+class Inputs(NamedTuple):
+    """What a step of a kind starts from, run by run.
+
+    Attributes:
+        vector: the trainable parameters.  # [run, parameter]
+        state: the rule's public state.  # [run, ...]
+        rows: the batch, as places in the data.  # [run, row], int64
+        size: how many of the rows are samples, the first ones; the others only fill up. Empty: all are.  # [run, 1]
+        B: what sums are divided by, where that is not fixed; else empty.  # [run, 1]
+        noise: of this step; empty without any. On a GPU the keys to draw it by.  # [run, number] or [run, 2] int64
+    """
+
+    vector: Tensor
+    state: Tensor
+    rows: Tensor
+    size: Tensor
+    B: Tensor
+    noise: Tensor
+
+
+class Program:
+    """The step of these kinds of runs."""
+
+    def __init__(self, tape: FunctionalTape, kinds: Sequence[Kind]) -> None:
+        self._tape, self.kinds = tape, tuple(kinds)
+        self.multipliers: list[dict[str, float]] = [{} for _ in kinds]  # of each kind's releases, for the ledger
+
+    def __call__(self, data: Samples, inputs: Sequence[Inputs]) -> list[Columns]:
+        """One step, operation by operation.
+
+        Args:
+            data: of all runs, one after the other.
+            inputs: of every kind.
+        """
+        return [self._kind(i, data, given) for i, given in enumerate(inputs)]
+
+    def _kind(self, i: int, data: Samples, given: Inputs) -> Columns:
+        kind = self.kinds[i]
+        x, y, group = data.take(given.rows.flatten())
+        if group is None:
+            group = torch.zeros_like(given.rows)
+        x, y = (tree_map(lambda v: v.unflatten(0, given.rows.shape), part) for part in (x, y))
+        one = partial(self._run, i)
+        arguments = (given, x, y, group.view(given.rows.shape))
+        if kind.runs == 1:  # not mapped: a convolution that is mapped over its weights is slower
+            alone = tree_map(_first, arguments)
+            return Columns(*(column.unsqueeze(0) for column in one(*alone)))
+        return torch.func.vmap(one)(*arguments)  # type: ignore[no-any-return]
+
+    def _run(self, i: int, given: Inputs, x: Any, y: Any, group: Tensor) -> Columns:
+        """One run's step."""
+        kind = self.kinds[i]
+        release = Releases(self._noise(kind, given.noise))
+        rows = torch.arange(given.rows.shape[0], device=given.rows.device)
+        chunk = Chunk(x, y, group, rows < given.size if given.size.numel() else None)
+        B = given.B.squeeze(0) if kind.B is None else kind.B
+        whole = _Step(self._tape, Guarded(kind.rule, blind=True))
+        parameters = {f"model.{name}": p for name, p in self._tape.layout.split(given.vector).items()}
+        found: Columns = call_with(whole, parameters, (given.state, chunk, B, release))
+        self.multipliers[i] = release.multipliers
+        return found
+
+    @staticmethod
+    def _noise(kind: Kind, given: Tensor) -> dict[str, Tensor]:
+        if not kind.is_noisy:
+            return {}
+        names, sizes = zip(*kind.sizes, strict=True)
+        return dict(zip(names, torch.split(given, list(sizes)), strict=True))
+
+
+class _Step(nn.Module):
+    """The step as a module around the model, so that its parameters can be put in the model's places."""
+
+    def __init__(self, tape: FunctionalTape, guard: Guarded) -> None:
+        super().__init__()
+        self.model, self._tape, self._guard = tape.model, tape, guard
+
+    def forward(self, state: Tensor, chunk: Chunk, B: float | Tensor, release: Releases) -> Columns:
+        return blind_step(self._tape, self._guard, state, chunk, B, release)
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, Tensor) else value
+
+
+class Engine:
+    """A program made fast: traced, compiled where there is a compiler, recorded as a CUDA graph on a GPU.
+
+    Attributes:
+        compiled: whether a compiler was there.
+    """
+
+    def __init__(
+        self, program: Program, data: Samples, inputs: Sequence[Inputs], *, compile: bool, finish: Finish | None = None
+    ) -> None:
+        """Trace the program: for any number of rows, unless runs are mapped.
+
+        Args:
+            program: the step.
+            data: of all runs, one after the other.
+            inputs: of some step, for their shapes.
+            compile: whether to compile, if that is possible.
+            finish: what is done with what comes out, in place: part of the graph on a GPU.
+
+        Raises:
+            NoProgram: if the step cannot be traced.
+        """
+        self._program, self._finish, self._rows = program, finish, inputs[0].rows.shape[1]
+        self._symbolic = all(kind.runs == 1 for kind in program.kinds)  # vmap has no symbols for sizes
+        self._samples, self._spec = data, tree_flatten(data)[1]
+        self._data = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
+        self._t = torch.zeros((), dtype=torch.int64, device=self._data[0].device)
+        self._draw = [_Draw(kind, given.vector.dtype) for kind, given in zip(program.kinds, inputs, strict=True)]
+        inputs = self._drawn(inputs)
+        graph, self.compiled = self._traced(inputs), False
+        self._run: Callable[..., list[Tensor]] = graph
+        if compile:
+            self._compile(graph, inputs)
+        self._recorded: dict[int, _Recorded] = {}
+
+    def takes(self, rows: int) -> bool:
+        """Whether the graph is for so many rows."""
+        return rows >= 2 if self._symbolic else rows == self._rows
+
+    def __call__(self, t: int, inputs: Sequence[Inputs]) -> list[Columns]:
+        """One step. On a GPU the next one overwrites what is returned, and vectors and keys lie where they did."""
+        self._t.fill_(t)
+        rows = inputs[0].rows.shape[1]
+        if not self._t.is_cuda:
+            return self._step(inputs)
+        if rows not in self._recorded:
+            self._recorded[rows] = _Recorded(self._step, inputs)
+        return self._recorded[rows](inputs)
+
+    def _step(self, inputs: Sequence[Inputs]) -> list[Columns]:
+        inputs, size = self._drawn(inputs), len(Columns._fields)
+        if self.takes(inputs[0].rows.shape[1]):
+            found = self._run(*self._data, *_flat(inputs))
+            columns = [Columns(*found[i : i + size]) for i in range(0, len(found), size)]
+        else:
+            columns = self._program(self._samples, inputs)
+        if self._finish is not None:
+            self._finish(columns)
+        return columns
+
+    def _drawn(self, inputs: Sequence[Inputs]) -> Sequence[Inputs]:
+        """On a GPU, the step's noise in place of the keys."""
+        if not self._t.is_cuda:
+            return inputs
+        pairs = zip(self._draw, inputs, strict=True)
+        return [given._replace(noise=draw(given.noise, self._t)) for draw, given in pairs]
+
+    def _traced(self, inputs: Sequence[Inputs]) -> GraphModule:
+        """The program as a graph of tensor operations, with one symbol for the number of rows."""
+        fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # frozen parameters are constants
+        flat = [*((leaf, None) for leaf in self._data), *_with_rows(inputs, symbolic=self._symbolic)]
+        try:
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="There is a performance drop")  # while tracing only
+                stand_ins = [_stand_in(fake, tensor, axis) for tensor, axis in flat]
+                graph: GraphModule = make_fx(self._of_tensors)(*stand_ins)
+        except Exception as error:  # whatever tracing stumbles over, the plain step does the same work
+            raise NoProgram(str(error)) from error
+        random = next((str(node.target) for node in graph.graph.nodes if _is_random(node)), None)
+        if random is not None:
+            raise NoProgram(f"the model draws random numbers ({random})")
+        if self._symbolic and f" {self._rows}," in " ".join(str(node.args) for node in graph.graph.nodes):
+            raise NoProgram("a size was taken for a constant")
+        return graph
+
+    def _of_tensors(self, *flat: Tensor) -> list[Tensor]:
+        given = iter(flat)
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(self._samples)]
+        data, rest, size = tree_unflatten(leaves, self._spec), list(given), len(Inputs._fields)
+        inputs = [Inputs(*rest[i : i + size]) for i in range(0, len(rest), size)]
+        return [column for columns in self._program(data, inputs) for column in columns]
+
+    def _compile(self, graph: GraphModule, inputs: Sequence[Inputs]) -> None:
+        try:
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")  # torch's compiler has much to say, to its own authors
+                run = torch.compile(graph)
+                if self._symbolic:
+                    for given in inputs:
+                        torch._dynamo.maybe_mark_dynamic(given.rows, 1)
+                run(*self._data, *_flat(inputs))
+        except Exception as error:  # no compiler, or one that stumbles: the graph does the same work
+            _log.debug("not compiled: %s", error)
+            return
+        self._run, self.compiled = run, True
+
+
+Finish = Callable[[list[Columns]], None]
+
+
+def _flat(inputs: Sequence[Inputs]) -> list[Tensor]:
+    return [part for given in inputs for part in given]
+
+
+def _with_rows(inputs: Sequence[Inputs], *, symbolic: bool) -> list[tuple[Tensor, int | None]]:
+    """The inputs, each with the axis along which its number of rows is a symbol."""
+    return [
+        (part, 1 if symbolic and name == "rows" else None)
+        for given in inputs
+        for name, part in zip(Inputs._fields, given, strict=True)
+    ]
+
+
+def _stand_in(fake: FakeTensorMode, tensor: Tensor, rows: int | None) -> Tensor:
+    """A tensor without numbers, whose size along `rows` is a symbol, the same for all of equal size."""
+    kinds = [DimDynamic.DUCK if axis == rows else DimDynamic.STATIC for axis in range(tensor.ndim)]
+    return fake.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
+
+
+class _Draw:
+    """Draws the noise of one kind's runs on a GPU, from their keys and the number of the step."""
+
+    def __init__(self, kind: Kind, dtype: torch.dtype) -> None:
+        self._size = sum(size for _, size in kind.sizes) if kind.is_noisy else 0
+        self._normal = _normals(self._size, dtype)
+
+    def __call__(self, keys: Tensor, t: Tensor) -> Tensor:
+        """keys: [run, 2] -> [run, number]"""
+        return self._normal(keys, t) if self._size else keys
+
+
+@lru_cache(maxsize=8)
+def _normals(size: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+    """`noise.normal` for many keys, compiled where that is possible."""
+    plain = torch.func.vmap(partial(noise.normal, size=size, dtype=dtype), in_dims=(0, None))
+    compiled = torch.compile(plain, dynamic=False)
+
+    def draw(keys: Tensor, t: Tensor) -> Tensor:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found: Tensor = compiled(keys, t)
+        except Exception as error:  # no compiler
+            _log.debug("not compiled: %s", error)
+            found = plain(keys, t)
+        return found
+
+    return draw
+
+
+class _Recorded:
+    """A step as a CUDA graph: what changes is copied to where the graph reads it, and it is replayed."""
+
+    def __init__(self, step: Callable[[Sequence[Inputs]], list[Columns]], inputs: Sequence[Inputs]) -> None:
+        # Parameters and keys stay in their places.
+        self._inputs = [
+            given._replace(
+                state=given.state.clone(), rows=given.rows.clone(), size=given.size.clone(), B=given.B.clone()
+            )
+            for given in inputs
+        ]
+        kept = [(given.vector.clone(), given.state.clone()) for given in self._inputs]
+        apart = torch.cuda.Stream()
+        apart.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(apart), torch.no_grad():
+            for _ in range(3):  # libraries choose their algorithms, and allocate, before they are recorded
+                step(self._inputs)
+        torch.cuda.current_stream().wait_stream(apart)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph), torch.no_grad():
+            self._found = step(self._inputs)
+        for given, (vector, state) in zip(self._inputs, kept, strict=True):  # trying it out moved them
+            given.vector.copy_(vector)
+            given.state.copy_(state)
+
+    def __call__(self, inputs: Sequence[Inputs]) -> list[Columns]:
+        for kept, now in zip(self._inputs, inputs, strict=True):
+            kept.rows.copy_(now.rows, non_blocking=True)
+            for ours, theirs in ((kept.state, now.state), (kept.size, now.size), (kept.B, now.B)):
+                if ours.numel():
+                    ours.copy_(theirs, non_blocking=True)
+        self._graph.replay()
+        return self._found
+
+
+def _is_random(node: Any) -> bool:
+    """Whether an operation draws from torch's generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -1,0 +1,77 @@
+"""The steps of one run by its program: compiled, and on a GPU one launch a step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from evenclip.data.dataset import Samples
+from evenclip.gradients import Tape
+from evenclip.gradients.functional import FunctionalTape
+from evenclip.noise import Ahead
+from evenclip.program import Engine, Inputs, Kind, Program
+from evenclip.step import Columns
+
+__all__ = ["Quick"]
+
+# Rows to trace a graph with that holds for any number of them: a size that nothing else is likely to have.
+_ANY = 251
+# On a GPU batches are filled up to a multiple of this: each size is recorded once, the first time it comes.
+_STRIDE = 16
+
+
+class Quick:
+    """A program of one run, handed a batch at a time.
+
+    The graph takes batches of any size from two on. On a GPU there is a recording for every multiple of `_STRIDE` rows,
+    and rows that only fill up count for nothing.
+
+    Attributes:
+        multipliers: name of each release -> its multiplier, for the ledger.
+    """
+
+    def __init__(self, tape: Tape, kind: Kind, data: Samples, noise: Ahead, vector: Tensor, state: Tensor) -> None:
+        self._device, self._noise, self._kind = vector.device, noise, kind
+        few = data.take(torch.arange(min(3, data.y.shape[0]), device=vector.device))
+        program = Program(FunctionalTape(tape, few.x, few.y), [kind])
+        self._key = noise.noise.key.to(vector.device).unsqueeze(0)
+        self._nothing = torch.zeros(1, 0, device=vector.device)
+        example = self._inputs(0, torch.zeros(_ANY, dtype=torch.int64), vector, state, 1.0)
+        self._engine = Engine(program, data, [example], compile=True)
+        (self.multipliers,) = program.multipliers
+
+    @property
+    def compiled(self) -> bool:
+        """Whether there was a compiler."""
+        return self._engine.compiled
+
+    def takes(self, batch: Tensor) -> bool:
+        """Whether the graph has room for this batch."""
+        return self._engine.takes(batch.shape[0])
+
+    def __call__(self, t: int, batch: Tensor, vector: Tensor, state: Tensor, B: float) -> Columns:
+        """One step on this batch, one row for each of its records and perhaps some more."""
+        with torch.no_grad():
+            (found,) = self._engine(t, [self._inputs(t, batch, vector, state, B)])
+            first = [column[0] for column in found]
+            return Columns(*first) if self._device.type == "cpu" else Columns(*(column.clone() for column in first))
+
+    def _inputs(self, t: int, batch: Tensor, vector: Tensor, state: Tensor, B: float) -> Inputs:
+        rows, size = batch, self._nothing
+        if self._device.type != "cpu":
+            rows = filled_up(batch).to(self._device, non_blocking=True)
+            size = torch.full((1, 1), batch.shape[0], device=self._device)
+        divisor = self._nothing if self._kind.B is not None else self._nothing.new_full((1, 1), B)
+        return Inputs(vector.unsqueeze(0), state.unsqueeze(0), rows.unsqueeze(0), size, divisor, self._given(t))
+
+    def _given(self, t: int) -> Tensor:
+        """What the noise is made of."""
+        if not self._kind.is_noisy:
+            return self._nothing
+        return self._key if self._device.type != "cpu" else self._noise.row(t).unsqueeze(0)
+
+
+def filled_up(batch: Tensor) -> Tensor:
+    """The batch with further rows up to the next multiple of `_STRIDE`: any will do, they count for nothing."""
+    return F.pad(batch, (0, -batch.shape[0] % _STRIDE))

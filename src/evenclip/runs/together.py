@@ -1,0 +1,126 @@
+"""Which runs are computed together, and whether that is quicker: measured once for a device and a model, and kept.
+
+Runs are alike if they differ in seed, rule and learning rate only. Stacks of small models win (one call for many), those
+of large ones lose on a CPU (the parameters of all runs do not fit its cache): a few steps of each way tell.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from evenclip.data.disk import cache_directory
+from evenclip.run import Performance
+from evenclip.runs.spec import Spec, code
+from evenclip.runs.work import prepared
+
+__all__ = ["How", "bundles", "choose"]
+
+# Fewer steps of all runs together than this are not worth measuring.
+_FEW = 4000
+# Steps that are timed, after as many that are not.
+_TIMED = 12
+# Seconds that compiling takes for each rule, about, and the share of a step that it saves.
+_COMPILING, _SAVED = 10.0, 0.6
+
+
+class How(enum.Enum):
+    """How several runs are computed."""
+
+    ALONE = "one after the other"
+    TRACED = "together, as traced"
+    COMPILED = "together, compiled"
+
+
+def bundles(specs: Sequence[Spec], workers: int) -> list[list[Spec]]:
+    """The runs, those that are alike side by side, in as many bundles for each kind as there are workers."""
+    kinds: dict[str, list[Spec]] = {}
+    for spec in specs:
+        kinds.setdefault(_likeness(spec), []).append(spec)
+    found = []
+    for alike in kinds.values():
+        parts = min(workers, len(alike))
+        found += [alike[i::parts] for i in range(parts)]
+    return found
+
+
+def choose(specs: Sequence[Spec]) -> How:
+    """What is quickest for these runs, which are alike."""
+    _, run = prepared(specs[0], Performance())
+    steps = run.settings.steps
+    if steps * len(specs) < _FEW:
+        return How.ALONE
+    alone, stacked = _measured(specs)
+    if stacked >= alone * len(specs):
+        return How.ALONE
+    rules = len({json.dumps(spec.rule, sort_keys=True, default=str) for spec in specs})
+    return How.COMPILED if steps * stacked * _SAVED > _COMPILING * (rules + 1) else How.TRACED
+
+
+def _likeness(spec: Spec) -> str:
+    """The same for runs that may be computed together."""
+    plain = replace(spec, seed=0, rule={}, lr=1.0).to_json()
+    return json.dumps(plain, sort_keys=True, default=str)
+
+
+def _measured(specs: Sequence[Spec]) -> tuple[float, float]:
+    """Seconds a step of one run alone, and of all together; remembered."""
+    rules = sorted(json.dumps(spec.rule, sort_keys=True, default=str) for spec in specs)
+    machine = [platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), torch.__version__, code()]
+    if specs[0].device != "cpu":
+        machine.append(torch.cuda.get_device_name(specs[0].device))
+    name = hashlib.sha256(json.dumps([machine, rules, _likeness(specs[0])]).encode()).hexdigest()[:24]
+    path = cache_directory() / "measured" / f"{name}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        known = json.loads(path.read_text())
+        return float(known["alone"]), float(known["together"])
+    alone, stacked = _time_alone(specs[0]), _time_together(specs)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"alone": alone, "together": stacked}))
+    return alone, stacked
+
+
+def _time_alone(spec: Spec) -> float:
+    _, run = prepared(spec, Performance())
+    with run.listening():
+        return _seconds(lambda: run.update(run.step()), spec.device)
+
+
+def _time_together(specs: Sequence[Spec]) -> float:
+    from evenclip.program import NoProgram
+    from evenclip.stack import Stack
+
+    try:
+        stack = Stack([prepared(spec, Performance())[1] for spec in specs], compile=False)
+    except NoProgram:
+        return float("inf")
+    with stack.listening():
+        return _seconds(stack.step, specs[0].device)
+
+
+def _seconds(step: Callable[[], Any], device: str) -> float:
+    """Seconds a step."""
+    for _ in range(_TIMED):
+        step()
+    _wait(device)
+    started = time.perf_counter()
+    for _ in range(_TIMED):
+        step()
+    _wait(device)
+    return (time.perf_counter() - started) / _TIMED
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize(device)
