@@ -1,215 +1,169 @@
 """Step time and peak memory of private training beside plain SGD and Opacus, in one interleaved run.
 
-    python benchmarks/step.py [--models dutch adult mnist celeba] [--batch 256] [--rounds 15] [--quick]
+    python benchmarks/step.py [--device cpu|cuda] [--models dutch adult mnist celeba vit lstm]
+                              [--batch 64 256 1024 4096] [--rounds 15] [--threads 2] [--tf32]
+                              [--stack dutch adult] [--stack-compiled] [--quick] [--out FILE]
 
-What is timed is the whole step as a user runs it: `fit`'s own step (Poisson sampling, gather, passes, noise, ledger,
-update) beside a plain PyTorch loop over shuffled batches, and Opacus 1.6 with its own Poisson loader, by hooks and by
-ghost clipping. The ways take turns within a round, so that whatever else the machine does hits all alike; a time is
-the median over the rounds. Peak memory is the highest resident size of a process of its own that takes a few steps,
-less what it had before the first.
+What is timed is the whole step as a user runs it; `_ways.py` says what belongs to each way. The ways take turns within
+a round, so that whatever else the machine does hits all alike; ratios are taken within rounds, and what is printed is
+their median and quartiles. Peak memory is that of a process of its own. A way that fails is a dash in the table, with
+the reason in the file, and stops nothing else.
 
-Prints a table of ratios to plain SGD and writes benchmarks/results/step.json with the environment.
+Compilers start with an empty cache: "first" is the time to the first step, compiling included, then the same again in a
+process that finds it in the cache.
+
+Writes benchmarks/results/step.json (step-cuda.json, step-cuda-tf32.json) with the environment.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
-import platform
-import statistics
-import subprocess
-import sys
-import time
-import warnings
-from collections.abc import Callable, Iterator
-from importlib import metadata
-from pathlib import Path
+import tempfile
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from _cases import CASES, PAPER
+from _measure import arguments, in_child, interleaved, memory, prepare_torch, ratios, reason, save, spread
+from _ways import SEEDS, Setup, loop, runs_of, ways
 
-import evenclip
-from evenclip.models import cnn, mlp, sigmoid_then_softmax
-
-RESULTS = Path(__file__).parent / "results"
-WAYS = ("plain SGD", "evenclip", "Opacus ghost", "Opacus hooks")
-
-# model, samples, shape of one, classes, steps a round, steps for memory
-CASES: dict[str, tuple[Callable[[], nn.Module], int, tuple[int, ...], int, int, int]] = {
-    "dutch": (sigmoid_then_softmax, 48_336, (59,), 2, 300, 50),
-    "adult": (mlp, 23_484, (98,), 2, 60, 30),
-    "mnist": (cnn, 8_192, (1, 28, 28), 10, 4, 3),
-    "celeba": (lambda: cnn(channels=3, side=64, classes=2), 2_048, (3, 64, 64), 2, 1, 2),
-}
+# Seconds that a process may take: a way's few steps for its memory, a model's whole row.
+_MEMORY, _ROW = 600.0, 3600.0
+# Steps whose peak memory is looked at.
+_STEPS = 5
+# Seconds of a way's turn.
+_TURN = 0.15
 
 
-def data(case: str) -> tuple[Tensor, Tensor]:
-    """Synthetic data of the dataset's shape: times do not depend on what the numbers are."""
-    _, n, shape, classes, _, _ = CASES[case]
-    generator = torch.Generator().manual_seed(0)
-    return torch.rand(n, *shape, generator=generator), torch.randint(0, classes, (n,), generator=generator)
-
-
-def plain(case: str, batch: int) -> Iterator[None]:
-    """The loop that everybody writes: shuffled batches, loss.backward(), SGD."""
-    model, (x, y) = CASES[case][0](), data(case)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    while True:
-        for indices in torch.randperm(len(y)).split(batch):
-            optimizer.zero_grad()
-            cross_entropy(model(x[indices]), y[indices]).backward()
-            optimizer.step()
-            yield
-
-
-def ours(case: str, batch: int) -> Iterator[None]:
-    """`fit` itself, paused after every step."""
-    model, (x, y) = CASES[case][0](), data(case)
-    rule = evenclip.DPSGDGlobalAdapt(C0=1.0, sigma=1.0)
-    run = evenclip.prepare(model, (x, y), rule=rule, epochs=10_000, batch_size=batch, lr=0.01, seed=0)
-    with run.listening():
-        while True:
-            run.update(run.step())
-            yield
-
-
-def opacus(case: str, batch: int, mode: str) -> Iterator[None]:
-    """Opacus as its documentation has it, with Poisson batches; an empty batch is not skipped by us either."""
-    from opacus import PrivacyEngine
-    from torch.utils.data import DataLoader, TensorDataset
-
-    model, (x, y) = CASES[case][0](), data(case)
-    loader = DataLoader(TensorDataset(x, y), batch_size=batch)
-    ghost = mode == "ghost"
-    made = PrivacyEngine().make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), data_loader=loader, noise_multiplier=1.0,
-        max_grad_norm=1.0, grad_sample_mode=mode, **({"criterion": nn.CrossEntropyLoss()} if ghost else {}),
-    )  # fmt: skip
-    model, optimizer, criterion, loader = made if ghost else (made[0], made[1], nn.CrossEntropyLoss(), made[2])
-    while True:
-        for xb, yb in loader:
-            optimizer.zero_grad()
-            criterion(model(xb), yb).backward()
-            optimizer.step()
-            yield
-
-
-def loop(way: str, case: str, batch: int) -> Iterator[None]:
-    """The training loop of one way, a step at a time."""
-    if way == "plain SGD":
-        return plain(case, batch)
-    if way == "evenclip":
-        return ours(case, batch)
-    return opacus(case, batch, way.removeprefix("Opacus "))
-
-
-def times(case: str, batch: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds a step, way by way, round by round, interleaved."""
-    steps = CASES[case][4]
-    loops = {way: loop(way, case, batch) for way in WAYS}
-    for running in loops.values():
-        for _ in range(min(steps, 5)):
-            next(running)
-    found: dict[str, list[float]] = {way: [] for way in WAYS}
-    for _ in range(rounds):
-        for way, running in loops.items():
-            started = time.perf_counter()
-            for _ in range(steps):
-                next(running)
-            found[way].append((time.perf_counter() - started) / steps)
-    return found
-
-
-def peak_memory(way: str, case: str, batch: int) -> float:
-    """MiB that the steps of one way need beyond what the process has with model and data loaded, in a process of its
-    own.
-    """
-    command = [sys.executable, __file__, "--memory", way, "--models", case, "--batch", str(batch)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(done.stdout.strip().splitlines()[-1])
-
-
-def measure_memory(way: str, case: str, batch: int) -> float:
-    """The body of that process."""
-    running = loop(way, case, batch)
-    next(running)  # everything is imported and allocated by the time we look
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak so far
-    before = status("VmRSS")
-    for _ in range(CASES[case][5]):
-        next(running)
-    return status("VmHWM") - before
-
-
-def status(field: str) -> float:
-    """A size from the kernel's account of this process, in MiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
-
-
-def environment() -> dict[str, Any]:
-    """What the numbers were measured on."""
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        "?",
-    )
-    versions = {name: metadata.version(name) for name in ("evenclip", "torch", "opacus", "numpy")}
-    return {"cpu": cpu, "threads": torch.get_num_threads(), "python": platform.python_version(), **versions}
-
-
-def row(case: str, batch: int, rounds: int) -> dict[str, Any]:
-    """Everything measured about one model."""
-    seconds = times(case, batch, rounds)
+def row(setup: Setup, given: argparse.Namespace) -> dict[str, Any]:
+    """Everything measured about one model at one batch size."""
+    names = ways(setup.device, stack=setup.case in given.stack, stack_compiled=given.stack_compiled)
+    about = {**vars(setup), "threads": given.threads}
+    with tempfile.TemporaryDirectory(prefix="compiled-") as cache:
+        env = {"TORCHINDUCTOR_CACHE_DIR": cache}
+        # First: a way that does not get through this has no turn with the others, which it might take down with it.
+        peaks = {way: in_child(__file__, {"way": way, **about}, _MEMORY, env) for way in names}
+        failed = {way: found["error"] for way, found in peaks.items() if "error" in found}
+        left = [way for way in names if way not in failed]
+        task = {"ways": left, "rounds": given.rounds, "turn": given.turn, **about}
+        timed = in_child(__file__, task, _ROW, env) if left else {"error": "nothing to measure"}
+    if "error" in timed:
+        timed = {"seconds": {}, "first": {}, "failed": dict.fromkeys(left, timed["error"])}
+    seconds = {
+        way: [value / runs_of(way) for value in timed["seconds"][way]] for way in names if way in timed["seconds"]
+    }
     return {
-        "model": case,
-        "batch": batch,
-        "ms": {way: 1e3 * statistics.median(found) for way, found in seconds.items()},
-        # The ratio of medians within rounds: both sides saw the same minute of the machine.
-        "ratio": {
-            way: statistics.median(a / b for a, b in zip(found, seconds["plain SGD"], strict=True))
-            for way, found in seconds.items()
-        },
-        "MiB": {way: peak_memory(way, case, batch) for way in WAYS},
+        "model": setup.case,
+        "batch": setup.batch,
+        "device": setup.device,
+        "tf32": setup.tf32,
+        **compared(seconds),
+        "MiB": {way: found["MiB"] / runs_of(way) for way, found in peaks.items() if "MiB" in found},
+        "reserved": {way: found["reserved"] / runs_of(way) for way, found in peaks.items() if "reserved" in found},
+        "first": {way: [found["first"], timed["first"].get(way)] for way, found in peaks.items() if "first" in found},
+        "failed": failed | timed["failed"],
         "rounds": seconds,
     }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows, readable at 80 columns."""
-    lines = [f"{'':8}{'batch':>6}" + "".join(f"{way:>16}" for way in WAYS)]
-    for found in rows:
-        lines.append(f"{found['model']:8}{found['batch']:>6}" + "".join(f"{found['ms'][w]:>13.2f} ms" for w in WAYS))
-        lines.append(f"{'':14}" + "".join(f"{found['ratio'][w]:>15.2f}×" for w in WAYS))
-        lines.append(f"{'':14}" + "".join(f"{found['MiB'][w]:>12.0f} MiB" for w in WAYS))
+def compared(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians, and ratios to plain SGD and to the quickest way of training without privacy."""
+    ms = {way: 1e3 * spread(found)[1] for way, found in seconds.items()}
+    plain = [way for way in seconds if way.startswith("plain")]
+    if not plain:
+        return {"ms": ms, "ratio": {}, "quartiles": {}, "best plain": None, "ratio to best": {}}
+    best = min(plain, key=lambda way: ms[way])
+    first = spread_to(seconds, plain[0])
+    return {
+        "ms": ms,
+        "ratio": {way: found[1] for way, found in first.items()},
+        "quartiles": {way: [found[0], found[2]] for way, found in first.items()},
+        "best plain": best,
+        "ratio to best": {way: found[1] for way, found in spread_to(seconds, best).items()},
+    }
+
+
+def spread_to(seconds: dict[str, list[float]], reference: str) -> dict[str, tuple[float, float, float]]:
+    """Quartiles of the ratios to one way."""
+    return {way: spread(ratios(found, seconds[reference])) for way, found in seconds.items()}
+
+
+def table(found: dict[str, Any]) -> str:
+    """A row of the results, readable at 80 columns."""
+    title = f"{found['model']}, batch {found['batch']}, {found['device']}{', TF32' if found['tf32'] else ''}"
+    lines = [f"{title:<26}{'ms':>9}{'× plain':>9}{'quartiles':>13}{'× best':>8}{'MiB':>6}{'first s':>9}"]
+    for way in [*found["ms"], *(way for way in found["failed"] if way not in found["ms"])]:
+        peak, (cold, warm) = found["MiB"].get(way), found["first"].get(way, (None, None))
+        if way not in found["ms"]:
+            lines.append(f"  {way:<24}{'-':>9}{'-':>9}{'-':>13}{'-':>8}{_whole(peak):>6}{'-':>9}")
+            continue
+        low, high = found["quartiles"].get(way, (0.0, 0.0))
+        ratio, best = found["ratio"].get(way, 0.0), found["ratio to best"].get(way, 0.0)
+        between = f"{_short(low)} to {_short(high)}"
+        times = f"{_whole(cold)}/{_whole(warm)}"
+        lines.append(
+            f"  {way:<24}{found['ms'][way]:>9.3f}{_short(ratio):>9}{between:>13}{_short(best):>8}"
+            f"{_whole(peak):>6}{times:>9}"
+        )
+    lines += [f"  {way}: {why}"[:80] for way, why in found["failed"].items()]
     return "\n".join(lines)
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _whole(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}" if value >= 1 else f"{value:.1f}"
+
+
+def child(task: dict[str, Any]) -> dict[str, Any]:
+    """The body of a process of its own: one way's memory, or the turns of all."""
+    setup = Setup(task["case"], task["batch"], task["device"], task["tf32"])
+    prepare_torch(task["threads"], setup.device, setup.tf32)
+    if "way" in task:
+        there = sum(part.nbytes for part in setup.data()) if setup.device != "cpu" else 0
+        if setup.device != "cpu":
+            torch.cuda.reset_peak_memory_stats(setup.device)
+        parts = SEEDS if task["way"].startswith("stack") else 1  # each has its own data
+        return memory(partial(loop, task["way"], setup), _STEPS, setup.device, parts * there)
+    makes = {way: partial(loop, way, setup) for way in task["ways"]}
+    return interleaved(makes, rounds=task["rounds"], seconds=task["turn"], device=setup.device)._asdict()
 
 
 def main() -> None:
     """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="three rounds, nothing written")
-    parser.add_argument("--memory", choices=WAYS, help=argparse.SUPPRESS)
+    parser = arguments(__doc__ or "", rounds=15)
+    parser.add_argument("--models", nargs="+", default=list(PAPER), choices=list(CASES))
+    parser.add_argument("--batch", nargs="+", type=int, default=[256])
+    parser.add_argument("--tf32", action="store_true", help="on a GPU, operands of 11 bits on both sides")
+    parser.add_argument("--stack", nargs="*", default=["dutch", "adult"], choices=list(CASES), help="models to stack")
+    parser.add_argument("--stack-compiled", action="store_true", help="on a CPU, also stacks that are compiled")
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(given.threads)
-    if given.memory:
-        print(measure_memory(given.memory, given.models[0], given.batch))
+    if given.child:
+        try:
+            print(json.dumps(child(given.child)))
+        except Exception as error:  # whatever it is, the others go on
+            print(json.dumps({"error": reason(error)}))
         return
-    rows = [row(case, given.batch, 3 if given.quick else given.rounds) for case in given.models]
-    print(table(rows))
-    print("\nms: median step; ×: ratio to plain SGD, median over rounds; MiB: peak of the steps beyond model and data")
-    if not given.quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "step.json").write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    if given.tf32 and given.device == "cpu":
+        parser.error("--tf32 needs --device cuda")
+    given.turn = _TURN
+    if given.quick:
+        given.rounds, given.turn = min(given.rounds, 3), 0.03
+    rows = []
+    for case in given.models:
+        for batch in given.batch:
+            rows.append(row(Setup(case, batch, given.device, given.tf32), given))
+            print(table(rows[-1]) + "\n", flush=True)
+    print(
+        "ms: median step. × plain: ratio to plain SGD within a round, median and quartiles;\n"
+        "× best: to the quickest plain way. MiB: peak of the steps. first: seconds to the\n"
+        "first step, with an empty compiler cache and with a filled one."
+    )
+    save("step", given, {"rows": rows})
 
 
 if __name__ == "__main__":

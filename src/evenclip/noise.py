@@ -6,9 +6,9 @@ tensor operations, inside a compiled step), alone, in a stack of runs, or resume
 
 One word makes a pair by Box–Muller: 32 bits for the angle, 32 for u in the radius r = √(−2 ln u). Where u < 2⁻²⁰, which
 is where the tail begins, 32 more bits from a second stream go into it: u ∈ {2⁻⁶⁴, …} reaches 9.4 standard deviations,
-and what is missing has probability 2⁻⁶⁴ ≈ 5e-20 a pair. Where u > 1 − 2⁻⁸, r is taken from 1 − u, so that it is never
-rounded to 0. (torch's float32 `randn` uses 24-bit uniforms and ends at 5.77, which
-alone is a δ of 8e-9 for each coordinate and step: about 2e-5 for the Adult MLP instead of the promised 1e-6.)
+and what is missing has probability 2⁻⁶⁴ ≈ 5e-20 a pair. In float32, where u > 1 − 2⁻⁸, r is taken from 1 − u, so that
+it is never rounded to 0. (torch's float32 `randn` uses 24-bit uniforms and ends at 5.77, which alone is a δ of 8e-9 for
+each coordinate and step: about 2e-5 for the Adult MLP instead of the promised 1e-6.)
 Not cryptographic: whoever knows the key knows the noise.
 """
 
@@ -91,7 +91,7 @@ class Noise:
 
     def set_state(self, state: Tensor) -> None:
         """Be the stream that `state` was taken from."""
-        self.key = state.clone()
+        self.key = state.cpu().clone()
         self._words = (_Words(self, 0), _Words(self, 1))
 
 

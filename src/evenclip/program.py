@@ -89,7 +89,7 @@ class Program:
     """The step of these kinds of runs."""
 
     def __init__(self, tape: FunctionalTape, kinds: Sequence[Kind]) -> None:
-        self._tape, self.kinds = tape, tuple(kinds)
+        self.tape, self.kinds = tape, tuple(kinds)
         self.multipliers: list[dict[str, float]] = [{} for _ in kinds]  # of each kind's releases, for the ledger
 
     def __call__(self, data: Samples, inputs: Sequence[Inputs]) -> list[Columns]:
@@ -112,7 +112,7 @@ class Program:
         if kind.runs == 1:  # not mapped: a convolution that is mapped over its weights is slower
             alone = tree_map(_first, arguments)
             return Columns(*(column.unsqueeze(0) for column in one(*alone)))
-        return torch.func.vmap(one)(*arguments)  # type: ignore[no-any-return]
+        return torch.func.vmap(one)(*arguments)
 
     def _run(self, i: int, given: Inputs, x: Any, y: Any, group: Tensor) -> Columns:
         """One run's step."""
@@ -121,8 +121,8 @@ class Program:
         rows = torch.arange(given.rows.shape[0], device=given.rows.device)
         chunk = Chunk(x, y, group, rows < given.size if given.size.numel() else None)
         B = given.B.squeeze(0) if kind.B is None else kind.B
-        whole = _Step(self._tape, Guarded(kind.rule, blind=True))
-        parameters = {f"model.{name}": p for name, p in self._tape.layout.split(given.vector).items()}
+        whole = _Step(self.tape, Guarded(kind.rule, blind=True))
+        parameters = {f"model.{name}": p for name, p in self.tape.layout.split(given.vector).items()}
         found: Columns = call_with(whole, parameters, (given.state, chunk, B, release))
         self.multipliers[i] = release.multipliers
         return found
@@ -178,12 +178,13 @@ class Engine:
         self._data = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
         self._t = torch.zeros((), dtype=torch.int64, device=self._data[0].device)
         self._draw = [_Draw(kind, given.vector.dtype) for kind, given in zip(program.kinds, inputs, strict=True)]
-        inputs = self._drawn(inputs)
-        graph, self.compiled = self._traced(inputs), False
-        self._run: Callable[..., list[Tensor]] = graph
-        if compile:
-            self._compile(graph, inputs)
         self._recorded: dict[int, _Recorded] = {}
+        self._run, self.compiled = _known(self, self._drawn(inputs), compile=compile)
+
+    @property
+    def multipliers(self) -> list[dict[str, float]]:
+        """Of each kind's releases, for the ledger."""
+        return self._program.multipliers
 
     def takes(self, rows: int) -> bool:
         """Whether the graph is for so many rows."""
@@ -217,7 +218,7 @@ class Engine:
         pairs = zip(self._draw, inputs, strict=True)
         return [given._replace(noise=draw(given.noise, self._t)) for draw, given in pairs]
 
-    def _traced(self, inputs: Sequence[Inputs]) -> GraphModule:
+    def traced(self, inputs: Sequence[Inputs]) -> GraphModule:
         """The program as a graph of tensor operations, with one symbol for the number of rows."""
         fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # frozen parameters are constants
         flat = [*((leaf, None) for leaf in self._data), *_with_rows(inputs, symbolic=self._symbolic)]
@@ -242,7 +243,8 @@ class Engine:
         inputs = [Inputs(*rest[i : i + size]) for i in range(0, len(rest), size)]
         return [column for columns in self._program(data, inputs) for column in columns]
 
-    def _compile(self, graph: GraphModule, inputs: Sequence[Inputs]) -> None:
+    def compile(self, graph: GraphModule, inputs: Sequence[Inputs]) -> Callable[..., list[Tensor]]:
+        """The graph compiled, or itself where that cannot be done."""
         try:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")  # torch's compiler has much to say, to its own authors
@@ -253,8 +255,45 @@ class Engine:
                 run(*self._data, *_flat(inputs))
         except Exception as error:  # no compiler, or one that stumbles: the graph does the same work
             _log.debug("not compiled: %s", error)
-            return
-        self._run, self.compiled = run, True
+            return graph
+        return run
+
+    def likeness(self, inputs: Sequence[Inputs]) -> tuple[Any, ...] | None:
+        """The same for steps that are the same graph; None where the graph has numbers of its own in it."""
+        tape = self._program.tape
+        own = [*tape.model.buffers(), *(p for p in tape.model.parameters() if not p.requires_grad)]
+        if own:
+            return None
+        tensors = [(tuple(t.shape), t.dtype, t.device) for t in (*self._data, *_flat(inputs))]
+        precision = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+        return (self._program.kinds, str(tape.model), tape.layout.names, tape.loss, tuple(tensors), precision)
+
+
+# Graphs that were made in this process: the runs of several seeds share one.
+_GRAPHS: dict[Any, tuple[Callable[..., list[Tensor]], bool, list[dict[str, float]]]] = {}
+
+
+def _known(engine: Engine, inputs: Sequence[Inputs], *, compile: bool) -> tuple[Callable[..., list[Tensor]], bool]:
+    """The engine's graph, compiled or not, and whether it is: made once for all that are alike."""
+    like = engine.likeness(inputs)
+    key = None if like is None or not _is_hashable(like) else (*like, compile)
+    if key in _GRAPHS:
+        run, compiled, engine.multipliers[:] = _GRAPHS[key]
+        return run, compiled
+    graph = engine.traced(inputs)
+    run = engine.compile(graph, inputs) if compile else graph
+    if key is not None:
+        _GRAPHS[key] = run, run is not graph, list(engine.multipliers)
+    return run, run is not graph
+
+
+def _is_hashable(value: Any) -> bool:
+    """Somebody's own rule may not be."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 Finish = Callable[[list[Columns]], None]
@@ -322,7 +361,7 @@ class _Recorded:
             for given in inputs
         ]
         kept = [(given.vector.clone(), given.state.clone()) for given in self._inputs]
-        apart = torch.cuda.Stream()
+        apart = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         apart.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(apart), torch.no_grad():
             for _ in range(3):  # libraries choose their algorithms, and allocate, before they are recorded

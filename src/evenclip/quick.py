@@ -39,7 +39,7 @@ class Quick:
         self._nothing = torch.zeros(1, 0, device=vector.device)
         example = self._inputs(0, torch.zeros(_ANY, dtype=torch.int64), vector, state, 1.0)
         self._engine = Engine(program, data, [example], compile=True)
-        (self.multipliers,) = program.multipliers
+        (self.multipliers,) = self._engine.multipliers
 
     @property
     def compiled(self) -> bool:

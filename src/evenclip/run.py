@@ -201,6 +201,7 @@ class Run:
         columns = quick(self.t, batch, self._move.vector, self.state, B)
         self.ledger.write(self.sampler.q, quick.multipliers)
         chunk = partial(self._chunk, batch, None, 0)
+        assert isinstance(self.data, Dataset)
         group = self.nobody if self.data.group is None else self.data.group.index_select(0, batch.to(self.device))
         return watched(columns, len(batch), self.tape, self.guard, chunk, group, B, quick.multipliers, self.t)
 
@@ -336,7 +337,7 @@ class Run:
 @contextmanager
 def _precision(tf32: bool) -> Iterator[None]:
     """float32 products on a GPU as they are, or with operands of 11 bits; as before afterwards."""
-    settings = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+    settings: Any = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
     before = [setting.fp32_precision for setting in settings]
     try:
         for setting in settings:

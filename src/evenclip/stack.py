@@ -42,7 +42,7 @@ def together(runs: Sequence[Run]) -> str | None:
             return "the numbers of steps differ"
         if run.t != first.t or run.device != first.device or run.performance != first.performance:
             return "the runs are not at the same step, on the same device, or computed in the same way"
-        if (run.data.group is None) != (first.data.group is None):
+        if (run.data.group is None) != (getattr(first.data, "group", None) is None):
             return "some have groups and some have none"
     return None
 
@@ -86,7 +86,7 @@ class Stack:
             self._engine = Engine(
                 program, data, self._inputs(batches, self._room), compile=compile, finish=self._finish
             )
-        self._multipliers = program.multipliers
+        self._multipliers = self._engine.multipliers
         self._open = list[_Seen]()
 
     @contextmanager

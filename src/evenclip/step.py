@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -131,7 +132,7 @@ def _advance(
     look = batch.look
     counts = guard.statistics(look.norms, look.group, state, look.keep)
     noisy = release("count", counts, sensitivity=1.0, multiplier=rule.sigma_count or 0.0)
-    now, following = rule.observe(noisy, B, state)
+    now, following = rule.observe(noisy, B, state)  # type: ignore[arg-type]  # a tensor only for shuffled batches
     clipped_sum, S = batch.clipped_sum(now)
     noisy = release("gradient", clipped_sum, sensitivity=S, multiplier=rule.sigma)
     gradient = noisy * (1 / B) if noisy is clipped_sum else noisy.mul_(1 / B)  # in clear, it is the same tensor
@@ -198,11 +199,13 @@ class _LaterSums:
     """Σ w_i g_i over the samples of a blind step: the passes are taken again by whoever asks first."""
 
     def __init__(self, tape: AnyTape, guard: Guarded, chunk: Callable[[], Chunk], state: Tensor) -> None:
-        self._make, self._sums = lambda: _Sums(_Batch(tape, guard, (chunk(),), state), None), None
+        self._tape, self._guard, self._chunk, self._state = tape, guard, chunk, state
+
+    @cached_property
+    def _sums(self) -> _Sums:
+        return _Sums(_Batch(self._tape, self._guard, (self._chunk(),), self._state), None)
 
     def __call__(self, weights: Tensor) -> Tensor:
-        if self._sums is None:
-            self._sums = self._make()
         return self._sums(weights)
 
 
@@ -295,8 +298,7 @@ class _Batch:
         """The chunks with their gradients in memory, one after the other; a batch in one chunk passes once."""
         if len(self.chunks) == 1:
             if self._look is None:
-                look = _blind_look if self._guard.blind else _look
-                self._look = look(self._tape, self.chunks[0])
+                self._look = (_blind_look if self._guard.blind else _look)(self._tape, self.chunks[0])
             yield self._look
             return
         light = []

@@ -44,13 +44,6 @@ class Axis:
         x = x.movedim(self.at, 0)
         return x if self.each == 1 else x.reshape(n, self.each, *x.shape[1:])
 
-    def zeroed(self, x: Tensor, keep: Tensor) -> Tensor:
-        """`x` with 0 in the places of the samples that are not kept.  keep: [sample], bool"""
-        if self.at is None or not x.is_floating_point():
-            return x
-        places = keep.repeat_interleave(self.each)
-        return torch.where(places.view([-1 if axis == self.at else 1 for axis in range(x.ndim)]), x, 0.0)
-
     @staticmethod
     def between(three: torch.Size, two: torch.Size) -> Axis | None:
         """The axis that tells a batch of three samples from one of two; None if there is no single such axis.

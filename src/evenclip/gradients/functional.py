@@ -19,7 +19,7 @@ from torch.func import vjp
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from evenclip.gradients.axis import Axis
-from evenclip.gradients.tape import LossOf, Part, PerSample, Record, Tape, Unit, count, detached
+from evenclip.gradients.tape import LossOf, PerSample, Record, Tape, Unit, count, detached
 
 __all__ = ["FunctionalTape"]
 
@@ -29,7 +29,7 @@ class FunctionalTape:
 
     def __init__(self, tape: Tape, x: Any, y: Any) -> None:
         self.model, self.layout = tape.model, tape.layout
-        self._units = tape.units
+        self._units, self.loss = tape.units, tape.loss
         self._whole = LossOf(tape.model, tape.loss)
         noting = _Noting(count(x))
         with torch.no_grad():
@@ -48,7 +48,7 @@ class FunctionalTape:
         losses, pull, inputs = vjp(partial(self._tapped, x, y), taps, has_aux=True)  # type: ignore[misc]  # typed for has_aux=False
         (deltas,) = pull(torch.ones_like(losses))
         tensors, signals = iter(inputs), iter(deltas)
-        return _Blind(losses, [call.record(tensors, signals) for call in self._calls], self.layout)
+        return PerSample(losses, [call.record(tensors, signals) for call in self._calls], self.layout)
 
     def _tapped(self, x: Any, y: Any, taps: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The losses as a function of the taps, and the tensors that went into the units."""
@@ -63,16 +63,6 @@ class FunctionalTape:
             for handle in handles:
                 handle.remove()
         return losses
-
-
-class _Blind(PerSample):
-    """Masked after the layers' gradients were taken, so that nothing is computed twice."""
-
-    def masked(self, keep: Tensor) -> PerSample:
-        found = super().masked(keep)
-        if all(hasattr(part.gradient, "masked") for part in self.parts):
-            found.parts = tuple(Part(part.gradient.masked(keep), part.names) for part in self.parts)
-        return found
 
 
 class _Tap(NamedTuple):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,20 +39,22 @@ def per_sample(loss: Loss) -> Loss:
     if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
         apart = copy.deepcopy(loss)
         apart.reduction = "none"  # type: ignore[assignment]  # torch types every attribute of a module
-        return _Reduced(apart, loss.reduction, {})
+        return _Reduced(apart, loss.reduction == "mean", ())
     if not isinstance(loss, nn.Module) and "reduction" in _parameters(loss):
-        return _Reduced(loss, _parameters(loss)["reduction"].default, {"reduction": "none"})
+        return _Reduced(loss, _parameters(loss)["reduction"].default == "mean", (("reduction", "none"),))
     return _Unknown(loss)
 
 
+@dataclass(frozen=True)
 class _Reduced:
     """A torch loss, reduced within each sample only."""
 
-    def __init__(self, loss: Callable[..., Tensor], reduction: Any, options: dict[str, str]) -> None:
-        self._loss, self._mean, self._options = loss, reduction == "mean", options
+    _loss: Callable[..., Tensor]
+    _mean: bool
+    _options: tuple[tuple[str, str], ...]
 
     def __call__(self, output: Any, target: Any) -> Tensor:
-        values = self._loss(output, target, **self._options)
+        values = self._loss(output, target, **dict(self._options))
         if values.ndim == 0 or values.shape[0] != _count(target):
             raise _wrong_shape(values, target)
         if values.ndim == 1:
@@ -60,11 +63,11 @@ class _Reduced:
         return values.mean(dim=1) if self._mean else values.sum(dim=1)
 
 
+@dataclass(frozen=True)
 class _Unknown:
     """Somebody's own loss: one value per sample as it is, one number by mapping."""
 
-    def __init__(self, loss: Loss) -> None:
-        self._loss = loss
+    _loss: Loss
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         values = self._loss(output, target)
@@ -83,7 +86,7 @@ class _Unknown:
 def _count(target: Any) -> int:
     """Number of samples."""
     first = target if isinstance(target, Tensor) else torch.utils._pytree.tree_leaves(target)[0]
-    return first.shape[0]  # type: ignore[no-any-return]  # not int(): it may be the name of a size
+    return first.shape[0]  # not int(): it may be the name of a size
 
 
 def _wrong_shape(values: Tensor, target: Any) -> ValueError:

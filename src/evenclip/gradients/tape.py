@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from evenclip.gradients.anylayer import AnyLayer, Mode
 from evenclip.gradients.axis import Axis
@@ -159,34 +159,20 @@ class Record(NamedTuple):
     unit: Unit
     inputs: Any  # the layer's input where there is a formula, else the (args, kwargs) of the call
     deltas: tuple[Tensor, ...]  # one for each output that takes a gradient
-    keep: Tensor | None = None  # the samples that count; None: all.  # [sample], bool
 
     @property
     def parameters(self) -> dict[str, str]:
         """The unit's own names of its trainable parameters -> the model's."""
         return self.unit.parameters
 
-    def masked(self, keep: Tensor) -> Record:
-        """The same with 0 in the places of samples that are not kept."""
-        unit = self.unit
-        leaves, spec = tree_flatten(self.inputs)
-        axes = iter(unit.inputs)
-        leaves = [next(axes).zeroed(leaf, keep) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        deltas = [axis.zeroed(delta, keep) for delta, axis in zip(self.deltas, unit.outputs, strict=True)]
-        both = keep if self.keep is None else keep & self.keep
-        return self._replace(inputs=spec.unflatten(leaves), deltas=tuple(deltas), keep=both)
-
     def gradient(self, n: int, names: Collection[str]) -> LayerGradient:
         """This call's part of every sample's gradient, for those parameters (the unit's own names)."""
         unit = self.unit
         if unit.formula is not None:
             a, delta = unit.inputs[0].first(self.inputs, n), unit.outputs[0].first(self.deltas[0], n)
-            found = unit.formula(unit.module, a, delta, names)
-        else:
-            layer = AnyLayer(unit.module, unit.inputs, unit.outputs, unit.picks, unit.mode)
-            found = Formed(layer(self.inputs, self.deltas, list(names), n)[0])
-        # Inputs of 0 may have a gradient of NaN (x / ‖x‖), and δ = 0 does not help against it.
-        return found if self.keep is None or not isinstance(found, Formed) else found.masked(self.keep)
+            return unit.formula(unit.module, a, delta, names)
+        layer = AnyLayer(unit.module, unit.inputs, unit.outputs, unit.picks, unit.mode)
+        return Formed(layer(self.inputs, self.deltas, list(names), n)[0])
 
 
 @dataclass(frozen=True)
@@ -199,10 +185,6 @@ class Whole:
     def parameters(self) -> dict[str, str]:
         """The model's names, twice."""
         return {name: name for name in self.each}
-
-    def masked(self, keep: Tensor) -> Whole:
-        """The same with 0 in the places of samples that are not kept."""
-        return Whole({name: Axis().zeroed(g, keep) for name, g in self.each.items()})
 
     def gradient(self, n: int, names: Collection[str]) -> LayerGradient:
         """The formed gradients of those parameters."""
@@ -286,8 +268,9 @@ class PerSample:
         """The same with the gradients of the samples that are not kept set to exactly 0 (a NaN times 0 is not).  keep:
         [sample]
         """
-        records = [record.masked(keep) for record in self.records]
-        return PerSample(torch.where(keep, self.losses, 0.0), records, self.layout)
+        found = PerSample(torch.where(keep, self.losses, 0.0), (), self.layout)
+        found.parts = tuple(Part(part.gradient.masked(keep), part.names) for part in self.parts)
+        return found
 
 
 def _uses(records: Sequence[Record | Whole]) -> dict[str, int]:

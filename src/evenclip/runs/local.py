@@ -1,8 +1,8 @@
 """Runs carried out by processes of this machine, as many at a time as it has cores.
 
 A process is given one bundle of runs that are alike after the other, and computes them together where that is quicker
-(`runs.together`). If it dies, what it had in hand is lost and reported; the others go on. Results are written by the processes themselves, so nothing that was finished depends on
-this one.
+(`runs.together`). If it dies, what it had in hand is lost and reported; the others go on. Results are written by the
+processes themselves, so nothing that was finished depends on this one.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def carry_out(specs: Sequence[Spec], store: Store, show: Show, workers: int | No
     """
     todo = [spec for spec in _distinct(specs) if not store.has(spec)]
     show.planned(len(todo))
-    size = min(workers or cores(), len(todo))
-    failures = _Pool(store, show, size).carry_out(bundles(todo, size)) if todo else []
+    at_once = workers or cores()
+    failures = _Pool(store, show, at_once).carry_out(bundles(todo, at_once)) if todo else []
     if failures:
         raise RunsError(failures, len(_distinct(specs)))
     return [store.read(spec) for spec in specs]
@@ -137,8 +137,8 @@ class _Pool:
         if event["event"] == "died":
             lost = [Failure(spec, event["why"]) for spec in worker.specs.values()]
             worker.specs.clear()
-            for failure in lost:
-                self._show.ended(failure.spec, failure)
+            for each in lost:
+                self._show.ended(each.spec, each)
             return lost
         spec = worker.specs[event["i"]]
         if event["event"] == "step":

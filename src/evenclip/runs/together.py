@@ -1,12 +1,11 @@
 """Which runs are computed together, and whether that is quicker: measured once for a device and a model, and kept.
 
-Runs are alike if they differ in seed, rule and learning rate only. Stacks of small models win (one call for many), those
-of large ones lose on a CPU (the parameters of all runs do not fit its cache): a few steps of each way tell.
+Runs are alike if they differ in seed, rule and learning rate only. Stacks of small models win (one call for many),
+those of large ones lose on a CPU (the parameters of all runs do not fit its cache): a few steps of each way tell.
 """
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import json
 import os
@@ -15,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,33 +23,45 @@ from evenclip.run import Performance
 from evenclip.runs.spec import Spec, code
 from evenclip.runs.work import prepared
 
-__all__ = ["How", "bundles", "choose"]
+__all__ = ["PLAIN", "How", "bundles", "choose"]
 
 # Fewer steps of all runs together than this are not worth measuring.
 _FEW = 4000
 # Steps that are timed, after as many that are not.
 _TIMED = 12
-# Seconds that compiling takes for each rule, about, and the share of a step that it saves.
-_COMPILING, _SAVED = 10.0, 0.6
+# Seconds that compiling takes for each rule, about, and the share of a plain step that it saves, by device.
+_COMPILING, _SAVED = 10.0, {"cpu": 0.3, "cuda": 0.9}
+# Processes that share a GPU: while one waits for the host, another computes.
+_ON_A_GPU = 5
 
 
-class How(enum.Enum):
+class How(NamedTuple):
     """How several runs are computed."""
 
-    ALONE = "one after the other"
-    TRACED = "together, as traced"
-    COMPILED = "together, compiled"
+    together: bool
+    compiled: bool
+
+
+PLAIN = How(together=False, compiled=False)
 
 
 def bundles(specs: Sequence[Spec], workers: int) -> list[list[Spec]]:
-    """The runs, those that are alike side by side, in as many bundles for each kind as there are workers."""
+    """The runs, those that are alike side by side, in as many bundles for each kind as there are workers.
+
+    On a GPU few processes share it, and runs of one rule go together, so that each rule is compiled once.
+    """
     kinds: dict[str, list[Spec]] = {}
     for spec in specs:
         kinds.setdefault(_likeness(spec), []).append(spec)
     found = []
     for alike in kinds.values():
-        parts = min(workers, len(alike))
-        found += [alike[i::parts] for i in range(parts)]
+        ordered = sorted(alike, key=_rule) if alike[0].device != "cpu" else alike
+        parts = min(workers if alike[0].device == "cpu" else min(workers, _ON_A_GPU), len(alike))
+        if alike[0].device == "cpu":
+            found += [ordered[i::parts] for i in range(parts)]
+        else:
+            each = -(-len(ordered) // parts)
+            found += [ordered[i : i + each] for i in range(0, len(ordered), each)]
     return found
 
 
@@ -59,12 +70,16 @@ def choose(specs: Sequence[Spec]) -> How:
     _, run = prepared(specs[0], Performance())
     steps = run.settings.steps
     if steps * len(specs) < _FEW:
-        return How.ALONE
+        return PLAIN
     alone, stacked = _measured(specs)
-    if stacked >= alone * len(specs):
-        return How.ALONE
-    rules = len({json.dumps(spec.rule, sort_keys=True, default=str) for spec in specs})
-    return How.COMPILED if steps * stacked * _SAVED > _COMPILING * (rules + 1) else How.TRACED
+    together = stacked < alone * len(specs)
+    seconds = steps * (stacked if together else alone * len(specs))
+    saved = _SAVED["cpu" if specs[0].device == "cpu" else "cuda"] * seconds
+    return How(together, compiled=saved > _COMPILING * (len({_rule(spec) for spec in specs}) + 1))
+
+
+def _rule(spec: Spec) -> str:
+    return json.dumps(spec.rule, sort_keys=True, default=str)
 
 
 def _likeness(spec: Spec) -> str:
@@ -75,7 +90,7 @@ def _likeness(spec: Spec) -> str:
 
 def _measured(specs: Sequence[Spec]) -> tuple[float, float]:
     """Seconds a step of one run alone, and of all together; remembered."""
-    rules = sorted(json.dumps(spec.rule, sort_keys=True, default=str) for spec in specs)
+    rules = sorted(_rule(spec) for spec in specs)
     machine = [platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), torch.__version__, code()]
     if specs[0].device != "cpu":
         machine.append(torch.cuda.get_device_name(specs[0].device))
@@ -84,7 +99,7 @@ def _measured(specs: Sequence[Spec]) -> tuple[float, float]:
     with suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(path.read_text())
         return float(known["alone"]), float(known["together"])
-    alone, stacked = _time_alone(specs[0]), _time_together(specs)
+    alone, stacked = _time_alone(specs[0]), _time_together(specs) if len(specs) > 1 else float("inf")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"alone": alone, "together": stacked}))

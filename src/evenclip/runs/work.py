@@ -14,9 +14,9 @@ import torch
 
 from evenclip.audit import metrics
 from evenclip.data import Dataset
+from evenclip.run import Performance, Run
 from evenclip.runs.parts import Loaded, load_data, make_model, make_rule
 from evenclip.runs.spec import FORMAT, Spec, code
-from evenclip.run import Performance, Run
 from evenclip.train import Result, prepare, result
 
 __all__ = ["Outcome", "prepared", "work", "work_together"]
@@ -27,10 +27,10 @@ Report = Callable[[int], None]  # the number of the step
 Outcome = tuple[dict[str, Any], dict[str, torch.Tensor]]  # the result as plain values, and the model's weights
 
 
-def work(spec: Spec, report: Report) -> Outcome:
+def work(spec: Spec, report: Report, *, compile: bool = False) -> Outcome:
     """Train and measure one run."""
     started, pulse = time.perf_counter(), _Pulse(report)
-    loaded, run = prepared(spec, Performance())
+    loaded, run = prepared(spec, Performance(compile=compile))
     with run.listening():
         while run.t < run.settings.steps:
             run.update(run.step())

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from evenclip.runs.spec import Spec
     from evenclip.runs.store import Store
+    from evenclip.runs.together import How
 
 __all__ = ["main"]
 
@@ -62,25 +63,35 @@ def _carry_out(task: dict[str, Any], say: Any) -> None:
                     todo[i] = spec
             except Exception as error:
                 _fail(say, i, error)
-        for i, spec in _together(todo, store, say).items():
-            _alone(i, spec, store, say)
+        how = _how(list(todo.values()))
+        for i, spec in _together(todo, how, store, say).items():
+            _alone(i, spec, how, store, say)
 
 
-def _together(todo: dict[int, Spec], store: Store, say: Any) -> dict[int, Spec]:
+def _how(specs: list[Spec]) -> How:
+    """How to compute these; plainly, if they cannot even be begun: each will say why."""
+    from evenclip.runs.together import PLAIN, choose
+
+    try:
+        return choose(specs) if specs else PLAIN
+    except Exception:
+        return PLAIN
+
+
+def _together(todo: dict[int, Spec], how: How, store: Store, say: Any) -> dict[int, Spec]:
     """Carry out what is better computed together; what is left."""
-    if len(todo) < 2:
-        return todo
-    from evenclip.runs import together
     from evenclip.runs.work import work_together
 
     specs = list(todo.values())
+    if not how.together:
+        return todo
     try:
-        how = together.choose(specs)
-        if how is together.How.ALONE:
-            return todo
-        found = work_together(
-            specs, lambda t: [say(event="step", i=i, t=t) for i in todo], compile=how is together.How.COMPILED
-        )
+
+        def report(t: int) -> None:
+            for i in todo:
+                say(event="step", i=i, t=t)
+
+        found = work_together(specs, report, compile=how.compiled)
     except Exception:  # whatever it was, each run will say it of itself
         return todo
     for (i, spec), (result, weights) in zip(todo.items(), found, strict=True):
@@ -89,11 +100,11 @@ def _together(todo: dict[int, Spec], store: Store, say: Any) -> dict[int, Spec]:
     return {}
 
 
-def _alone(i: int, spec: Spec, store: Store, say: Any) -> None:
+def _alone(i: int, spec: Spec, how: How, store: Store, say: Any) -> None:
     from evenclip.runs.work import work
 
     try:
-        result, weights = work(spec, lambda t: say(event="step", i=i, t=t))
+        result, weights = work(spec, lambda t: say(event="step", i=i, t=t), compile=how.compiled)
         store.write(spec, result, weights)
         say(event="done", i=i)
     except Exception as error:

@@ -7,8 +7,9 @@ shifted by that offset. So the gradient of one sample is, for each offset o,
 
 These are formed: they are tiny beside the activations in the networks this is for. Where they are not (deep layers),
 norms go through `linear.product_square_norms` on the unfolded input and the sum through the ordinary weight gradient of
-a convolution. There are three ways to form them, quickest first where they apply:
+a convolution. There are four ways to form them, quickest first where they apply:
 
+    a GPU                      one product for all offsets by a kernel of our own, which reads them from the input
     few input channels         unfold the input, then one product for all offsets
     a CPU with oneDNN          the weight gradient of one convolution that has the samples as channel groups
     anything else              one batched product an offset, without the unfolded input ever being written
@@ -16,6 +17,8 @@ a convolution. There are three ways to form them, quickest first where they appl
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import itertools
 import math
 from collections.abc import Collection, Iterator
@@ -25,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from evenclip.gradients.layers.layer import Formed, LayerGradient, operand_roundoff, sum_square_norms
+from evenclip.gradients.layers.layer import Formed, LayerGradient, kept, operand_roundoff, sum_square_norms
 from evenclip.gradients.layers.linear import product_square_norms
 
 __all__ = ["Convolution", "gradient"]
@@ -69,6 +72,14 @@ class Shifts:
         self.space = delta.shape[2:]  # output positions along each axis
         self.c, self.p = module.in_channels // self.g, module.out_channels // self.g
 
+    def masked(self, keep: Tensor) -> Shifts:
+        """The same with 0 for samples that are not kept."""
+        found = copy.copy(self)
+        found.a, found.delta = kept(self.a, keep), kept(self.delta, keep)
+        for name in ("outputs", "unfolded"):  # remembered of the old ones
+            vars(found).pop(name, None)
+        return found
+
     @property
     def windows(self) -> Tensor:
         """The input that each offset of the kernel sees, as a view.  # [sample, in, *kernel, *space]"""
@@ -110,9 +121,21 @@ class Shifts:
     @property
     def weight_gradients(self) -> Tensor:
         """Every sample's gradient of the weight.  # [sample, out, c, *kernel]"""
-        if _is_thin(self.module):
+        if _has_kernel(self.module, self.a):
+            return self.by_kernel()
+        if _is_thin(self.module) or self.a.is_cuda:
             return self.by_unfolding()
         return self.by_groups() if _has_onednn(self.a) else self.by_offsets()
+
+    def by_kernel(self) -> Tensor:
+        """The product for all offsets, with the windows addressed where they lie."""
+        from evenclip.gradients.layers.convolution_cuda import weight_gradients  # triton comes with torch for CUDA
+
+        module = self.module
+        precision = "tf32" if _operands(self.a) else "ieee"
+        sides = list(module.kernel_size), list(module.stride), list(module.dilation)
+        each: Tensor = weight_gradients(self.a, self.delta, *sides, precision)
+        return each.reshape(self.n, *module.weight.shape)
 
     def by_unfolding(self) -> Tensor:
         """One product for all offsets."""
@@ -161,6 +184,9 @@ class LargeConvolution(LayerGradient):
     def per_sample(self) -> dict[str, Tensor]:
         return self._shifts.per_sample(self._names)
 
+    def masked(self, keep: Tensor) -> LargeConvolution:
+        return LargeConvolution(self._shifts.masked(keep), self._names)
+
 
 def _weight_gradient(module: Convolution, a: Tensor, delta: Tensor, weight: Tensor, groups: int) -> Tensor:
     """The ordinary gradient of a convolution's weight, summed over the samples; `a` is padded already."""
@@ -183,6 +209,18 @@ def _has_onednn(like: Tensor) -> bool:
         and like.dtype == torch.float32
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and bool(torch.backends.mkldnn.enabled)
+    )
+
+
+def _has_kernel(module: Convolution, like: Tensor) -> bool:
+    """Whether `convolution_cuda` takes it; not where it is mapped over runs."""
+    return (
+        like.is_cuda
+        and like.dtype == torch.float32
+        and like.ndim == 4
+        and module.groups == 1
+        and importlib.util.find_spec("triton") is not None
+        and not torch._C._functorch.is_functorch_wrapped_tensor(like)
     )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from evenclip.gradients.layers.layer import LayerGradient
+from evenclip.gradients.layers.layer import LayerGradient, kept
 
 __all__ = ["gradient"]
 
@@ -57,6 +57,9 @@ class EmbeddingGradient(LayerGradient):
         weighted = self._delta * weights.to(self._delta.dtype).view(-1, 1, 1)
         total = weighted.new_zeros(self._rows, weighted.shape[-1])
         return {"weight": total.index_add_(0, self._tokens.flatten(), weighted.reshape(-1, weighted.shape[-1]))}
+
+    def masked(self, keep: Tensor) -> EmbeddingGradient:
+        return EmbeddingGradient(self._tokens, kept(self._delta, keep), self._rows)
 
     def per_sample(self) -> dict[str, Tensor]:
         n, T, width = self._delta.shape

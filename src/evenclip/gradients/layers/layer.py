@@ -22,7 +22,16 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-__all__ = ["Formed", "LayerGradient", "operand_roundoff", "rounding", "square_sums", "sum_square_norms", "wanted"]
+__all__ = [
+    "Formed",
+    "LayerGradient",
+    "kept",
+    "operand_roundoff",
+    "rounding",
+    "square_sums",
+    "sum_square_norms",
+    "wanted",
+]
 
 
 # Numbers that a CPU takes squares of at a time, 8 MiB in float64: more would not stay in its cache.
@@ -44,6 +53,10 @@ class LayerGradient(ABC):
     def per_sample(self) -> dict[str, Tensor]:
         """Parameter name -> every sample's gradient.  # [sample, *parameter]"""
 
+    @abstractmethod
+    def masked(self, keep: Tensor) -> LayerGradient:
+        """The same with exactly 0 for samples that are not kept, whatever theirs was.  keep: [sample], bool"""
+
 
 class Formed(LayerGradient):
     """Gradients that stand in memory for every sample: small layers, shared parameters, layers without a formula."""
@@ -60,10 +73,8 @@ class Formed(LayerGradient):
     def per_sample(self) -> dict[str, Tensor]:  # noqa: D102
         return self._each
 
-    def masked(self, keep: Tensor) -> Formed:
-        """The same with 0 for samples that are not kept.  keep: [sample], bool"""
-        zeroed = {name: torch.where(keep.view(-1, *(1 for _ in g.shape[1:])), g, 0.0) for name, g in self._each.items()}
-        return Formed(zeroed)
+    def masked(self, keep: Tensor) -> Formed:  # noqa: D102
+        return Formed({name: kept(g, keep) for name, g in self._each.items()})
 
 
 def square_sums(x: Tensor) -> Tensor:
@@ -93,6 +104,11 @@ def sum_square_norms(delta: Tensor) -> Tensor:
     sizes: Tensor = torch.linalg.vector_norm(delta, dim=2, dtype=torch.float64)  # ‖δ_t‖  [sample, position]
     total: Tensor = torch.linalg.vector_norm(delta.sum(dim=1), dim=1, dtype=torch.float64)
     return (total + rounding(delta, 2 * T) * sizes.sum(dim=1)).square()  # this sum's roundings and the later one's
+
+
+def kept(x: Tensor, keep: Tensor) -> Tensor:
+    """The tensor with 0 for samples that are not kept, which a product with 0 is not.  x: [sample, ...]"""
+    return torch.where(keep.view(-1, *(1 for _ in x.shape[1:])), x, 0.0)
 
 
 def rounding(like: Tensor, operations: int) -> float:

@@ -23,7 +23,14 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from evenclip.gradients.layers.layer import LayerGradient, operand_roundoff, rounding, square_sums, sum_square_norms
+from evenclip.gradients.layers.layer import (
+    LayerGradient,
+    kept,
+    operand_roundoff,
+    rounding,
+    square_sums,
+    sum_square_norms,
+)
 
 __all__ = ["OnePosition", "gradient", "operands", "product_square_norms", "quick_square_norms"]
 
@@ -92,7 +99,7 @@ class OnePosition(LayerGradient):
 
     def masked(self, keep: Tensor) -> OnePosition:  # noqa: D102
         names = [name for name, asked in (("weight", self._weight), ("bias", self._bias)) if asked]
-        return OnePosition(_kept(self._a, keep), _kept(self._delta, keep), names)
+        return OnePosition(kept(self._a, keep), kept(self._delta, keep), names)
 
 
 class Positions(LayerGradient):
@@ -129,7 +136,7 @@ class Positions(LayerGradient):
         return out
 
     def masked(self, keep: Tensor) -> Positions:
-        return Positions(_kept(self._a, keep), _kept(self._delta, keep), self._names)
+        return Positions(kept(self._a, keep), kept(self._delta, keep), self._names)
 
 
 def quick_square_norms(layers: Sequence[OnePosition]) -> Tensor:
@@ -190,11 +197,6 @@ def _formed_square_norms(a: Tensor, delta: Tensor) -> Tensor:
         return square_sums(delta.mT @ a)
     parts = [square_sums(d.mT @ x) for x, d in zip(torch.split(a, block), torch.split(delta, block), strict=True)]
     return torch.cat(parts)
-
-
-def _kept(x: Tensor, keep: Tensor) -> Tensor:
-    """x with 0 for samples that are not kept.  x: [sample, ...]"""
-    return torch.where(keep.view(-1, *(1 for _ in x.shape[1:])), x, 0.0)
 
 
 def _over_positions(delta: Tensor) -> Tensor:
