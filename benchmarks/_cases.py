@@ -48,7 +48,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.before(x)).view(n, T, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, T, width)
         x = x + self.out(mixed)
-        return x + self.down(F.gelu(self.up(self.between(x))))
+        found: Tensor = x + self.down(F.gelu(self.up(self.between(x))))
+        return found
 
 
 class VisionTransformer(nn.Module):

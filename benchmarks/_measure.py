@@ -7,6 +7,7 @@ import ctypes
 import datetime
 import gc
 import json
+import math
 import os
 import platform
 import signal
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,10 @@ RESULTS = Path(__file__).parent / "results"
 _WARM = 2, 200, 0.5
 # Most steps of a way in one turn.
 _TURN = 1000
+# Rounds that there are in any case, if so many were asked for.
+_LEAST = 5
+# Seconds after which no further step is looked at for its memory, if there were two.
+_LONG = 3.0
 
 Loop = Iterator[None]
 
@@ -51,10 +56,11 @@ class Timed(NamedTuple):
 
 
 def interleaved(
-    makes: dict[str, Callable[[], Loop]], *, rounds: int, seconds: float, device: str, mute: bool = True
-) -> Timed:
+    makes: Mapping[str, Callable[[], Loop]], *, rounds: int, seconds: float, device: str, budget: float = math.inf,
+    mute: bool = True,
+) -> Timed:  # fmt: skip
     """Seconds a step of every way. They take turns of about so many seconds, so that whatever else the machine does
-    hits all alike; one that fails is left out from there on.
+    hits all alike; one that fails is left out from there on. Beyond the budget, in seconds, there are five rounds only.
     """
     found = Timed({}, {}, {})
     loops: dict[str, tuple[Loop, int]] = {}
@@ -70,7 +76,10 @@ def interleaved(
         except Exception as error:  # one way that fails does not stop the others
             found.failed[name] = reason(error)
             _tidy(device)
+    began = time.perf_counter()
     for done in range(rounds):
+        if done >= _LEAST and time.perf_counter() - began > budget:
+            break
         for name, (loop, steps) in list(loops.items()):
             try:
                 found.seconds[name].append(_seconds(loop, steps, device))
@@ -152,8 +161,7 @@ def memory(make: Callable[[], Loop], steps: int, device: str, there: int) -> dic
     wait(device)
     first = time.perf_counter() - started
     if device != "cpu":
-        for _ in range(steps):
-            next(loop)
+        _some(loop, steps)
         wait(device)
         peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         return {"MiB": (peak - there) / 2**20, "reserved": (reserved - there) / 2**20, "first": first}
@@ -161,9 +169,17 @@ def memory(make: Callable[[], Loop], steps: int, device: str, there: int) -> dic
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak so far
     before = _status("VmRSS")
-    for _ in range(steps):
-        next(loop)
+    _some(loop, steps)
     return {"MiB": _status("VmHWM") - before, "first": first}
+
+
+def _some(loop: Loop, steps: int) -> None:
+    """So many steps, or two that take long."""
+    began = time.perf_counter()
+    for done in range(steps):
+        if done >= 2 and time.perf_counter() - began > _LONG:
+            return
+        next(loop)
 
 
 def _status(field: str) -> float:
@@ -267,6 +283,7 @@ def save(name: str, given: argparse.Namespace, found: dict[str, Any]) -> None:
         suffix += "-tf32"
     path = given.out or RESULTS / f"{name}{suffix}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = {"environment": environment(given.device, given.threads), "arguments": sys.argv[1:], **found}
-    path.write_text(json.dumps(whole, indent=1, default=str) + "\n")
+    plain = {name: value for name, value in vars(given).items() if isinstance(value, (str, int, list))}  # no folders
+    whole = {"environment": environment(given.device, given.threads), "arguments": plain, **found}
+    path.write_text(json.dumps(whole, indent=1) + "\n")
     print(f"\nwritten to {path}")

@@ -135,7 +135,7 @@ def plain(setup: Setup, *, compile: bool = False) -> Iterator[None]:
 def graphed(setup: Setup) -> Iterator[None]:
     """Non-private training as quick as a GPU does it: one launch a step."""
     model, (x, y) = setup.model(), setup.data()
-    parameters, loss = list(model.parameters()), torch.compile(_Loss(model).__call__)
+    parameters, loss = list[Tensor](model.parameters()), torch.compile(_Loss(model).__call__)
     place = torch.arange(setup.batch, device=setup.device)
 
     def step() -> None:

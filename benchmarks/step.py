@@ -2,7 +2,7 @@
 
     python benchmarks/step.py [--device cpu|cuda] [--models dutch adult mnist celeba vit lstm]
                               [--batch 64 256 1024 4096] [--rounds 15] [--threads 2] [--tf32]
-                              [--stack dutch adult] [--stack-compiled] [--quick] [--out FILE]
+                              [--stack dutch adult] [--stack-compiled] [--budget 60] [--quick] [--out FILE]
 
 What is timed is the whole step as a user runs it; `_ways.py` says what belongs to each way. The ways take turns within
 a round, so that whatever else the machine does hits all alike; ratios are taken within rounds, and what is printed is
@@ -46,8 +46,8 @@ def row(setup: Setup, given: argparse.Namespace) -> dict[str, Any]:
         peaks = {way: in_child(__file__, {"way": way, **about}, _MEMORY, env) for way in names}
         failed = {way: found["error"] for way, found in peaks.items() if "error" in found}
         left = [way for way in names if way not in failed]
-        task = {"ways": left, "rounds": given.rounds, "turn": given.turn, **about}
-        timed = in_child(__file__, task, _ROW, env) if left else {"error": "nothing to measure"}
+        task = {"ways": left, "rounds": given.rounds, "turn": given.turn, "budget": given.budget, **about}
+        timed: dict[str, Any] = in_child(__file__, task, _ROW, env) if left else {"error": "nothing to measure"}
     if "error" in timed:
         timed = {"seconds": {}, "first": {}, "failed": dict.fromkeys(left, timed["error"])}
     seconds = {
@@ -129,7 +129,8 @@ def child(task: dict[str, Any]) -> dict[str, Any]:
         parts = SEEDS if task["way"].startswith("stack") else 1  # each has its own data
         return memory(partial(loop, task["way"], setup), _STEPS, setup.device, parts * there)
     makes = {way: partial(loop, way, setup) for way in task["ways"]}
-    return interleaved(makes, rounds=task["rounds"], seconds=task["turn"], device=setup.device)._asdict()
+    found = interleaved(makes, rounds=task["rounds"], seconds=task["turn"], device=setup.device, budget=task["budget"])
+    return found._asdict()
 
 
 def main() -> None:
@@ -140,6 +141,7 @@ def main() -> None:
     parser.add_argument("--tf32", action="store_true", help="on a GPU, operands of 11 bits on both sides")
     parser.add_argument("--stack", nargs="*", default=["dutch", "adult"], choices=list(CASES), help="models to stack")
     parser.add_argument("--stack-compiled", action="store_true", help="on a CPU, also stacks that are compiled")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds; a slower model has five rounds only")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:

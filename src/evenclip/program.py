@@ -118,8 +118,8 @@ class Program:
         """One run's step."""
         kind = self.kinds[i]
         release = Releases(self._noise(kind, given.noise))
-        rows = torch.arange(given.rows.shape[0], device=given.rows.device)
-        chunk = Chunk(x, y, group, rows < given.size if given.size.numel() else None)
+        number = torch.ones_like(given.rows).cumsum(0)  # not arange: the number of rows may be a symbol
+        chunk = Chunk(x, y, group, number <= given.size if given.size.numel() else None)
         B = given.B.squeeze(0) if kind.B is None else kind.B
         whole = _Step(self.tape, Guarded(kind.rule, blind=True))
         parameters = {f"model.{name}": p for name, p in self.tape.layout.split(given.vector).items()}
@@ -232,7 +232,7 @@ class Engine:
         random = next((str(node.target) for node in graph.graph.nodes if _is_random(node)), None)
         if random is not None:
             raise NoProgram(f"the model draws random numbers ({random})")
-        if self._symbolic and f" {self._rows}," in " ".join(str(node.args) for node in graph.graph.nodes):
+        if self._symbolic and any(self._rows in tree_leaves(node.args) for node in graph.graph.nodes):
             raise NoProgram("a size was taken for a constant")
         return graph
 
@@ -322,31 +322,31 @@ class _Draw:
     """Draws the noise of one kind's runs on a GPU, from their keys and the number of the step."""
 
     def __init__(self, kind: Kind, dtype: torch.dtype) -> None:
-        self._size = sum(size for _, size in kind.sizes) if kind.is_noisy else 0
-        self._normal = _normals(self._size, dtype)
+        self._size, self._dtype = sum(size for _, size in kind.sizes) if kind.is_noisy else 0, dtype
 
     def __call__(self, keys: Tensor, t: Tensor) -> Tensor:
         """keys: [run, 2] -> [run, number]"""
-        return self._normal(keys, t) if self._size else keys
+        if not self._size:
+            return keys
+        with torch.no_grad():
+            return _normals(self._size, self._dtype, keys.shape[0], keys.device)(keys, t)
 
 
-@lru_cache(maxsize=8)
-def _normals(size: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
-    """`noise.normal` for many keys, compiled where that is possible."""
-    plain = torch.func.vmap(partial(noise.normal, size=size, dtype=dtype), in_dims=(0, None))
-    compiled = torch.compile(plain, dynamic=False)
-
-    def draw(keys: Tensor, t: Tensor) -> Tensor:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                found: Tensor = compiled(keys, t)
-        except Exception as error:  # no compiler
-            _log.debug("not compiled: %s", error)
-            found = plain(keys, t)
-        return found
-
-    return draw
+@lru_cache(maxsize=32)
+def _normals(size: int, dtype: torch.dtype, runs: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """`noise.normal` for so many keys, compiled where that is possible."""
+    each = torch.func.vmap(partial(noise.normal, size=size, dtype=dtype), in_dims=(0, None))
+    keys, t = torch.zeros(runs, 2, dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
+    graph: GraphModule = make_fx(each)(keys, t)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's compiler has much to say, to its own authors
+            run: Callable[[Tensor, Tensor], Tensor] = torch.compile(graph)
+            run(keys, t)
+    except Exception as error:  # no compiler, or one that stumbles: the graph does the same work
+        _log.debug("noise is not compiled: %s", error)
+        return graph
+    return run
 
 
 class _Recorded:

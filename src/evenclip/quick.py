@@ -37,7 +37,7 @@ class Quick:
         program = Program(FunctionalTape(tape, few.x, few.y), [kind])
         self._key = noise.noise.key.to(vector.device).unsqueeze(0)
         self._nothing = torch.zeros(1, 0, device=vector.device)
-        example = self._inputs(0, torch.zeros(_ANY, dtype=torch.int64), vector, state, 1.0)
+        example = self._inputs(-1, torch.zeros(_ANY, dtype=torch.int64), vector, state, 1.0)
         self._engine = Engine(program, data, [example], compile=True)
         (self.multipliers,) = self._engine.multipliers
 
@@ -60,7 +60,7 @@ class Quick:
     def _inputs(self, t: int, batch: Tensor, vector: Tensor, state: Tensor, B: float) -> Inputs:
         rows, size = batch, self._nothing
         if self._device.type != "cpu":
-            rows = filled_up(batch).to(self._device, non_blocking=True)
+            rows = (batch if t < 0 else filled_up(batch)).to(self._device, non_blocking=True)
             size = torch.full((1, 1), batch.shape[0], device=self._device)
         divisor = self._nothing if self._kind.B is not None else self._nothing.new_full((1, 1), B)
         return Inputs(vector.unsqueeze(0), state.unsqueeze(0), rows.unsqueeze(0), size, divisor, self._given(t))
@@ -69,7 +69,7 @@ class Quick:
         """What the noise is made of."""
         if not self._kind.is_noisy:
             return self._nothing
-        return self._key if self._device.type != "cpu" else self._noise.row(t).unsqueeze(0)
+        return self._key if self._device.type != "cpu" else self._noise.row(max(t, 0)).unsqueeze(0)
 
 
 def filled_up(batch: Tensor) -> Tensor:

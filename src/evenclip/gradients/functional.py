@@ -43,8 +43,8 @@ class FunctionalTape:
 
     def __call__(self, x: Any, y: Any) -> PerSample:
         """One forward and one backward pass over these samples."""
-        n = tree_leaves(x)[0].shape[0]  # not int(): it may be the name of a size
-        taps = [tap.zeros(n) for call in self._calls for tap in call.taps]
+        first = tree_leaves(x)[0]
+        taps = [tap.zeros(first) for call in self._calls for tap in call.taps]
         losses, pull, inputs = vjp(partial(self._tapped, x, y), taps, has_aux=True)  # type: ignore[misc]  # typed for has_aux=False
         (deltas,) = pull(torch.ones_like(losses))
         tensors, signals = iter(inputs), iter(deltas)
@@ -70,14 +70,14 @@ class _Tap(NamedTuple):
 
     shape: tuple[int, ...]
     axis: Axis
-    like: Tensor  # empty
+    dtype: torch.dtype
 
-    def zeros(self, n: int) -> Tensor:
-        """Zeros of this output's shape, for n samples."""
+    def zeros(self, x: Tensor) -> Tensor:
+        """Zeros of this output's shape, for the samples of x; made by x, which knows whether its size is a symbol."""
         shape = list(self.shape)
         if self.axis.at is not None:
-            shape[self.axis.at] = n * self.axis.each
-        return self.like.new_zeros(shape)
+            shape[self.axis.at] = x.shape[0] * self.axis.each
+        return x.new_zeros(shape, dtype=self.dtype)
 
 
 class _Call(NamedTuple):
@@ -117,7 +117,7 @@ class _Noting:
         output, unit = _each_its_own(unit, output, self._n)
         found = [o for o in tree_leaves(output) if isinstance(o, Tensor)]
         picks = zip(unit.picks, unit.outputs, strict=True)
-        taps = [_Tap(tuple(found[pick].shape), axis, found[pick].new_empty(0)) for pick, axis in picks]
+        taps = [_Tap(tuple(found[pick].shape), axis, found[pick].dtype) for pick, axis in picks]
         self.calls.append(_Call(unit, spec, constants, is_tensor, taps))
         return output
 

@@ -132,9 +132,8 @@ class Shifts:
         from evenclip.gradients.layers.convolution_cuda import weight_gradients  # triton comes with torch for CUDA
 
         module = self.module
-        precision = "tf32" if _operands(self.a) else "ieee"
         sides = list(module.kernel_size), list(module.stride), list(module.dilation)
-        each: Tensor = weight_gradients(self.a, self.delta, *sides, precision)
+        each: Tensor = weight_gradients(self.a, self.delta, *sides)
         return each.reshape(self.n, *module.weight.shape)
 
     def by_unfolding(self) -> Tensor:

@@ -135,5 +135,5 @@ def wanted(parts: dict[str, Tensor], names: Collection[str]) -> dict[str, Tensor
 
 def _contract(weights: Tensor, each: Tensor) -> Tensor:
     """Σ_i weights_i · each_i."""
-    flat = each.reshape(len(each), -1)
+    flat = each.reshape(each.shape[0], -1)
     return torch.mv(flat.T, weights.to(flat.dtype)).reshape(each.shape[1:])

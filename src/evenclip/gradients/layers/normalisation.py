@@ -44,8 +44,8 @@ def _trailing(normal: Tensor, delta: Tensor, axes: int, names: Collection[str]) 
     """Parameters along the last `axes` axes."""
     shape = delta.shape[-axes:]
     parts = {
-        "weight": (normal * delta).reshape(len(delta), -1, *shape).sum(dim=1),
-        "bias": delta.reshape(len(delta), -1, *shape).sum(dim=1),
+        "weight": (normal * delta).reshape(delta.shape[0], -1, *shape).sum(dim=1),
+        "bias": delta.reshape(delta.shape[0], -1, *shape).sum(dim=1),
     }
     return Formed(wanted(parts, names))
 

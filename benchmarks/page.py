@@ -1,0 +1,195 @@
+"""Fill the tables of docs/performance.md from benchmarks/results/*.json, so that no number is typed.
+
+    python benchmarks/page.py [--check] [--results FOLDER] [--page FILE]
+
+What stands between `<!-- NAME -->` and `<!-- /NAME -->` is replaced by the table of that name; text around it is left
+as it is. A result that is not there is said to be missing, with the command that makes it. --check changes nothing and
+fails if the page is not what the results say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "performance.md"
+TITLES = {
+    "dutch": "Dutch, 120 parameters", "adult": "Adult, MLP 256-256", "mnist": "MNIST, CNN", "celeba": "CelebA, CNN",
+    "vit": "transformer", "lstm": "LSTM",
+}  # fmt: skip
+
+Found = dict[str, Any]
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; all but the first column to the right."""
+    bars = ["---", *("---:" for _ in head[1:])]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, bars, *rows])
+
+
+def number(value: float | None) -> str:
+    """Three digits; a dash for nothing."""
+    if value is None:
+        return "–"
+    return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def machine(found: Found) -> str:
+    """What a table was measured on, as a sentence."""
+    about = found["environment"]
+    where = about.get("gpu") or f"{about['cpu']}, {about['threads']} threads"
+    words = [where, f"torch {about['torch']}", f"Python {about['python']}"]
+    words += [f"Opacus {about['opacus']}"] if about.get("opacus") else []
+    words += [f"commit {about['commit']}"] if about.get("commit") else []
+    return "Measured on " + ", ".join(words) + (f" ({about['date']})." if about.get("date") else ".")
+
+
+def step_table(found: Found) -> str:
+    """Ratios to plain SGD, a row for each model and batch size."""
+    rows = found["rows"]
+    ways = list(dict.fromkeys(way for row in rows for way in [*row["ms"], *row.get("failed", {})]))
+    order = [way for way in ways if way.startswith("plain")] + [way for way in ways if not way.startswith("plain")]
+    head = ["model", "batch", "plain SGD, ms", *(way for way in order if way != "plain SGD")]
+    lines = [
+        [TITLES.get(row["model"], row["model"]), str(row["batch"]), number(row["ms"].get("plain SGD"))]
+        + [number(row["ratio"].get(way)) for way in order if way != "plain SGD"]
+        for row in rows
+    ]
+    return f"{grid(head, lines)}\n\n{_failures(rows)}{machine(found)}"
+
+
+def _failures(rows: Sequence[Found]) -> str:
+    if not any(row.get("failed") for row in rows):
+        return ""
+    return "A dash is a way that was not measured or does not do it; the reason is in the file. "
+
+
+def memory_table(found: Found) -> str:
+    """Peak memory in MiB."""
+    rows = found["rows"]
+    ways = list(dict.fromkeys(way for row in rows for way in row["MiB"]))
+    lines = [
+        [TITLES.get(row["model"], row["model"]), str(row["batch"]), *(number(row["MiB"].get(way)) for way in ways)]
+        for row in rows
+    ]
+    return grid(["model, MiB", "batch", *ways], lines)
+
+
+def first_table(found: Found) -> str:
+    """Seconds to the first step, with an empty compiler cache and a filled one."""
+    rows = [row for row in found["rows"] if row.get("first")]
+    ways = list(dict.fromkeys(way for row in rows for way in row["first"] if "compiled" in way or "graphed" in way))
+    ways += [way for way in dict.fromkeys(w for row in rows for w in row["first"]) if way == "stack, per run"]
+    lines = [
+        [TITLES.get(row["model"], row["model"]), str(row["batch"])]
+        + [" / ".join(number(value) for value in row["first"].get(way, (None, None))) for way in ways]
+        for row in rows
+    ]
+    return grid(["model, s cold / warm", "batch", *ways], lines)
+
+
+def floor_table(found: Found) -> str:
+    """The parts of a step, side by side for all models."""
+    rows = found["rows"]
+    names = [TITLES.get(row["model"], row["model"]).split(",")[0] for row in rows]
+    head = ["part", *(f"{name}, {unit}" for name in names for unit in ("MFLOP", "MB", "ms at least"))]
+    lines = [
+        [part, *(number(row[unit][part]) for row in rows for unit in ("MFLOP", "MB", "floor"))]
+        for part in rows[0]["floor"]
+    ]
+    for way, floor in (("plain SGD", "plain floor"), ("evenclip", "floor")):
+        lines.append(
+            [f"{way}, all parts", *(cell for row in rows for cell in ("", "", number(sum(row[floor].values()))))]
+        )
+        lines.append([f"{way}, measured", *(cell for row in rows for cell in ("", "", number(row["ms"].get(way))))])
+    speeds = "; ".join(
+        f"{name}: {row['GFLOP/s']:,.0f} GFLOP/s, {row['GB/s']:,.0f} GB/s" for name, row in zip(names, rows, strict=True)
+    )
+    return f"{grid(head, lines)}\n\nSpeeds taken for the floors: {speeds}. {machine(found)}"
+
+
+def scaling_table(found: Found) -> str:
+    """A line for each axis: every point with its ratio to the first."""
+    lines = []
+    for axis in found["axes"]:
+        key = "ms a run" if axis["axis"].startswith("runs") else "ms"
+        points = list(axis[key])
+        if not points:
+            continue
+        shown = ", ".join(f"{int(point):,}: {number(axis[key][point] / axis[key][points[0]])}" for point in points)
+        each = ", per run" if key == "ms a run" else ""
+        lines.append([f"{axis['what']}{each} ({axis['where']})", number(axis[key][points[0]]), shown])
+    head = ["what grows", "ms at the first", "ratio to the first"]
+    return f"{grid(head, lines)}\n\n{machine(found)}"
+
+
+def compare_table(found: Found) -> str:
+    """Whole comparisons."""
+    lines = [
+        [f"`{row['command']}`", number(row["seconds"]["cold"]), number(row["seconds"]["warm"])] for row in found["rows"]
+    ]
+    return f"{grid(['command', 'first time, s', 'again, s'], lines)}\n\n{machine(found)}"
+
+
+# Name of each table -> the file it is made from, what makes it, and the command that writes that file.
+TABLES: dict[str, tuple[str, Callable[[Found], str], str]] = {
+    "step": ("step.json", step_table, "step.py"),
+    "step-cuda": ("step-cuda.json", step_table, "step.py --device cuda"),
+    "step-cuda-tf32": ("step-cuda-tf32.json", step_table, "step.py --device cuda --tf32"),
+    "memory": ("step.json", memory_table, "step.py"),
+    "first": ("step.json", first_table, "step.py"),
+    "first-cuda": ("step-cuda.json", first_table, "step.py --device cuda"),
+    "floor": ("floor.json", floor_table, "floor.py"),
+    "scaling": ("scaling.json", scaling_table, "scaling.py"),
+    "scaling-cuda": ("scaling-cuda.json", scaling_table, "scaling.py --device cuda --compiled"),
+    "compare": ("compare.json", compare_table, "compare.py"),
+    "compare-cuda": ("compare-cuda.json", compare_table, "compare.py --device cuda"),
+}
+
+
+def table(name: str, results: Path) -> str:
+    """The table of this name, or the command that it needs."""
+    file, make, command = TABLES[name]
+    path = results / file
+    if not path.exists():
+        return f"Not measured yet: `python benchmarks/{command}`."
+    return make(json.loads(path.read_text()))
+
+
+def filled(text: str, results: Path) -> str:
+    """The page with all its tables made anew.
+
+    Raises:
+        ValueError: a mark whose name is no table's.
+    """
+    for name in re.findall(r"<!-- ([\w-]+) -->", text):
+        if name not in TABLES:
+            raise ValueError(f"The page has the mark {name!r}; tables are {', '.join(TABLES)}.")
+        between = re.compile(rf"<!-- {name} -->.*?<!-- /{name} -->", re.DOTALL)
+        new = f"<!-- {name} -->\n{table(name, results)}\n<!-- /{name} -->"
+        text = between.sub(lambda _, new=new: new, text)  # type: ignore[misc]
+    return text
+
+
+def main() -> None:
+    """Fill the page, or say that it is not as it should be."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    given = parser.parse_args()
+    text = given.page.read_text()
+    new = filled(text, given.results)
+    if given.check:
+        sys.exit(None if text == new else f"{given.page} is not what the results say; run python benchmarks/page.py.")
+    given.page.write_text(new)
+
+
+if __name__ == "__main__":
+    main()

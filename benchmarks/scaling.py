@@ -1,0 +1,150 @@
+"""How the time of a step grows: with runs in a stack, samples, batch size, parameters and groups.
+
+    python benchmarks/scaling.py [--axes runs samples batch parameters groups] [--device cpu|cuda]
+                                 [--compiled] [--rounds 9] [--threads 2] [--quick] [--out FILE]
+
+The points of an axis take turns within a round; ratios are to the first point, taken within rounds. Writes
+benchmarks/results/scaling.json (scaling-cuda.json) with the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from _cases import CASES, data, grouped
+from _measure import arguments, interleaved, prepare_torch, ratios, save, spread
+from _ways import LR, SEEDS, Setup, stacked, steps
+
+import evenclip
+from evenclip.models import mlp
+
+Loop = Iterator[None]
+Points = dict[int, Callable[[], Loop]]
+
+# Seconds of a point's turn.
+_TURN = 0.15
+BATCH = 256
+
+
+def stack_of(case: str, device: str, compile: bool, runs: int) -> Loop:
+    """So many runs of one rule, whose seeds share five data sets."""
+    setup = Setup(case, BATCH, device)
+    parts = [setup.data(seed) for seed in range(min(SEEDS, runs))]
+    made = [
+        evenclip.prepare(
+            setup.model(seed), parts[seed % SEEDS], rule=evenclip.DPSGDGlobalAdapt(), epochs=10_000, batch_size=BATCH,
+            lr=LR, seed=seed, device=device,
+        )
+        for seed in range(runs)
+    ]  # fmt: skip
+    return stacked(made, compile=compile)
+
+
+def run_of(
+    case: str, device: str, compile: bool, *, n: int | None = None, batch: int = BATCH, width: int = 256,
+    groups: int | None = None,
+) -> Loop:  # fmt: skip
+    """One run: of so many samples, with such a batch, width of the MLP, or number of groups."""
+    about = CASES[case] if n is None else replace(CASES[case], n=n)
+    given: Any = data(about, batch if n is None else 1, device)
+    rule: evenclip.Rule = evenclip.DPSGDGlobalAdapt()
+    if groups is not None:
+        given, rule = grouped(given, groups), evenclip.DPSGDF()
+    model = mlp(hidden=(width, width)) if case == "adult" else about.make(0)
+    performance = evenclip.Performance(compile=compile)
+    run = evenclip.prepare(
+        model, given, rule=rule, epochs=10_000, batch_size=batch, lr=LR, seed=0, device=device, performance=performance
+    )
+    return steps(run, performance)
+
+
+def axes(device: str, compile: bool, quick: bool) -> dict[str, tuple[str, str, Points]]:
+    """Name of each axis -> what it is, what is kept, and its points."""
+    stack: Callable[..., Loop] = partial(stack_of, device=device, compile=compile)
+    run: Callable[..., Loop] = partial(run_of, device=device, compile=compile)
+    runs, samples = [1, 2, 5, 10, 25, 50], [1_000, 10_000, 100_000, 1_000_000]
+    batches, widths, groups = [64, 256, 1024, 4096], [64, 128, 256, 512, 1024, 2048], [2, 4, 16, 64, 256]
+    if quick:
+        runs, samples, batches, widths, groups = runs[:2], samples[:2], batches[:2], widths[:2], groups[:2]
+    return {
+        "runs-dutch": ("runs in a stack", "Dutch", {r: partial(stack, "dutch", runs=r) for r in runs}),
+        "runs-adult": ("runs in a stack", "Adult's MLP", {r: partial(stack, "adult", runs=r) for r in runs}),
+        "samples": ("samples", "Dutch", {n: partial(run, "dutch", n=n) for n in samples}),
+        "batch": ("batch size", "Adult's MLP", {b: partial(run, "adult", batch=b) for b in batches}),
+        "parameters": ("width of the MLP", "Adult", {w: partial(run, "adult", width=w) for w in widths}),
+        "groups": ("groups", "Dutch, DPSGD-F", {k: partial(run, "dutch", groups=k) for k in groups}),
+    }
+
+
+def measured(name: str, about: tuple[str, str, Points], given: argparse.Namespace, turn: float) -> dict[str, Any]:
+    """One axis."""
+    what, where, points = about
+    makes = {str(point): make for point, make in points.items()}
+    found = interleaved(makes, rounds=given.rounds, seconds=turn, device=given.device, mute=False)
+    first = next(iter(found.seconds), None)
+    shared = [int(point) if name.startswith("runs") else 1 for point in found.seconds]  # runs that a step moves
+    return {
+        "axis": name,
+        "what": what,
+        "where": where,
+        "ms": {point: 1e3 * spread(times)[1] for point, times in found.seconds.items()},
+        "ratio": {
+            point: spread(ratios(times, found.seconds[first]))[1]
+            for point, times in found.seconds.items()
+            if first is not None
+        },
+        "ms a run": {
+            point: 1e3 * spread(times)[1] / runs
+            for (point, times), runs in zip(found.seconds.items(), shared, strict=True)
+        },
+        "parameters": {str(w): sum(p.numel() for p in mlp(hidden=(w, w)).parameters()) for w in points}
+        if name == "parameters"
+        else {},
+        "failed": found.failed,
+        "rounds": found.seconds,
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """An axis, readable at 80 columns."""
+    is_stack, counts = found["axis"].startswith("runs"), found["parameters"]
+    title = f"{found['what']} ({found['where']})"
+    lines = [f"{title:<36}{'ms a step':>12}{'ratio':>10}{'ms a run' if is_stack else '':>12}"]
+    for point, ms in found["ms"].items():
+        label = f"{int(point):,}" + (f" ({counts[point]:,} parameters)" if counts else "")
+        each = f"{found['ms a run'][point]:.3f}" if is_stack else ""
+        lines.append(f"  {label:<34}{ms:>12.3f}{found['ratio'][point]:>10.2f}{each:>12}")
+    lines += [f"  {point}: {why}"[:80] for point, why in found["failed"].items()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    parser = arguments(__doc__ or "", rounds=9)
+    names = ("runs", "samples", "batch", "parameters", "groups")
+    parser.add_argument("--axes", nargs="+", default=list(names), choices=names)
+    parser.add_argument("--compiled", action="store_true", help="steps and stacks compiled, on a GPU recorded")
+    given = parser.parse_args()
+    if given.quick:
+        given.rounds = min(given.rounds, 3)
+    prepare_torch(given.threads, given.device, tf32=False)
+    found = []
+    for name, about in axes(given.device, given.compiled, given.quick).items():
+        if name.split("-")[0] not in given.axes:
+            continue
+        found.append(measured(name, about, given, 0.03 if given.quick else _TURN))
+        print(table(found[-1]) + "\n", flush=True)
+        gc.collect()
+        if given.device != "cpu":
+            torch.cuda.empty_cache()
+    save("scaling", given, {"compiled": given.compiled, "axes": found})
+
+
+if __name__ == "__main__":
+    main()
