@@ -219,7 +219,8 @@ def prepare_torch(threads: int, device: str, tf32: bool) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(threads)
     if device != "cpu":
-        for setting in (torch.backends.cuda.matmul, torch.backends.cudnn.conv):
+        cudnn: Any = torch.backends.cudnn
+        for setting in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn):
             setting.fp32_precision = "tf32" if tf32 else "ieee"
 
 

@@ -24,6 +24,11 @@ TITLES = {
     "vit": "transformer", "lstm": "LSTM",
 }  # fmt: skip
 
+WAYS = (
+    "plain SGD", "plain compiled", "plain graphed", "evenclip", "evenclip compiled", "stack, per run",
+    "stack compiled, per run", "Opacus ghost", "Opacus hooks",
+)  # fmt: skip
+
 Found = dict[str, Any]
 
 
@@ -54,7 +59,7 @@ def step_table(found: Found) -> str:
     """Ratios to plain SGD, a row for each model and batch size."""
     rows = found["rows"]
     ways = list(dict.fromkeys(way for row in rows for way in [*row["ms"], *row.get("failed", {})]))
-    order = [way for way in ways if way.startswith("plain")] + [way for way in ways if not way.startswith("plain")]
+    order = sorted(ways, key=lambda way: WAYS.index(way) if way in WAYS else len(WAYS))
     head = ["model", "batch", "plain SGD, ms", *(way for way in order if way != "plain SGD")]
     lines = [
         [TITLES.get(row["model"], row["model"]), str(row["batch"]), number(row["ms"].get("plain SGD"))]
@@ -84,6 +89,8 @@ def memory_table(found: Found) -> str:
 def first_table(found: Found) -> str:
     """Seconds to the first step, with an empty compiler cache and a filled one."""
     rows = [row for row in found["rows"] if row.get("first")]
+    if not rows:
+        return "Not measured yet: `python benchmarks/step.py`."
     ways = list(dict.fromkeys(way for row in rows for way in row["first"] if "compiled" in way or "graphed" in way))
     ways += [way for way in dict.fromkeys(w for row in rows for w in row["first"]) if way == "stack, per run"]
     lines = [
