@@ -140,23 +140,21 @@ def _advance(
 
 
 class Columns(NamedTuple):
-    """What a step that never looked at a number computed: tensors alone, those of public things first.
+    """What a step that never looked at a number computed: tensors alone.
 
     Attributes:
-        gradient, now, state: as in `Public`.
+        gradient: as in `Public`.  # [parameter]
+        now: as in `Public`.
+        state: as in `Public`.
         clipped_sum: Σ γ_i g_i before noise.  # [parameter]
-        losses, norms, weights, clamped, finite: as in `Step`, for every row: those that fill up too.  # [row]
+        seen: losses, norms, weights, clamped and finite of `Step`, for every row: those that fill up too.  # [5, row]
     """
 
     gradient: Tensor
     now: Tensor
     state: Tensor
     clipped_sum: Tensor
-    losses: Tensor
-    norms: Tensor
-    weights: Tensor
-    clamped: Tensor
-    finite: Tensor
+    seen: Tensor
 
 
 def blind_step(
@@ -185,13 +183,13 @@ def watched(
         multipliers: name of each release -> its multiplier.
         t: number of the step.
     """
-    gradient, now, state, clipped_sum, *rows = columns
-    losses, norms, weights, clamped, finite = (column.narrow(0, 0, n) for column in rows)
+    gradient, now, state, clipped_sum, seen = columns
+    losses, norms, weights, clamped, finite = seen.narrow(1, 0, n).unbind()
     public = Public(gradient, now, state, guard.rule.sensitivity(now), multipliers)
     sums = _LaterSums(tape, guard, chunk, now)
     return Step(
-        public, losses, norms, weights, group.narrow(0, 0, n), clamped, finite, clipped_sum, B, sums, guard, tape.model,
-        t,
+        public, losses.to(gradient.dtype), norms, weights, group.narrow(0, 0, n), clamped.bool(), finite.bool(),
+        clipped_sum, B, sums, guard, tape.model, t,
     )  # fmt: skip
 
 
@@ -289,10 +287,8 @@ class _Batch:
         assert clamped is not None
         assert look.finite is not None
         now = public.now.clone()  # it may be the state that went in, which the next step overwrites
-        return Columns(
-            public.gradient, now, public.state, clipped_sum, look.losses, look.norms, weights, clamped,
-            look.finite,
-        )  # fmt: skip
+        seen = torch.stack([part.double() for part in (look.losses, look.norms, weights, clamped, look.finite)])
+        return Columns(public.gradient, now, public.state, clipped_sum, seen)
 
     def _passes(self) -> Iterator[_Look]:
         """The chunks with their gradients in memory, one after the other; a batch in one chunk passes once."""

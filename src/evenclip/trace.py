@@ -79,7 +79,7 @@ class Trace:
             "clip_fraction": int(clipped.sum()) / len(clipped) if len(clipped) else None,
             "non_finite": seen - len(losses),
             "empty_batches": int((sizes == 0).sum()),
-            "clamped": sum(int(step[4].sum()) for step in steps if step[4] is not None),
+            "clamped": _count([step[4] for step in steps if step[4] is not None]),
         }
 
     def _mean(self, values: Tensor, group: Tensor, counts: Tensor) -> list[float | None]:
@@ -97,6 +97,11 @@ class Trace:
         """Go on from there."""
         self.rows = list(state["rows"])
         self._open = [tuple(step) for step in state["open"]]
+
+
+def _count(masks: Sequence[Tensor]) -> int:
+    """How often any of them is True."""
+    return int(torch.cat(list(masks)).sum()) if masks else 0
 
 
 def _finite(steps: Sequence[_Columns]) -> Tensor | None:
