@@ -14,6 +14,12 @@ import pytest
 from evenclip.runs import RunsError, carry_out
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """How long steps take is measured by workers, and is not to be remembered."""
+    monkeypatch.setenv("EVENCLIP_CACHE", str(tmp_path / "cache"))
+
+
 def test_results_come_in_the_order_asked_for_and_once(store, spec, told):
     specs = [spec(seed) for seed in (2, 0, 2, 1)]
     found = carry_out(specs, store, told, workers=2)
@@ -65,19 +71,23 @@ class Killer:
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_a_killed_worker_costs_its_run_only_and_the_command_can_be_given_again(store, spec, told):
-    long = spec(7, epochs=5000)
-    killer = Killer(told, 7)
+def test_a_killed_worker_costs_the_bundle_it_had_in_hand_and_the_command_can_be_given_again(store, spec, told):
+    """Each of its unfinished runs is reported; those of the other bundle are carried out."""
+    long, short = [spec(seed, epochs=800) for seed in (7, 8, 9)], [spec(0), spec(1)]
+    killer = Killer(told, 8)
     with pytest.raises(RunsError) as raised:
-        carry_out([long, spec(0), spec(1)], store, killer, workers=1)
+        carry_out([*long, *short], store, killer, workers=1)
     assert killer.killed
-    assert (
-        "1 of 3 runs failed; the other 2 are kept. dpsgd, seed 7: its process was ended by SIGKILL (out of memory?)."
-        in str(raised.value)
-    )
-    assert not store.has(long)
+    lost = {failure.spec.seed for failure in raised.value.failures}
+    assert 8 in lost
+    assert lost == {one.seed for one in long if not store.has(one)}
+    assert {seed for seed, failure in told.over if failure is not None} == lost
+    assert {seed for seed, failure in told.over if failure is None} == {0, 1, 7, 8, 9} - lost
+    assert f"{len(lost)} of 5 runs failed; the other {5 - len(lost)} are kept. dpsgd, seed " in str(raised.value)
+    assert ": its process was ended by SIGKILL (out of memory?)." in str(raised.value)
+    assert all(map(store.has, short))
     assert not any(p.name.startswith(".") for p in store.root.iterdir())
-    assert len(carry_out([spec(7), spec(0), spec(1)], store, told, workers=1)) == 3
+    assert len(carry_out([spec(7), spec(8), *short], store, told, workers=1)) == 4
 
 
 def test_two_commands_on_one_store_share_the_work(store, spec, told):
