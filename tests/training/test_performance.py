@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, Performance, fit
+from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, Performance, fit
 from evenclip.gradients import plan
 from evenclip.release import Releases
 from evenclip.rules import Guarded
 from evenclip.step import Chunk, step
+from evenclip.train import prepare, result
 
 WAYS = {
     "chunks": Performance(chunk=3),
@@ -94,6 +96,74 @@ def test_float32_agrees_to_its_own_rounding(toy):
     plain = trained(model, data, rule)
     for performance in WAYS.values():
         assert_close(toy, trained(model, data, rule, performance=performance), plain, 1e-4)
+
+
+@compiles
+@named
+def test_the_compiled_one_agrees(toy, task, rule, monkeypatch):
+    """Really compiled, one graph for batches of every size, and the same numbers to rounding."""
+    from torch._inductor.compile_fx import compile_fx
+
+    graphs, real = [], torch.compile
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return compile_fx(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", lambda graph, **options: real(graph, **options, backend=backend))
+    model, data = task
+    given = {"rule": rule, "batch_size": 8, "steps": 20, "lr": 0.1, "seed": 3}
+    run, sizes = prepare(model, data, **given, performance=Performance(compile=True)), set()
+    with run.listening():
+        assert run._quick is not None
+        assert run._quick.compiled, "it should really have been compiled"
+        while run.t < 20:
+            found = run.step()
+            sizes.add(len(found.losses))
+            run.update(found)
+    assert len(sizes) > 5
+    assert len(graphs) == 1, "one graph serves batches of every size"
+    assert_close(toy, result(run), trained(model, data, rule))
+
+
+@compiles
+def test_a_compiled_stack_agrees(toy):
+    """Rules side by side, two seeds of each; what they clipped with is not overwritten by the next step."""
+    from evenclip.stack import Stack
+
+    makes = [
+        partial(prepare, toy.mlp(seed=seed), toy.data(seed=seed), rule=rule, batch_size=8, steps=20, seed=seed)
+        for rule in (*RULES, NonPrivate())
+        for seed in (0, 1)
+    ]
+    runs = [make() for make in makes]
+    stack = Stack(runs, compile=True)
+    assert stack._engine.compiled
+    with stack.listening():
+        while stack.t < stack.steps:
+            stack.step()
+    for make, run in zip(makes, runs, strict=True):
+        alone = make()
+        with alone.listening():
+            while alone.t < 20:
+                alone.update(alone.step())
+        assert_close(toy, result(run), result(alone))
+
+
+def test_without_a_compiler_it_is_silent_and_the_same(toy, task, monkeypatch, capfd):
+    """The graph as it was traced: the same to rounding, and not a word."""
+    from evenclip import program
+
+    def none(*_, **__):
+        raise RuntimeError("InvalidCxxCompiler: no working C++ compiler found")
+
+    (model, data), rule = task, DPSGDF(C0=0.8)
+    monkeypatch.setattr(program, "_GRAPHS", {}, raising=False)
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: none)
+    fallen_back = trained(model, data, rule, performance=Performance(compile=True))
+    assert_close(toy, fallen_back, trained(model, data, rule))
+    said = capfd.readouterr()
+    assert said.out == said.err == ""
 
 
 # --- dropout over several chunks --------------------------------------------------------------------------------------
