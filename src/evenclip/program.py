@@ -248,7 +248,7 @@ class Engine:
         try:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")  # torch's compiler has much to say, to its own authors
-                run = torch.compile(graph)
+                run = torch.compile(graph.forward)  # not the module, whose call costs as much as a small step
                 if self._symbolic:
                     for given in inputs:
                         torch._dynamo.maybe_mark_dynamic(given.rows, 1)

@@ -36,9 +36,10 @@ if TYPE_CHECKING:
     from evenclip.program import Kind
     from evenclip.quick import Quick
 
-__all__ = ["Performance", "Run", "Settings"]
+__all__ = ["CONVOLUTIONS", "Performance", "Run", "Settings"]
 
 _log = logging.getLogger(__name__)
+CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,9 @@ class Run:
         return Kind(self.settings.rule, fixed, tuple(self.noise.sizes.items()), 1)
 
     def _compiled(self) -> Quick | None:
-        """The step as one graph, or None where that cannot be done."""
+        """The step as one graph, or None where that cannot be done, or would be slower."""
+        if self.device.type == "cpu" and any(isinstance(module, CONVOLUTIONS) for module in self.model.modules()):
+            return None  # the plain step forms their gradients block by block, in the cache, as no compiler does
         if self.performance.chunk is not None or not isinstance(self.data, Dataset) or not isinstance(self.tape, Tape):
             return None
         from evenclip.program import NoProgram

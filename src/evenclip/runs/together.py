@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from evenclip.data.disk import cache_directory
-from evenclip.run import Performance
+from evenclip.run import CONVOLUTIONS, Performance
 from evenclip.runs.spec import Spec, code
 from evenclip.runs.work import prepared
 
@@ -71,6 +71,8 @@ def choose(specs: Sequence[Spec]) -> How:
     steps = run.settings.steps
     if steps * len(specs) < _FEW:
         return PLAIN
+    if specs[0].device != "cpu" and any(isinstance(module, CONVOLUTIONS) for module in run.model.modules()):
+        return How(together=False, compiled=True)  # mapped over runs they are slow, and compiled they fill a GPU alone
     alone, stacked = _measured(specs)
     together = stacked < alone * len(specs)
     seconds = steps * (stacked if together else alone * len(specs))

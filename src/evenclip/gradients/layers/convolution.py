@@ -125,7 +125,8 @@ class Shifts:
             return self.by_kernel()
         if _is_thin(self.module) or self.a.is_cuda:
             return self.by_unfolding()
-        return self.by_groups() if _has_onednn(self.a) else self.by_offsets()
+        # A number of groups must be a number: where the number of samples is a symbol, there are none.
+        return self.by_groups() if isinstance(self.n, int) and _has_onednn(self.a) else self.by_offsets()
 
     def by_kernel(self) -> Tensor:
         """The product for all offsets, with the windows addressed where they lie."""
