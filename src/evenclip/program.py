@@ -197,7 +197,7 @@ class Engine:
         if not self._t.is_cuda:
             return self._step(inputs)
         if rows not in self._recorded:
-            self._recorded[rows] = _Recorded(self._step, inputs)
+            self._recorded[rows] = _Recorded(self._step, inputs, in_place=self._finish is not None)
         return self._recorded[rows](inputs)
 
     def _step(self, inputs: Sequence[Inputs]) -> list[Columns]:
@@ -220,7 +220,8 @@ class Engine:
 
     def traced(self, inputs: Sequence[Inputs]) -> GraphModule:
         """The program as a graph of tensor operations, with one symbol for the number of rows."""
-        fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # frozen parameters are constants
+        shapes = ShapeEnv()
+        fake = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)  # frozen parameters are constants
         flat = [*((leaf, None) for leaf in self._data), *_with_rows(inputs, symbolic=self._symbolic)]
         try:
             with torch.no_grad(), warnings.catch_warnings():
@@ -232,8 +233,8 @@ class Engine:
         random = next((str(node.target) for node in graph.graph.nodes if _is_random(node)), None)
         if random is not None:
             raise NoProgram(f"the model draws random numbers ({random})")
-        if self._symbolic and any(self._rows in tree_leaves(node.args) for node in graph.graph.nodes):
-            raise NoProgram("a size was taken for a constant")
+        if shapes.replacements:
+            raise NoProgram("the number of rows was taken for a constant")
         return graph
 
     def _of_tensors(self, *flat: Tensor) -> list[Tensor]:
@@ -262,7 +263,8 @@ class Engine:
         """The same for steps that are the same graph; None where the graph has numbers of its own in it."""
         tape = self._program.tape
         own = [*tape.model.buffers(), *(p for p in tape.model.parameters() if not p.requires_grad)]
-        if own:
+        # A class of somebody's own may have numbers in it that do not show.
+        if own or not all(type(module).__module__.startswith("torch.nn.") for module in tape.model.modules()):
             return None
         tensors = [(tuple(t.shape), t.dtype, t.device) for t in (*self._data, *_flat(inputs))]
         precision = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
@@ -352,15 +354,18 @@ def _normals(size: int, dtype: torch.dtype, runs: int, device: torch.device) -> 
 class _Recorded:
     """A step as a CUDA graph: what changes is copied to where the graph reads it, and it is replayed."""
 
-    def __init__(self, step: Callable[[Sequence[Inputs]], list[Columns]], inputs: Sequence[Inputs]) -> None:
-        # Parameters and keys stay in their places.
+    def __init__(
+        self, step: Callable[[Sequence[Inputs]], list[Columns]], inputs: Sequence[Inputs], *, in_place: bool
+    ) -> None:
+        # Parameters and keys stay in their places, and so does a state that the graph itself moves on.
         self._inputs = [
             given._replace(
-                state=given.state.clone(), rows=given.rows.clone(), size=given.size.clone(), B=given.B.clone()
+                state=given.state if in_place else given.state.clone(), rows=given.rows.clone(),
+                size=given.size.clone(), B=given.B.clone(),
             )
             for given in inputs
-        ]
-        kept = [(given.vector.clone(), given.state.clone()) for given in self._inputs]
+        ]  # fmt: skip
+        moved = [(part, part.clone()) for given in self._inputs for part in (given.vector, given.state)]
         apart = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         apart.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(apart), torch.no_grad():
@@ -370,15 +375,13 @@ class _Recorded:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph), torch.no_grad():
             self._found = step(self._inputs)
-        for given, (vector, state) in zip(self._inputs, kept, strict=True):  # trying it out moved them
-            given.vector.copy_(vector)
-            given.state.copy_(state)
+        for part, before in moved:  # by trying it out
+            part.copy_(before)
 
     def __call__(self, inputs: Sequence[Inputs]) -> list[Columns]:
         for kept, now in zip(self._inputs, inputs, strict=True):
-            kept.rows.copy_(now.rows, non_blocking=True)
-            for ours, theirs in ((kept.state, now.state), (kept.size, now.size), (kept.B, now.B)):
-                if ours.numel():
+            for ours, theirs in zip(kept, now, strict=True):
+                if ours.numel() and ours.data_ptr() != theirs.data_ptr():
                     ours.copy_(theirs, non_blocking=True)
         self._graph.replay()
         return self._found

@@ -62,7 +62,7 @@ class Quick:
         if self._device.type != "cpu":
             rows = (batch if t < 0 else filled_up(batch)).to(self._device, non_blocking=True)
             size = torch.full((1, 1), batch.shape[0], device=self._device)
-        divisor = self._nothing if self._kind.B is not None else self._nothing.new_full((1, 1), B)
+        divisor = self._nothing if self._kind.B is not None else self._nothing.new_full((1, 1), B, dtype=torch.float64)
         return Inputs(vector.unsqueeze(0), state.unsqueeze(0), rows.unsqueeze(0), size, divisor, self._given(t))
 
     def _given(self, t: int) -> Tensor:

@@ -145,6 +145,7 @@ class Run:
         self._move = Update(model, self.tape.layout, optimizer, settings.lr)
         self.optimizer = self._move.optimizer
         self.scheduler = None if scheduler is None else scheduler(self.optimizer)
+        self._move.is_plain &= self.scheduler is None  # a schedule watches the optimiser's own step
         self.sampler = _sampler(settings, streams["batches"])
         self.dropout = int(streams["dropout"].generate_state(1, np.uint64)[0] >> 1)
         none = torch.zeros(0, dtype=torch.float64, device=device)
@@ -235,7 +236,7 @@ class Run:
     @property
     def is_plain(self) -> bool:
         """Whether parameters are moved by plain SGD without a schedule."""
-        return self._move.is_plain and self.scheduler is None
+        return self._move.is_plain
 
     @property
     def vector(self) -> Tensor:
@@ -329,6 +330,7 @@ class Run:
         self.ledger = Ledger.from_json(found.published["ledger"])
         secret = found.secret
         self.noise.set_state(secret["noise"])
+        self._quick = None  # it has the key
         self.sampler.set_state(secret["batches"])
         self.dropout = secret["dropout"]
         self.optimizer.load_state_dict(secret["optimizer"])

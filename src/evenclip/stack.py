@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
-from typing import NamedTuple
+from itertools import groupby, zip_longest
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from evenclip.data import Dataset
@@ -36,8 +36,12 @@ def together(runs: Sequence[Run]) -> str | None:
             return "a model that is not taken apart, or data that are read row by row, are trained alone"
         if not run.is_plain:
             return "only plain SGD without a schedule is stacked"
-        if run.tape.layout.shapes != first.tape.layout.shapes or str(run.model) != str(first.model):
-            return "the models differ"
+        if run.tape.layout.shapes != first.tape.layout.shapes or not alike(run.model, first.model):
+            return "the models differ in more than their trainable parameters"
+        if not isinstance(first.tape, Tape) or run.tape.loss != first.tape.loss or run.state.dtype != first.state.dtype:
+            return "the losses differ"
+        if run.kind == first.kind and run.state.shape != first.state.shape:
+            return "the states of the rule differ in size"
         if (run.settings.steps, run.settings.epoch) != (first.settings.steps, first.settings.epoch):
             return "the numbers of steps differ"
         if run.t != first.t or run.device != first.device or run.performance != first.performance:
@@ -45,6 +49,39 @@ def together(runs: Sequence[Run]) -> str | None:
         if (run.data.group is None) != (getattr(first.data, "group", None) is None):
             return "some have groups and some have none"
     return None
+
+
+def alike(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two models compute the same but for their trainable parameters: classes, constants, frozen numbers."""
+    pairs = list(zip_longest(one.named_modules(), other.named_modules()))
+    if any(a is None or b is None or a[0] != b[0] or type(a[1]) is not type(b[1]) for a, b in pairs):
+        return False
+    fixed = [
+        {**dict(model.named_buffers()), **{name: p for name, p in model.named_parameters() if not p.requires_grad}}
+        for model in (one, other)
+    ]
+    return _same(fixed[0], fixed[1]) and all(_same(_own(a[1]), _own(b[1])) for a, b in pairs)
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    """What a module keeps beside parameters, buffers and parts: sizes, rates, whatever its author put there."""
+    known = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "forward"}
+    known |= {"_flat_weights", "_flat_weight_refs"}  # where torch's recurrent layers have their parameters again
+    return {name: value for name, value in vars(module).items() if name not in known and not name.endswith("_hooks")}
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are equal; not, where that cannot be told."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    try:
+        return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+    except Exception:
+        return False
 
 
 class Stack:
@@ -172,7 +209,7 @@ class _Members:
         B = self._nothing
         if self.kind.B is None:
             expected = [run.sampler.expected_size(batch) for run, batch in zip(self.runs, batches, strict=True)]
-            B = torch.tensor(expected, dtype=self.vector.dtype, device=self._device).clamp(min=1.0).unsqueeze(1)
+            B = torch.tensor(expected, dtype=torch.float64, device=self._device).clamp(min=1.0).unsqueeze(1)
         places, sizes = (part.to(self._device, non_blocking=True) for part in (torch.from_numpy(rows), sizes))
         return Inputs(self.vector, self.state, places, sizes, B, self._noise(t))
 

@@ -76,7 +76,8 @@ class Step(NamedTuple):
         finite: where the gradient is finite; None: everywhere.  # [sample], bool
         clipped_sum: Σ γ_i g_i before noise.  # [parameter]
         B: the public expected batch size.
-        weighted_sum: any other Σ w_i g_i of the same batch, w [sample]: g_B, group gradients.
+        weighted_sum: any other Σ w_i g_i of the same batch, w [sample]: g_B, group gradients. To be asked for while
+            the parameters are still θ_t, which is while observers are called.
         guard: the rule.
         model: with the parameters θ_t that all this was computed at; not to be changed.
         t: number of the step, from 0.
@@ -135,7 +136,8 @@ def _advance(
     now, following = rule.observe(noisy, B, state)  # type: ignore[arg-type]  # a tensor only for shuffled batches
     clipped_sum, S = batch.clipped_sum(now)
     noisy = release("gradient", clipped_sum, sensitivity=S, multiplier=rule.sigma)
-    gradient = noisy * (1 / B) if noisy is clipped_sum else noisy.mul_(1 / B)  # in clear, it is the same tensor
+    share = (1 / B).to(noisy.dtype) if isinstance(B, Tensor) else 1 / B
+    gradient = noisy * share if noisy is clipped_sum else noisy.mul_(share)  # in clear, it is the same tensor
     return Public(gradient, now, following, S, release.multipliers), clipped_sum
 
 

@@ -62,7 +62,7 @@ def prepared(spec: Spec, performance: Performance) -> tuple[Loaded, Run]:
     loaded = _loaded(_Key(spec.data), spec.seed)
     train = _placed(loaded, spec.device)
     run = prepare(
-        make_model(spec.model, train, spec.seed), train, rule=make_rule(spec.rule), epochs=spec.epochs,
+        make_model(spec.model, loaded.splits.train, spec.seed), train, rule=make_rule(spec.rule), epochs=spec.epochs,
         batch_size=spec.batch_size, lr=spec.lr, q=spec.q, delta=spec.delta, seed=spec.seed, device=spec.device,
         performance=performance,
     )  # fmt: skip

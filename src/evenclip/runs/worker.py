@@ -95,8 +95,11 @@ def _together(todo: dict[int, Spec], how: How, store: Store, say: Any) -> dict[i
     except Exception:  # whatever it was, each run will say it of itself
         return todo
     for (i, spec), (result, weights) in zip(todo.items(), found, strict=True):
-        store.write(spec, result, weights)
-        say(event="done", i=i)
+        try:
+            store.write(spec, result, weights)
+            say(event="done", i=i)
+        except Exception as error:
+            _fail(say, i, error)
     return {}
 
 
