@@ -61,10 +61,11 @@ class Noise:
         self._refine(radius, t, size)
         np.log(np.multiply(radius, 2.0**-32, out=radius), out=radius)
         if kind == np.float32:
-            near = np.nonzero(radius > -(2.0**-7))  # a few too many: what counts is the word
-            low = words[:, :, 0][near]
+            flat = radius.reshape(-1)
+            near = np.flatnonzero(flat > -(2.0**-7))  # a few too many: what counts is the word
+            low = words.reshape(-1, 2)[near, 0]
             exact = np.log1p(-(np.float64(2.0**32 - 0.5) - low) * 2.0**-32)
-            radius[near] = np.where(low >= _FLAT, exact, radius[near])
+            flat[near] = np.where(low >= _FLAT, exact, flat[near])
         np.sqrt(np.multiply(radius, -2.0, out=radius), out=radius)
         angle[:] = words[:, :, 1].view(np.int32)
         angle *= math.pi * 2.0**-31

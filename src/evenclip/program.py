@@ -51,7 +51,7 @@ class Kind:
         rule: their rule.
         B: their expected batch size; None: given with every step.
         sizes: name of each release -> how many numbers it needs.
-        runs: how many.
+        runs: how many; 0 for one without an axis of runs in front of everything.
     """
 
     rule: Rule
@@ -103,6 +103,9 @@ class Program:
 
     def _kind(self, i: int, data: Samples, given: Inputs) -> Columns:
         kind = self.kinds[i]
+        if kind.runs == 0:
+            x, y, group = data.take(given.rows)
+            return self._run(i, given, x, y, torch.zeros_like(given.rows) if group is None else group)
         x, y, group = data.take(given.rows.flatten())
         if group is None:
             group = torch.zeros_like(given.rows)
@@ -172,8 +175,8 @@ class Engine:
         Raises:
             NoProgram: if the step cannot be traced.
         """
-        self._program, self._finish, self._rows = program, finish, inputs[0].rows.shape[1]
-        self._symbolic = all(kind.runs == 1 for kind in program.kinds)  # vmap has no symbols for sizes
+        self._program, self._finish, self._rows = program, finish, inputs[0].rows.shape[-1]
+        self._symbolic = all(kind.runs <= 1 for kind in program.kinds)  # vmap has no symbols for sizes
         self._samples, self._spec = data, tree_flatten(data)[1]
         self._data = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
         self._t = torch.zeros((), dtype=torch.int64, device=self._data[0].device)
@@ -193,7 +196,7 @@ class Engine:
     def __call__(self, t: int, inputs: Sequence[Inputs]) -> list[Columns]:
         """One step. On a GPU the next one overwrites what is returned, and vectors and keys lie where they did."""
         self._t.fill_(t)
-        rows = inputs[0].rows.shape[1]
+        rows = inputs[0].rows.shape[-1]
         if not self._t.is_cuda:
             return self._step(inputs)
         if rows not in self._recorded:
@@ -202,7 +205,7 @@ class Engine:
 
     def _step(self, inputs: Sequence[Inputs]) -> list[Columns]:
         inputs, size = self._drawn(inputs), len(Columns._fields)
-        if self.takes(inputs[0].rows.shape[1]):
+        if self.takes(inputs[0].rows.shape[-1]):
             found = self._run(*self._data, *_flat(inputs))
             columns = [Columns(*found[i : i + size]) for i in range(0, len(found), size)]
         else:
@@ -252,7 +255,7 @@ class Engine:
                 run = torch.compile(graph.forward)  # not the module, whose call costs as much as a small step
                 if self._symbolic:
                     for given in inputs:
-                        torch._dynamo.maybe_mark_dynamic(given.rows, 1)
+                        torch._dynamo.maybe_mark_dynamic(given.rows, given.rows.ndim - 1)
                 run(*self._data, *_flat(inputs))
         except Exception as error:  # no compiler, or one that stumbles: the graph does the same work
             _log.debug("not compiled: %s", error)
@@ -308,7 +311,7 @@ def _flat(inputs: Sequence[Inputs]) -> list[Tensor]:
 def _with_rows(inputs: Sequence[Inputs], *, symbolic: bool) -> list[tuple[Tensor, int | None]]:
     """The inputs, each with the axis along which its number of rows is a symbol."""
     return [
-        (part, 1 if symbolic and name == "rows" else None)
+        (part, part.ndim - 1 if symbolic and name == "rows" else None)
         for given in inputs
         for name, part in zip(Inputs._fields, given, strict=True)
     ]
@@ -327,10 +330,12 @@ class _Draw:
         self._size, self._dtype = sum(size for _, size in kind.sizes) if kind.is_noisy else 0, dtype
 
     def __call__(self, keys: Tensor, t: Tensor) -> Tensor:
-        """keys: [run, 2] -> [run, number]"""
+        """keys: [run, 2] -> [run, number]; without the axis of runs, if it has none."""
         if not self._size:
             return keys
         with torch.no_grad():
+            if keys.ndim == 1:
+                return self(keys.unsqueeze(0), t)[0]
             return _normals(self._size, self._dtype, keys.shape[0], keys.device)(keys, t)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -32,11 +34,11 @@ class Quick:
     """
 
     def __init__(self, tape: Tape, kind: Kind, data: Samples, noise: Ahead, vector: Tensor, state: Tensor) -> None:
-        self._device, self._noise, self._kind = vector.device, noise, kind
+        self._device, self._noise, self._kind = vector.device, noise, replace(kind, runs=0)
         few = data.take(torch.arange(min(3, data.y.shape[0]), device=vector.device))
-        program = Program(FunctionalTape(tape, few.x, few.y), [kind])
-        self._key = noise.noise.key.to(vector.device).unsqueeze(0)
-        self._nothing = torch.zeros(1, 0, device=vector.device)
+        program = Program(FunctionalTape(tape, few.x, few.y), [self._kind])
+        self._key = noise.noise.key.to(vector.device)
+        self._nothing = torch.zeros(0, device=vector.device)
         example = self._inputs(-1, torch.zeros(_ANY, dtype=torch.int64), vector, state, 1.0)
         self._engine = Engine(program, data, [example], compile=True)
         (self.multipliers,) = self._engine.multipliers
@@ -54,22 +56,21 @@ class Quick:
         """One step on this batch, one row for each of its records and perhaps some more."""
         with torch.no_grad():
             (found,) = self._engine(t, [self._inputs(t, batch, vector, state, B)])
-            first = [column[0] for column in found]
-            return Columns(*first) if self._device.type == "cpu" else Columns(*(column.clone() for column in first))
+            return found if self._device.type == "cpu" else Columns(*(column.clone() for column in found))
 
     def _inputs(self, t: int, batch: Tensor, vector: Tensor, state: Tensor, B: float) -> Inputs:
         rows, size = batch, self._nothing
         if self._device.type != "cpu":
             rows = (batch if t < 0 else filled_up(batch)).to(self._device, non_blocking=True)
-            size = torch.full((1, 1), batch.shape[0], device=self._device)
-        divisor = self._nothing if self._kind.B is not None else self._nothing.new_full((1, 1), B, dtype=torch.float64)
-        return Inputs(vector.unsqueeze(0), state.unsqueeze(0), rows.unsqueeze(0), size, divisor, self._given(t))
+            size = torch.full((1,), batch.shape[0], device=self._device)
+        divisor = self._nothing if self._kind.B is not None else self._nothing.new_full((1,), B, dtype=torch.float64)
+        return Inputs(vector, state, rows, size, divisor, self._given(t))
 
     def _given(self, t: int) -> Tensor:
         """What the noise is made of."""
         if not self._kind.is_noisy:
             return self._nothing
-        return self._key if self._device.type != "cpu" else self._noise.row(max(t, 0)).unsqueeze(0)
+        return self._key if self._device.type != "cpu" else self._noise.row(max(t, 0))
 
 
 def filled_up(batch: Tensor) -> Tensor:

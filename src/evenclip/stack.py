@@ -144,7 +144,10 @@ class Stack:
             found = self._engine(self.t, self._inputs(batches, max(self._room, longest)))
             kept = [columns._replace(gradient=_NOTHING, clipped_sum=_NOTHING, state=_NOTHING) for columns in found]
             if self._device.type == "cuda":  # the next step overwrites them
-                kept = [columns._replace(now=columns.now.clone(), seen=columns.seen.clone()) for columns in kept]
+                kept = [
+                    columns._replace(now=columns.now.clone(), seen=columns.seen.clone(), flags=columns.flags.clone())
+                    for columns in kept
+                ]
         self._open.append(_Seen(batches, kept))
         self.t += 1
         if self.t % self._epoch == 0 or self.t == self.steps:
@@ -170,8 +173,8 @@ class Stack:
                 rows = []
                 for seen, of in zip(self._open, columns, strict=True):
                     batch = seen.batches[i][r]
-                    losses, norms, weights, clamped, finite = of.seen[r, :, : len(batch)].unbind()
-                    rows.append((batch, losses, norms, weights, clamped.bool(), finite.bool(), of.now[r]))
+                    numbers, flags = of.seen[r, :, : len(batch)], of.flags[r, :, : len(batch)]
+                    rows.append((batch, *numbers.unbind(), *flags.unbind(), of.now[r]))
                 run.take_over(self.t, members.vector[r], members.state[r], self._multipliers[i], rows)
         self._open = []
 

@@ -149,7 +149,8 @@ class Columns(NamedTuple):
         now: as in `Public`.
         state: as in `Public`.
         clipped_sum: Σ γ_i g_i before noise.  # [parameter]
-        seen: losses, norms, weights, clamped and finite of `Step`, for every row: those that fill up too.  # [5, row]
+        seen: losses, norms and weights of `Step`, for every row: those that fill up too.  # [3, row], float64
+        flags: clamped and finite, likewise.  # [2, row], bool
     """
 
     gradient: Tensor
@@ -157,6 +158,7 @@ class Columns(NamedTuple):
     state: Tensor
     clipped_sum: Tensor
     seen: Tensor
+    flags: Tensor
 
 
 def blind_step(
@@ -185,13 +187,15 @@ def watched(
         multipliers: name of each release -> its multiplier.
         t: number of the step.
     """
-    gradient, now, state, clipped_sum, seen = columns
-    losses, norms, weights, clamped, finite = seen.narrow(1, 0, n).unbind()
+    gradient, now, state, clipped_sum, seen, flags = columns
+    if n < seen.shape[1]:
+        seen, flags = seen.narrow(1, 0, n), flags.narrow(1, 0, n)
+    (losses, norms, weights), (clamped, finite) = seen.unbind(), flags.unbind()
     public = Public(gradient, now, state, guard.rule.sensitivity(now), multipliers)
     sums = _LaterSums(tape, guard, chunk, now)
     return Step(
-        public, losses.to(gradient.dtype), norms, weights, group.narrow(0, 0, n), clamped.bool(), finite.bool(),
-        clipped_sum, B, sums, guard, tape.model, t,
+        public, losses.to(gradient.dtype), norms, weights, group.narrow(0, 0, n), clamped, finite, clipped_sum, B, sums,
+        guard, tape.model, t,
     )  # fmt: skip
 
 
@@ -289,8 +293,8 @@ class _Batch:
         assert clamped is not None
         assert look.finite is not None
         now = public.now.clone()  # it may be the state that went in, which the next step overwrites
-        seen = torch.stack([part.double() for part in (look.losses, look.norms, weights, clamped, look.finite)])
-        return Columns(public.gradient, now, public.state, clipped_sum, seen)
+        seen = torch.stack([part.double() for part in (look.losses, look.norms, weights)])
+        return Columns(public.gradient, now, public.state, clipped_sum, seen, torch.stack([clamped, look.finite]))
 
     def _passes(self) -> Iterator[_Look]:
         """The chunks with their gradients in memory, one after the other; a batch in one chunk passes once."""
