@@ -29,8 +29,11 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)  ## step time beside plain SGD and Opacus; writes benchmarks/results/step.json
+bench: $(READY)  ## step time beside plain SGD and Opacus, floors, growth; fills docs/performance.md
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/floor.py
+	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/page.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

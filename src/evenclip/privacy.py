@@ -42,7 +42,9 @@ def epsilon(settings: Settings, ledger: Ledger, accountant: str = "pld", delta: 
     return accounting.epsilon(ledger, settings.delta if delta is None else delta, accountant)
 
 
-def report(settings: Settings, ledger: Ledger, trace: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def report(
+    settings: Settings, ledger: Ledger, trace: Sequence[dict[str, Any]], *, tf32: bool = False
+) -> dict[str, Any]:
     """The report of one run, as values that JSON can hold; ε is None where none is valid."""
     from evenclip import accounting
 
@@ -83,6 +85,11 @@ def report(settings: Settings, ledger: Ledger, trace: Sequence[dict[str, Any]]) 
         "empty_batches": sum(row["empty_batches"] for row in trace),
         "non_finite_samples": sum(row["non_finite"] for row in trace),
         "clamped_weights": sum(row["clamped"] for row in trace),
+        "precision": (
+            "TF32: operands of products rounded to 11 bits, norms enlarged to allow for it"
+            if tf32
+            else "as the parameters have it"
+        ),
         "random_generator": "Philox 4×64-10 (noise), PCG64 (batches); not cryptographic",
         "seed": (
             "from the operating system, not kept"

@@ -54,6 +54,7 @@ class Result:
         state: the rule's final state: Z, or the C_k. May be published.
         trace: one row per epoch; see `evenclip.trace`. Private.
         records: what the observers returned, step by step. Private.
+        tf32: whether a GPU was allowed to round the operands of products.
     """
 
     model: nn.Module
@@ -62,6 +63,7 @@ class Result:
     state: Tensor
     trace: list[dict[str, Any]] = field(repr=False)
     records: list[dict[str, Any]] = field(repr=False)
+    tf32: bool = False
 
     def epsilon(self, accountant: str = "pld", delta: float | None = None) -> float | None:
         """ε at δ for releasing this model and all that is public about its training; None where none is valid."""
@@ -70,7 +72,7 @@ class Result:
     @cached_property
     def privacy(self) -> dict[str, Any]:
         """Everything that a privacy report must state; `evenclip.privacy.paragraph` puts it in words."""
-        return privacy.report(self.settings, self.ledger, self.trace)
+        return privacy.report(self.settings, self.ledger, self.trace, tf32=self.tf32)
 
 
 def fit(
@@ -143,7 +145,8 @@ def fit(
 def result(run: Run, records: Sequence[dict[str, Any]] = ()) -> Result:
     """What came of a run, which ends with this."""
     run.close()
-    return Result(run.model, run.settings, run.ledger, run.state.cpu(), run.trace.rows, list(records))
+    tf32 = run.performance.tf32 and run.device.type == "cuda"
+    return Result(run.model, run.settings, run.ledger, run.state.cpu(), run.trace.rows, list(records), tf32)
 
 
 def prepare(
