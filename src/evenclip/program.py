@@ -176,7 +176,7 @@ class Engine:
             NoProgram: if the step cannot be traced.
         """
         self._program, self._finish, self._rows = program, finish, inputs[0].rows.shape[-1]
-        self._symbolic = all(kind.runs <= 1 for kind in program.kinds)  # vmap has no symbols for sizes
+        self._symbolic = all(_is_unmapped(kind) for kind in program.kinds)  # vmap has no symbols for sizes
         self._samples, self._spec = data, tree_flatten(data)[1]
         self._data = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
         self._t = torch.zeros((), dtype=torch.int64, device=self._data[0].device)
@@ -266,8 +266,10 @@ class Engine:
         """The same for steps that are the same graph; None where the graph has numbers of its own in it."""
         tape = self._program.tape
         own = [*tape.model.buffers(), *(p for p in tape.model.parameters() if not p.requires_grad)]
-        # A class of somebody's own may have numbers in it that do not show.
+        # A class of somebody's own, a layer or a rule, may have numbers in it that do not show.
         if own or not all(type(module).__module__.startswith("torch.nn.") for module in tape.model.modules()):
+            return None
+        if not all(Guarded(kind.rule).is_ours for kind in self._program.kinds):
             return None
         tensors = [(tuple(t.shape), t.dtype, t.device) for t in (*self._data, *_flat(inputs))]
         precision = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
@@ -290,6 +292,11 @@ def _known(engine: Engine, inputs: Sequence[Inputs], *, compile: bool) -> tuple[
     if key is not None:
         _GRAPHS[key] = run, run is not graph, list(engine.multipliers)
     return run, run is not graph
+
+
+def _is_unmapped(kind: Kind) -> bool:
+    """Whether nothing need be mapped: one run, and in a stack a rule that takes a whole batch."""
+    return kind.runs == 0 or (kind.runs == 1 and Guarded(kind.rule).is_ours)
 
 
 def _is_hashable(value: Any) -> bool:

@@ -80,13 +80,13 @@ class Ledger:
 
     entries: list[Entry] = field(default_factory=list)
 
-    def write(self, q: float | None, multipliers: Mapping[str, float], steps: int = 1) -> None:
-        """Add steps that released under these multipliers, each on one batch of rate q."""
+    def write(self, q: float | None, multipliers: Mapping[str, float]) -> None:
+        """Add one step that released under these multipliers on one batch of rate q."""
         last = self.entries[-1] if self.entries else None
         if last is not None and last.q == q and last.multipliers == tuple(multipliers.items()):
-            self.entries[-1] = Entry(last.q, last.multipliers, last.steps + steps)
+            self.entries[-1] = Entry(last.q, last.multipliers, last.steps + 1)
         else:
-            self.entries.append(_entry(q, multipliers, steps))
+            self.entries.append(_entry(q, multipliers, 1))
 
     @property
     def steps(self) -> int:

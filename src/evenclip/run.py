@@ -247,21 +247,18 @@ class Run:
         """Where products have the precision that was asked for."""
         return _precision(self.performance.tf32)
 
-    def take_over(
-        self, t: int, vector: Tensor, state: Tensor, multipliers: dict[str, float], seen: Sequence[Sequence[Tensor]]
-    ) -> None:
-        """Steps that were taken for this run elsewhere, up to step t, the end of an epoch unless it was interrupted.
+    def take_over(self, t: int, vector: Tensor, state: Tensor, seen: Sequence[Sequence[Tensor]]) -> None:
+        """Steps that were taken, and written to the ledger, for this run elsewhere: up to step t, the end of an epoch
+        unless it was interrupted.
 
         Args:
             t: number of steps taken.
             vector: the parameters they led to.
             state: the rule's state they led to.
-            multipliers: of each of these steps' releases.
             seen: of each step: batch, losses, norms, weights, clamped, finite [sample] each, and `now`; on the CPU.
         """
         self._move.set(vector)
         self.state, self.t = state.clone(), t
-        self.ledger.write(self.sampler.q, multipliers, len(seen))
         group = [self.nobody.narrow(0, 0, len(batch)).cpu() for batch, *_ in seen]
         if isinstance(self.data, Dataset) and self.data.group is not None:
             rows = torch.cat([batch for batch, *_ in seen])

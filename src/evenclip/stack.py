@@ -111,7 +111,7 @@ class Stack:
         self.steps, self.t, self._device = runs[0].settings.steps, runs[0].t, runs[0].device
         self._epoch = runs[0].settings.epoch
         data, offsets = _joined(self.runs)
-        members = groupby(zip(self.runs, offsets, strict=True), key=lambda pair: pair[0].kind)
+        members = groupby(zip(self.runs, offsets, strict=True), key=lambda pair: _shared(pair[0]))
         self._members = [_Members(list(some), self._device) for _, some in members]
         few = data.take(torch.arange(min(3, data.y.shape[0]), device=self._device))
         tape = self.runs[0].tape
@@ -139,6 +139,9 @@ class Stack:
         """One step of every run."""
         batches = [[run.sampler.next() for run in members.runs] for members in self._members]
         longest = max(batch.shape[0] for some in batches for batch in some)
+        for members, multipliers in zip(self._members, self._multipliers, strict=True):
+            for run in members.runs:  # first of all: whatever interrupts the step, nothing is public without this
+                run.ledger.write(run.sampler.q, multipliers)
         with torch.no_grad():
             # A batch larger than the room there is (one in a million) is given more, operation by operation.
             found = self._engine(self.t, self._inputs(batches, max(self._room, longest)))
@@ -175,7 +178,7 @@ class Stack:
                     batch = seen.batches[i][r]
                     numbers, flags = of.seen[r, :, : len(batch)], of.flags[r, :, : len(batch)]
                     rows.append((batch, *numbers.unbind(), *flags.unbind(), of.now[r]))
-                run.take_over(self.t, members.vector[r], members.state[r], self._multipliers[i], rows)
+                run.take_over(self.t, members.vector[r], members.state[r], rows)
         self._open = []
 
 
@@ -220,6 +223,11 @@ class _Members:
         if not self.kind.is_noisy:
             return self._nothing
         return self._keys if self._device.type != "cpu" else torch.stack([run.noise.row(t) for run in self.runs])
+
+
+def _shared(run: Run) -> tuple[Any, ...]:
+    """The same for runs that one mapped step serves: equal rules of this package; somebody's own may hide a number."""
+    return (run.kind, None if run.guard.is_ours else id(run))
 
 
 def _rows_at_most(run: Run) -> int:

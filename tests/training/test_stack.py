@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from contextlib import suppress
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
-from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, Performance, program
+from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, Performance, Rule, program
 from evenclip.noise import Ahead
 from evenclip.program import Engine, NoProgram
 from evenclip.stack import Stack
@@ -452,3 +454,59 @@ def test_one_record_moves_the_clipped_sum_of_its_run_by_at_most_S_and_no_other(t
         moved = float((sums[left_out][0] - sums[None][0]).norm())
         assert 0.05 < moved <= 0.3 * (1 + 1e-9)
         torch.testing.assert_close(sums[left_out][1], sums[None][1], **CLOSE)
+
+
+# --- what must not be taken for equal, and what must be written first ------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Hidden(Rule):
+    """A stranger's rule with a constant that takes no part in comparisons, nor in its name."""
+
+    name: ClassVar[str] = "hidden"
+    sigma: float = 1.0
+    bound: float = dataclasses.field(default=1.0, compare=False, repr=False)
+
+    def sensitivity(self, now):
+        return self.bound
+
+    def weight(self, norm, group, now):
+        return (self.bound / norm).clamp(max=1.0)
+
+
+def test_two_rules_of_a_stranger_that_compare_equal_are_two(toy):
+    """One mapped step for both would clip, and add noise, for the bound of the first."""
+    rules = Hidden(bound=1.0), Hidden(bound=0.1)
+    assert rules[0] == rules[1]
+    makes = [partial(prepare, toy.mlp(), toy.data(), rule=rule, batch_size=8, steps=4) for rule in rules]
+    runs = [make(seed=seed) for seed, make in enumerate(makes)]
+    with (stack := Stack(runs, compile=False)).listening():
+        while stack.t < stack.steps:
+            stack.step()
+    for seed, (make, run) in enumerate(zip(makes, runs, strict=True)):
+        alone = make(seed=seed)
+        with alone.listening():
+            while alone.t < 4:
+                alone.update(alone.step())
+        torch.testing.assert_close(toy.vector(run.model), toy.vector(alone.model), rtol=1e-9, atol=1e-11)
+
+
+def test_a_step_that_is_interrupted_is_in_the_ledger(toy, monkeypatch):
+    """Parameters may have moved by then, so the ledger comes first: one step too many is safe, one too few is not."""
+    run = prepare(toy.mlp(), toy.data(), rule=DPSGD(), batch_size=8, steps=6, seed=0)
+    before, stack = toy.vector(run.model), Stack([run], compile=False)
+    engine = stack._engine
+
+    def interrupted(*given):
+        found = engine(*given)
+        if stack.t == 2:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(stack, "_engine", interrupted)
+    with suppress(KeyboardInterrupt), stack.listening():
+        while stack.t < stack.steps:
+            stack.step()
+    assert stack.t == 2
+    assert not torch.equal(toy.vector(run.model), before)
+    assert run.ledger.steps == 3

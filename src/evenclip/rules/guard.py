@@ -98,13 +98,18 @@ class Guarded:
         weights: Tensor = torch.func.vmap(each_group, in_dims=(None, None, 0))(zero, group, nows)
         return weights.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether the rule is one of this package, which is what its fields say it is and nothing else."""
+        return type(self.rule).__module__.startswith("evenclip.rules.")
+
     @cached_property
     def _at_once(self) -> bool:
         """Whether the rule is called on the whole batch: only our own, which tests prove to do the same to each sample.
 
         A stranger's word is not enough: a rule that is handed the batch can look at it.
         """
-        return self.rule.elementwise and type(self.rule).__module__.startswith("evenclip.rules.")
+        return self.rule.elementwise and self.is_ours
 
     def _sees(self, x: Tensor) -> bool:
         """Whether the numbers can be looked at here and now, for nothing: on the CPU, and not blind."""

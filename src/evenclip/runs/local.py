@@ -127,8 +127,6 @@ class _Pool:
                 self._show.ended(spec, None)
             todo = [spec for spec in bundle if spec not in done]
             if todo:
-                for spec in todo:
-                    self._show.started(spec)
                 worker.take(todo, self._store)
                 return
 
@@ -141,6 +139,9 @@ class _Pool:
                 self._show.ended(each.spec, each)
             return lost
         spec = worker.specs[event["i"]]
+        if event["i"] not in worker.begun:  # a run's own time begins when it is first heard of
+            worker.begun.add(event["i"])
+            self._show.started(spec)
         if event["event"] == "step":
             self._show.step(spec, event["t"])
             return []
@@ -159,6 +160,7 @@ class _Worker:
 
     def __init__(self, events: queue.Queue[tuple[_Worker, dict[str, Any]]]) -> None:
         self.specs: dict[int, Spec] = {}  # what it has in hand
+        self.begun: set[int] = set()  # what of it was heard of
         self._process = subprocess.Popen(
             [sys.executable, "-m", "evenclip.runs.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -170,7 +172,7 @@ class _Worker:
 
     def take(self, specs: Sequence[Spec], store: Store) -> None:
         """Something to do."""
-        self.specs = dict(enumerate(specs))
+        self.specs, self.begun = dict(enumerate(specs)), set()
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it is dead, and the listener will say so
             described, names = [spec.to_json() for spec in specs], [spec.hash for spec in specs]
