@@ -39,7 +39,7 @@ class Quick:
         program = Program(FunctionalTape(tape, few.x, few.y), [self._kind])
         self._key = noise.noise.key.to(vector.device)
         self._nothing = torch.zeros(0, device=vector.device)
-        example = self._inputs(-1, torch.zeros(_ANY, dtype=torch.int64), vector, state, 1.0)
+        example = self._inputs(-1, torch.arange(_ANY) % len(data.y), vector, state, 1.0)
         self._engine = Engine(program, data, [example], compile=True)
         (self.multipliers,) = self._engine.multipliers
 

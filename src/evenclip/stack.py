@@ -118,7 +118,7 @@ class Stack:
         assert isinstance(tape, Tape)
         program = Program(FunctionalTape(tape, few.x, few.y), [members.kind for members in self._members])
         self._room = max(_rows_at_most(run) for run in runs)
-        batches = [[torch.zeros(0, dtype=torch.int64) for _ in m.runs] for m in self._members]
+        batches = [[torch.arange(min(self._room - 1, run.settings.n)) for run in m.runs] for m in self._members]
         with self.runs[0].precision():
             self._engine = Engine(
                 program, data, self._inputs(batches, self._room), compile=compile, finish=self._finish
