@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 from decimal import Decimal, localcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from scipy import stats
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from evenclip import noise as module
-from evenclip.noise import Ahead, Noise, normal
+from evenclip.noise import Ahead, Noise, normal, normals
 
 
 def seeded(seed):
@@ -35,7 +37,15 @@ def by_tensors(noise, t, size, dtype=torch.float32, steps=1):
     return torch.stack([normal(noise.key, torch.tensor(t + s), size, dtype) for s in range(steps)])
 
 
-over_roads = pytest.mark.parametrize("road", [by_numpy, by_tensors])
+def by_words(noise, t, size, dtype=torch.float32, steps=1):
+    """As a compiled step has it, which makes float64 as numpy does."""
+    if dtype == torch.float64:
+        return noise.normal(t, size, dtype, steps)
+    pairs = zip(*noise.words(t, size, steps), strict=True)
+    return torch.stack([normals(words, more, size, dtype) for words, more in pairs])
+
+
+over_roads = pytest.mark.parametrize("road", [by_numpy, by_tensors, by_words])
 over_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 ROUNDING = {torch.float32: 3e-6, torch.float64: 2e-14}  # of a number: that of its angle, times its radius
 examples = settings(derandomize=True, deadline=None, database=None)
@@ -353,6 +363,37 @@ def test_ahead_has_the_numbers_of_every_step_in_any_order(dtype, sizes):
         assert torch.equal(torch.cat([expected[:0], *parts.values()]), expected)
 
 
+@pytest.mark.parametrize("tail", [TAIL, 2**28])
+@pytest.mark.parametrize("size", [1, 9, 40_000])
+def test_ahead_has_the_words_of_every_step_in_any_order(monkeypatch, size, tail):
+    """Also where one pair in 16 takes more bits: what one step has of them, the next has not."""
+    monkeypatch.setattr(module, "_TAIL", tail)
+    ahead, noise = Ahead(seeded(4), {"gradient": size}, torch.float32, torch.device("cpu")), seeded(4)
+    block = max(1, 2**15 // size)
+    for t in (0, 1, 2, block - 1, block, block + 1, 3 * block, 1, 0, 2**40, 2**40 - 1, 5):
+        found = normals(*ahead.words(t), size)
+        torch.testing.assert_close(found, noise.normal(t, size)[0], rtol=0, atol=3e-6)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
+@pytest.mark.parametrize("size", [7, 1001])
+def test_compiled_for_a_cpu_words_make_the_same_numbers(size):
+    """As they are, in the tail, and near 1, where float32 knows u no better than 2⁻²⁴: words and bits of all kinds."""
+    compiled = torch.compile(partial(normals, size=size))
+    half, random = (size + 1) // 2, np.random.default_rng(0)
+    for _ in range(20):
+        low = random.integers(0, 2**32, half, dtype=np.uint64)
+        low[::3], low[1::3] = low[::3] % TAIL, FLAT - 2 + low[1::3] % (2**32 - FLAT + 2)
+        words = low | random.integers(0, 2**32, half, dtype=np.uint64) << np.uint64(32)
+        extra = random.integers(1, 2**32, half)
+        more = torch.from_numpy(np.where(low < TAIL, extra * 2.0**-32, 0.0).astype(np.float32))
+        hand = [by_hand(int(word), int(bits) - 1, torch.float32) for word, bits in zip(words, extra, strict=True)]
+        expected = torch.tensor(hand, dtype=torch.float64).T.flatten()[:size]
+        found = compiled(torch.from_numpy(words.view(np.int64)), more)
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=3e-6)
+
+
 def test_split_goes_by_the_names():
     ahead = Ahead(seeded(4), {"count": 2, "none": 0, "gradient": 3}, torch.float32, torch.device("cpu"))
     parts = ahead.split(torch.arange(5.0))
@@ -630,6 +671,8 @@ def add_half(self, u, t, size):
         (by_tensors, "_TAIL", 0),  # the same, and u may be 0
         (by_numpy, "_TAIL", 1),  # refined too late: 6.66 and nothing for a while before it
         (by_tensors, "_TAIL", 1),
+        (by_words, "Noise._further", lambda *_: 0.5),
+        (by_words, "_TAIL", 1),
     ],
 )
 def test_uniforms_of_32_bits_would_fail(road, name, fault, feed, monkeypatch):

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Ahead", "Noise", "normal"]
+__all__ = ["Ahead", "Noise", "normal", "normals"]
 
 # Numbers that are drawn at once, at the least: fewer, and the calls would take longer than the drawing.
 _AT_ONCE = 2**15
@@ -45,7 +45,7 @@ class Noise:
     def __init__(self, seed: np.random.SeedSequence) -> None:
         self.key = torch.from_numpy(seed.generate_state(2, np.uint64).view(np.int64))
         self._words = (_Words(self, 0), _Words(self, 1))
-        self._polar = np.empty((2, 0, 0))
+        self._polar, self._zeros = np.empty((2, 0, 0)), np.empty((0, 0), np.float32)
 
     def normal(self, t: int, size: int, dtype: torch.dtype = torch.float32, steps: int = 1) -> Tensor:
         """The numbers of so many steps from step t on, N(0, 1).  # [steps, size]
@@ -77,14 +77,29 @@ class Noise:
     def _refine(self, u: NDArray[Any], t: int, size: int) -> None:
         """32 bits more where u [step, pair], in units of 2⁻³², lies in the tail; everywhere in float64."""
         steps, half = u.shape
-        blocks = _blocks(half, 8)
         if u.dtype == np.float64:
-            extra = self._words[1].of(t, steps, size, blocks).view(np.uint32)[:, :half]
+            extra = self._words[1].of(t, steps, size, _blocks(half, 8)).view(np.uint32)[:, :half]
             u += (extra + 1.0) * 2.0**-32
-        elif u.min(initial=_TAIL) < _TAIL:
-            for s, j in zip(*np.nonzero(u < _TAIL), strict=True):
-                extra = self._words[1].of(t + int(s), 1, size, blocks).view(np.uint32)[0, j]
-                u[s, j] += (float(extra) + 1.0) * 2.0**-32
+        else:
+            for s, j in _in_tail(u):
+                u[s, j] += self._further(t + s, size, j)
+
+    def words(self, t: int, size: int, steps: int = 1) -> tuple[Tensor, Tensor]:
+        """What `normals` makes the float32 numbers of so many steps of: words, more.  # [steps, pair], twice"""
+        half = (size + 1) // 2
+        words = self._words[0].of(t, steps, size, _blocks(half, 4))[:, :half]
+        more = self._zeros
+        if more.shape != words.shape:
+            more = self._zeros = np.zeros(words.shape, np.float32)  # read again and again: it stays
+        for s, j in _in_tail(words.view(np.uint32)[:, ::2]):
+            more = more.copy() if more is self._zeros else more
+            more[s, j] = self._further(t + s, size, j)
+        return torch.from_numpy(words.view(np.int64)), torch.from_numpy(more)
+
+    def _further(self, t: int, size: int, pair: int) -> float:
+        """What 32 bits more add to u in the tail, in units of 2⁻³²."""
+        blocks = _blocks((size + 1) // 2, 8)
+        return (float(self._words[1].of(t, 1, size, blocks).view(np.uint32)[0, pair]) + 1.0) * 2.0**-32
 
     def state(self) -> Tensor:
         """What the stream hangs on: secret, for the checkpoint only."""
@@ -131,17 +146,38 @@ def normal(key: Tensor, t: Tensor, size: int, dtype: torch.dtype = torch.float32
     words = _philox(key, t, size, _blocks(half, 4), 0)[:half]
     extra = _philox(key, t, size, _blocks(half, 8), 1)
     extra = torch.stack([extra & _LOW, (extra >> 32) & _LOW], dim=1).flatten()[:half]
-    exact = dtype if dtype == torch.float64 else torch.float32
-    low, more = (words & _LOW).to(exact), (extra.to(exact) + 1.0) * 2.0**-32
-    if exact == torch.float64:
-        logarithm = ((low + more) * 2.0**-32).log()
-    else:
-        logarithm = (torch.where(low < _TAIL, low + more, low) * 2.0**-32).log()
-        rest = (_LOW - (words & _LOW)).to(exact) + 0.5
-        logarithm = torch.where(words & _LOW >= _FLAT, torch.log1p(rest * -(2.0**-32)), logarithm)
+    more = (extra.to(_exact(dtype)) + 1.0) * 2.0**-32
+    if dtype != torch.float64:
+        more = torch.where(words & _LOW < _TAIL, more, 0.0)
+    return normals(words, more, size, dtype)
+
+
+def normals(words: Tensor, more: Tensor, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers that these words make, in tensor operations that may be compiled for a CPU as well.
+
+    Args:
+        words: [pair], int64
+        more: what further bits add to each u, in units of 2⁻³²; 0 where there are none.  # [pair]
+        size: how many numbers.
+        dtype: of what.
+
+    Returns:
+        [size]
+    """
+    exact = _exact(dtype)
+    low = words & _LOW
+    logarithm = ((low.to(exact) + more) * 2.0**-32).log()
+    if exact == torch.float32:
+        rest = (_LOW - low).to(exact) + 0.5
+        logarithm = torch.where(low >= _FLAT, torch.log1p(rest * -(2.0**-32)), logarithm)
     radius = (logarithm * -2.0).sqrt()
     angle = (words >> 32).to(exact) * (math.pi * 2.0**-31)
     return torch.cat([radius * angle.cos(), radius * angle.sin()])[:size].to(dtype)
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """What numbers of this kind are computed in."""
+    return dtype if dtype == torch.float64 else torch.float32
 
 
 def _philox(key: Tensor, t: Tensor, size: int, blocks: int, stream: int) -> Tensor:
@@ -170,6 +206,13 @@ def _signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
 
 
+def _in_tail(u: NDArray[Any]) -> list[tuple[int, int]]:
+    """Where u [step, pair], in units of 2⁻³², takes further bits."""
+    if u.min(initial=_TAIL) >= _TAIL:
+        return []
+    return [(int(s), int(j)) for s, j in zip(*np.nonzero(u < _TAIL), strict=True)]
+
+
 def _blocks(pairs: int, each: int) -> int:
     return -(-pairs // each)
 
@@ -181,9 +224,10 @@ class Ahead:
     """
 
     def __init__(self, noise: Noise, sizes: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> None:
-        self.noise, self.sizes, self._dtype, self._device = noise, dict(sizes), dtype, device
+        self.noise, self.sizes, self.dtype, self._device = noise, dict(sizes), dtype, device
         self._steps = max(1, _AT_ONCE // max(self.size, 1))
         self._rows, self._first = list[Tensor](), 0
+        self._words, self._first_words = list[tuple[Tensor, Tensor]](), 0
 
     @property
     def size(self) -> int:
@@ -197,9 +241,16 @@ class Ahead:
     def row(self, t: int) -> Tensor:
         """The same side by side.  # [size]"""
         if not 0 <= t - self._first < len(self._rows):
-            drawn = self.noise.normal(t, self.size, self._dtype, self._steps).to(self._device)
+            drawn = self.noise.normal(t, self.size, self.dtype, self._steps).to(self._device)
             self._rows, self._first = list(drawn.unbind()), t
         return self._rows[t - self._first]
+
+    def words(self, t: int) -> tuple[Tensor, Tensor]:
+        """What `normals` makes the float32 numbers of step t of.  # [pair], [pair]"""
+        if not 0 <= t - self._first_words < len(self._words):
+            words, more = self.noise.words(t, self.size, self._steps)
+            self._words, self._first_words = list(zip(words.unbind(), more.unbind(), strict=True)), t
+        return self._words[t - self._first_words]
 
     def state(self) -> Tensor:
         """What it all hangs on: secret, for the checkpoint only."""
@@ -208,7 +259,7 @@ class Ahead:
     def set_state(self, state: Tensor) -> None:
         """Be the noise that `state` was taken from."""
         self.noise.set_state(state)
-        self._rows = []
+        self._rows, self._words = [], []
 
     def split(self, row: Tensor) -> dict[str, Tensor]:
         """A row by the names of the releases."""

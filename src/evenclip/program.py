@@ -79,7 +79,9 @@ class Inputs(NamedTuple):
         rows: the batch, as places in the data.  # [run, row], int64
         size: how many of the rows are samples, the first ones; the others only fill up. Empty: all are.  # [run, 1]
         B: what sums are divided by, where that is not fixed; else empty.  # [run, 1]
-        noise: of this step; empty without any. On a GPU the keys to draw it by.  # [run, number] or [run, 2] int64
+        noise: of this step; empty without any. Or the words to make it of, int64. On a GPU the keys to draw it by.
+            # [run, number] or [run, pair] or [run, 2] int64
+        more: with words, the bits they lack; else empty.  # [run, pair]
     """
 
     vector: Tensor
@@ -88,6 +90,7 @@ class Inputs(NamedTuple):
     size: Tensor
     B: Tensor
     noise: Tensor
+    more: Tensor
 
 
 class Program:
@@ -125,7 +128,7 @@ class Program:
     def _run(self, i: int, given: Inputs, x: Any, y: Any, group: Tensor) -> Columns:
         """One run's step."""
         kind = self.kinds[i]
-        release = Releases(self._noise(kind, given.noise))
+        release = Releases(self._noise(kind, given))
         number = torch.ones_like(given.rows).cumsum(0)  # not arange: the number of rows may be a symbol
         chunk = Chunk(x, y, group, number <= given.size if given.size.numel() else None)
         B = given.B.squeeze(0) if kind.B is None else kind.B
@@ -136,11 +139,14 @@ class Program:
         return found
 
     @staticmethod
-    def _noise(kind: Kind, given: Tensor) -> dict[str, Tensor]:
+    def _noise(kind: Kind, given: Inputs) -> dict[str, Tensor]:
         if not kind.is_noisy:
             return {}
         names, sizes = zip(*kind.sizes, strict=True)
-        return dict(zip(names, torch.split(given, list(sizes)), strict=True))
+        drawn = given.noise
+        if not drawn.is_floating_point():
+            drawn = noise.normals(given.noise, given.more, sum(sizes), given.vector.dtype)
+        return dict(zip(names, torch.split(drawn, list(sizes)), strict=True))
 
 
 class _Step(nn.Module):

@@ -64,13 +64,17 @@ class Quick:
             rows = (batch if t < 0 else filled_up(batch)).to(self._device, non_blocking=True)
             size = torch.full((1,), batch.shape[0], device=self._device)
         divisor = self._nothing if self._kind.B is not None else self._nothing.new_full((1,), B, dtype=torch.float64)
-        return Inputs(vector, state, rows, size, divisor, self._given(t))
+        return Inputs(vector, state, rows, size, divisor, *self._given(t))
 
-    def _given(self, t: int) -> Tensor:
-        """What the noise is made of."""
+    def _given(self, t: int) -> tuple[Tensor, Tensor]:
+        """What the noise is made of: on a CPU words, as the compiler makes normal numbers of them on all cores."""
         if not self._kind.is_noisy:
-            return self._nothing
-        return self._key if self._device.type != "cpu" else self._noise.row(max(t, 0))
+            return self._nothing, self._nothing
+        if self._device.type != "cpu":
+            return self._key, self._nothing
+        if self._noise.dtype == torch.float64:
+            return self._noise.row(max(t, 0)), self._nothing
+        return self._noise.words(max(t, 0))
 
 
 def filled_up(batch: Tensor) -> Tensor:

@@ -217,7 +217,7 @@ class _Members:
             expected = [run.sampler.expected_size(batch) for run, batch in zip(self.runs, batches, strict=True)]
             B = torch.tensor(expected, dtype=torch.float64, device=self._device).clamp(min=1.0).unsqueeze(1)
         places, sizes = (part.to(self._device, non_blocking=True) for part in (torch.from_numpy(rows), sizes))
-        return Inputs(self.vector, self.state, places, sizes, B, self._noise(t))
+        return Inputs(self.vector, self.state, places, sizes, B, self._noise(t), self._nothing)
 
     def _noise(self, t: int) -> Tensor:
         if not self.kind.is_noisy:

@@ -185,27 +185,6 @@ def test_a_convolution_in_float32(kind, data, drawn, layer_alone):
         torch.testing.assert_close(found[name].double(), each, rtol=0, atol=1e-5 * float(each.abs().max() + 1))
 
 
-@pytest.mark.parametrize("channels", [(2, 4), (8, 4)], ids=["thin", "thick"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_convolution_is_formed_a_block_of_samples_at_a_time(
-    channels, dtype, numbers, made, layer_alone, same_layer, monkeypatch
-):
-    module = made(0, lambda: nn.Conv2d(*channels, 2, padding=1))
-    a = numbers(1, 5, channels[0], 9, 9)
-    delta = numbers(2, *module(a).shape)
-    expected, sizes = layer_alone(module, a, delta), []
-    whole = convolution.gradient(module.to(dtype), a.to(dtype), delta.to(dtype), ["weight", "bias"]).per_sample()
-    one = (4 if channels[0] < 8 else 1) * a[0].numel() + delta[0].numel()
-    monkeypatch.setattr(convolution, "_BLOCK", 2 * one // torch.get_num_threads() + 1)  # two, two, and the fifth alone
-    shifts = convolution.Shifts
-    monkeypatch.setattr(convolution, "Shifts", lambda m, a, d: sizes.append(len(a)) or shifts(m, a, d))
-    found = convolution.gradient(module, a.to(dtype), delta.to(dtype), ["weight", "bias"])
-    assert sizes == [2, 2, 1]
-    torch.testing.assert_close(found.per_sample(), whole)
-    if dtype == torch.float64:
-        same_layer(found, expected)
-
-
 @pytest.mark.parametrize(
     ("channels", "dtype", "way"),
     [

@@ -8,8 +8,8 @@ output; no sample's loss reaches another sample's row, so row i of δ belongs to
     norms()            ‖g_i‖               what the rule clips by
     weighted_sum(w)    Σ_i w_i g_i         what is trained on; with indicators as weights, g_B and the group gradients
 
-so what is audited is what was trained. Convolutions form their gradients on the way back, where δ passes by, so that
-neither δ nor the layer's input, which are far larger, are kept for it.
+so what is audited is what was trained. On a CPU a batch with large activations passes in blocks that fit the cache,
+and what a layer can form its gradients of (a convolution's input and δ, which are far larger) is let go with its block.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from evenclip.gradients.anylayer import AnyLayer, Mode
 from evenclip.gradients.axis import Axis
 from evenclip.gradients.layers import Formed, LayerGradient
-from evenclip.gradients.layers.convolution import Convolution
 from evenclip.gradients.layers.linear import OnePosition, operands, quick_square_norms
 from evenclip.gradients.losses import Loss
 
@@ -46,6 +45,13 @@ __all__ = [
     "count",
     "detached",
 ]
+
+
+# Numbers that go into or come out of a layer for a block of samples, at the most: 8 MiB in float32.
+_BLOCK = 2**21
+# So many times the parameters are the numbers that go through all layers for a block, at the least.
+_WORTH = 4
+_ALL = 2**62
 
 
 class AnyTape(Protocol):
@@ -141,6 +147,7 @@ class Unit:
         outputs: the same for each output that takes a gradient.
         picks: which of the tensors among its outputs those are.
         mode: how `torch.func` maps it, where there is no formula.
+        numbers: that go in or come out for one sample, at the most.
     """
 
     path: str
@@ -151,6 +158,7 @@ class Unit:
     outputs: tuple[Axis, ...] = ()
     picks: tuple[int, ...] = ()
     mode: Mode = Mode.SHARED
+    numbers: int = 0
 
 
 class Record(NamedTuple):
@@ -272,6 +280,37 @@ class PerSample:
         found.parts = tuple(Part(part.gradient.masked(keep), part.names) for part in self.parts)
         return found
 
+    def formed(self) -> PerSample:
+        """The same; what the layers have formed their gradients of is let go."""
+        found = PerSample(self.losses, (), self.layout)
+        found.parts = self.parts
+        return found
+
+
+class _Blocks(PerSample):
+    """Blocks of samples, one after the other."""
+
+    def __init__(self, blocks: Sequence[PerSample], layout: Layout) -> None:
+        super().__init__(torch.cat([block.losses for block in blocks]), (), layout)
+        self._blocks, self._sizes = tuple(blocks), [len(block.losses) for block in blocks]
+
+    def norms(self, *, quick: bool = False) -> Tensor:
+        """As of each."""
+        return torch.cat([block.norms(quick=quick) for block in self._blocks])
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """One sum over all of them."""
+        first, *others = zip(self._blocks, torch.split(weights, self._sizes), strict=True)
+        total = first[0].weighted_sum(first[1])
+        for block, some in others:
+            total += block.weighted_sum(some)
+        return total
+
+    def masked(self, keep: Tensor) -> PerSample:
+        """Each with what is kept of it."""
+        pairs = zip(self._blocks, torch.split(keep, self._sizes), strict=True)
+        return _Blocks([block.masked(some) for block, some in pairs], self.layout)
+
 
 def _uses(records: Sequence[Record | Whole]) -> dict[str, int]:
     """How often each parameter (the model's name) was used."""
@@ -302,54 +341,6 @@ class _Heard(NamedTuple):
         return Record(self.unit, self.inputs, tuple(filled))
 
 
-class _Arrival:
-    """A call of a unit whose gradients are formed as soon as δ arrives."""
-
-    def __init__(self, unit: Unit, a: Tensor, n: int) -> None:
-        self._unit, self._n = unit, n
-        self._a: Tensor | None = a
-        self._found: Record | Whole | None = None
-        self.mark = a.new_zeros(()).requires_grad_()
-        self.edges = [self.mark]  # a gradient comes here when δ has arrived
-
-    def arrived(self, delta: Tensor) -> None:
-        """δ is here: form what can be formed, and let go of the input."""
-        record, self._a = Record(self._unit, self._a, (delta,)), None
-        gradient = record.gradient(self._n, record.parameters)
-        if isinstance(gradient, Formed):
-            self._found = Whole({record.parameters[own]: each for own, each in gradient.per_sample().items()})
-        else:
-            self._found = record
-
-    def record(self, deltas: Sequence[Tensor | None]) -> Record | Whole:
-        """What was formed, or the record where nothing could be."""
-        del deltas
-        assert self._found is not None
-        return self._found
-
-
-class _Passing(torch.autograd.Function):
-    """The identity; on the way back it shows δ to an `_Arrival`.
-
-    Autograd is asked for the gradient of the arrival's mark, so that it comes by here and keeps nothing. With a hook on
-    the output it would come by only where it is asked for something further up.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, mark: Tensor, arrival: _Arrival) -> Tensor:
-        """`output` itself and no view of it: whoever comes next may overwrite it in place (ReLU(inplace=True))."""
-        del mark
-        ctx.arrival = arrival
-        ctx.mark_dirty(output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor, Tensor, None]:
-        """δ passes by."""
-        ctx.arrival.arrived(delta)
-        return delta, delta.new_zeros(()), None
-
-
 class Tape:
     """Records a model's forward passes and turns each into a `PerSample`. It has its ears on the model only while
     `listening`.
@@ -358,8 +349,9 @@ class Tape:
     def __init__(self, model: nn.Module, loss: Loss, units: Sequence[Unit]) -> None:
         self.model, self.loss, self.units = model, loss, tuple(units)
         self.layout = Layout.of(model)
+        self._rows = self._at_once()
         self._n = 0
-        self._heard: list[_Heard | _Arrival] | None = None
+        self._heard: list[_Heard] | None = None
 
     @contextmanager
     def listening(self) -> Iterator[Self]:
@@ -374,9 +366,18 @@ class Tape:
                 ear.take_off()
 
     def __call__(self, x: Any, y: Any) -> PerSample:
-        """One forward and one backward pass over these samples."""
-        if not count(x):
+        """One forward and one backward pass over these samples, on a CPU a block of them after the other."""
+        n = count(x)
+        if not n:
             return PerSample(self.layout.blank, (), self.layout)
+        blocks = -(-n // self._rows)
+        if blocks == 1:
+            return self._pass(x, y)
+        size = -(-n // blocks)
+        some = [tree_map(partial(_rows, at, at + size), (x, y)) for at in range(0, n, size)]
+        return _Blocks([self._pass(*block).formed() for block in some], self.layout)
+
+    def _pass(self, x: Any, y: Any) -> PerSample:
         self._n, self._heard = count(x), []
         try:
             losses = self._losses(x, y)  # [sample]
@@ -394,6 +395,16 @@ class Tape:
             records = [h.record(mine) for h, mine in arrived if any(delta is not None for delta in mine)]
         return PerSample(losses.detach(), records, self.layout)
 
+    def _at_once(self) -> int:
+        """Samples that pass at a time: as many as fit the cache, yet so many that reading the parameters and adding up
+        their gradients once a block is no work beside it. The same on every machine, as rounding depends on it.
+        """
+        if self.layout.blank.device.type != "cpu" or not self.units:
+            return _ALL
+        fit = _BLOCK // max(1, *(unit.numbers for unit in self.units))
+        worth = _WORTH * self.layout.size // max(1, sum(unit.numbers for unit in self.units))
+        return max(1, fit, worth)
+
     def _losses(self, x: Any, y: Any) -> Tensor:
         if torch.is_grad_enabled():
             return self.loss(call(self.model, x), y)
@@ -410,10 +421,6 @@ class Tape:
                 # All samples share this output (a table of positions). Each gets its own view of it, and so its own δ.
                 output = unit.outputs[0].first(output, self._n)
                 unit = replace(unit, outputs=(Axis(),))
-            if output.requires_grad and isinstance(unit.module, Convolution) and not output._is_view():
-                arrival = _Arrival(unit, a.detach(), self._n)
-                self._heard.append(arrival)
-                return _Passing.apply(output, arrival.mark, arrival)  # type: ignore[no-untyped-call]
             if output.requires_grad:
                 self._heard.append(_Heard(unit, a.detach(), [get_gradient_edge(output)], [], []))
             return output
@@ -489,6 +496,11 @@ class LossOf(nn.Module):
     def forward(self, x: Any, y: Any) -> Tensor:
         """The losses.  # [sample]"""
         return self.loss(call(self.model, x), y)
+
+
+def _rows(first: int, end: int, value: Any) -> Any:
+    """Some samples of a tensor; anything else as it is."""
+    return value[first:end] if isinstance(value, Tensor) else value
 
 
 def detached(value: Any) -> Any:

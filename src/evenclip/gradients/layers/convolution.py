@@ -37,29 +37,13 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 # Below this many input channels an offset's product is too thin to be worth a call.
 _THIN = 8
-# Numbers that a thread of a CPU works on at a time, 8 MiB in float32: what is copied on the way stays in its cache.
-_BLOCK = 2**21
 
 
 def gradient(module: Convolution, a: Tensor, delta: Tensor, names: Collection[str]) -> LayerGradient:
     """The gradients of a convolution.  a: [sample, in, *space], delta: [sample, out, *space]"""
     if a.shape[0] * math.prod(module.weight.shape) <= a.numel() + delta.numel():
-        return Formed(_formed(module, a, delta, names))
+        return Formed(Shifts(module, a, delta).per_sample(names))
     return LargeConvolution(Shifts(module, a, delta), names)
-
-
-def _formed(module: Convolution, a: Tensor, delta: Tensor, names: Collection[str]) -> dict[str, Tensor]:
-    """Name -> every sample's gradient, on a CPU a block of samples at a time.  # [sample, *parameter]"""
-    n = a.shape[0]
-    if a.device.type != "cpu" or not isinstance(n, int):  # it is a symbol where shapes are traced
-        return Shifts(module, a, delta).per_sample(names)
-    copies = math.prod(module.kernel_size) if _is_thin(module) else 1
-    block = max(1, n * _BLOCK * torch.get_num_threads() // max(1, copies * a.numel() + delta.numel()))
-    if n <= block:
-        return Shifts(module, a, delta).per_sample(names)
-    pairs = zip(torch.split(a, block), torch.split(delta, block), strict=True)
-    blocks = [Shifts(module, x, d).per_sample(names) for x, d in pairs]
-    return {name: torch.cat([found[name] for found in blocks]) for name in blocks[0]}
 
 
 class Shifts:

@@ -1,4 +1,4 @@
-"""Convolutions form their gradients where δ passes by: right in every kind of graph, and nothing large is kept."""
+"""A batch passes in blocks where its activations are large: right in every kind of graph, and nothing large is kept."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from evenclip.gradients import Tape, plan
-from evenclip.gradients.tape import Record, Whole, _Arrival
+from evenclip.gradients import tape as module
+from evenclip.gradients.tape import _Blocks
 
-N, CLASSES = 4, 3
+N, CLASSES = 5, 3
 
 
 class Branches(nn.Module):
@@ -80,29 +81,29 @@ def chain(*middle):
     return nn.Sequential(nn.Conv2d(2, 9, 3), *middle, nn.Flatten(), nn.LazyLinear(CLASSES))
 
 
-MODELS = {  # how it is made, one sample's input, how many calls are formed at once
+MODELS = {  # how it is made, one sample's input
     "one layer": (
-        lambda: nn.Sequential(nn.Conv1d(2, CLASSES, 3), nn.AdaptiveAvgPool1d(1), nn.Flatten()), (2, 7), 1),
-    "in place": (lambda: chain(nn.ReLU(inplace=True), nn.Conv2d(9, 2, 2), nn.ELU(inplace=True)), (2, 7, 7), 2),
-    "saved by what follows": (lambda: chain(nn.Sigmoid(), nn.Conv2d(9, 2, 2), nn.Tanh()), (2, 7, 7), 2),
+        lambda: nn.Sequential(nn.Conv1d(2, CLASSES, 3), nn.AdaptiveAvgPool1d(1), nn.Flatten()), (2, 7)),
+    "in place": (lambda: chain(nn.ReLU(inplace=True), nn.Conv2d(9, 2, 2), nn.ELU(inplace=True)), (2, 7, 7)),
+    "saved by what follows": (lambda: chain(nn.Sigmoid(), nn.Conv2d(9, 2, 2), nn.Tanh()), (2, 7, 7)),
     "three dimensions": (
         lambda: nn.Sequential(nn.Conv3d(2, 3, 2), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(24, CLASSES)),
-        (2, 3, 3, 3), 1),
-    "branches": (Branches, (2, 6, 6), 3),
-    "unused": (Unused, (2, 7), 1),
-    "twice": (Twice, (2, 9, 9), 3),
-    "two outputs": (TwoOutputs, (2, 6), 1),
+        (2, 3, 3, 3)),
+    "branches": (Branches, (2, 6, 6)),
+    "unused": (Unused, (2, 7)),
+    "twice": (Twice, (2, 9, 9)),
+    "two outputs": (TwoOutputs, (2, 6)),
     "large": (
-        lambda: nn.Sequential(nn.Conv2d(16, 20, 3), nn.Tanh(), nn.Flatten(), nn.Linear(80, CLASSES)), (16, 4, 4), 0),
+        lambda: nn.Sequential(nn.Conv2d(16, 20, 3), nn.Tanh(), nn.Flatten(), nn.Linear(80, CLASSES)), (16, 4, 4)),
 }  # fmt: skip
 
 
 @pytest.fixture
-def taken(made, numbers, tokens):
-    """`taken(name)`: the model, its tape, x and y."""
+def taken(made, numbers, tokens, monkeypatch):
+    """`taken(name, rows)`: the model, its tape for so many samples at a time, x and y."""
 
-    def build(name):
-        make, shape, _ = MODELS[name]
+    def build(name, rows):
+        make, shape = MODELS[name]
         x, y = numbers(1, N, *shape), tokens(2, CLASSES, N)
 
         def whole():
@@ -111,6 +112,10 @@ def taken(made, numbers, tokens):
             return model
 
         model = made(0, whole)
+        monkeypatch.setattr(module, "_WORTH", 0)
+        monkeypatch.setattr(module, "_BLOCK", 0)
+        units = plan(model, F.cross_entropy, x, y).units
+        monkeypatch.setattr(module, "_BLOCK", rows * max(unit.numbers for unit in units))
         tape = plan(model, F.cross_entropy, x, y)
         assert isinstance(tape, Tape)
         return model, tape, x, y
@@ -118,43 +123,80 @@ def taken(made, numbers, tokens):
     return build
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_in_every_kind_of_graph(name, taken, alone, same):
-    model, tape, x, y = taken(name)
+def test_in_every_kind_of_graph(name, rows, taken, alone, same):
+    model, tape, x, y = taken(name, rows)
     with tape.listening():
         found = tape(x, y)
-    assert sum(isinstance(record, Whole) for record in found.records) == MODELS[name][2]
+    assert isinstance(found, _Blocks)
+    assert max(found._sizes) <= rows
+    assert sum(found._sizes) == N
     same(found, alone(model, F.cross_entropy, x, y))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_masked(name, taken, alone, same):
-    model, tape, x, y = taken(name)
-    keep = torch.tensor([True, False, True, True])
+    model, tape, x, y = taken(name, 2)
+    keep = torch.tensor([True, False, True, True, False])
     with tape.listening():
         found = tape(x, y).masked(keep)
+    assert isinstance(found, _Blocks)
     same(found, torch.where(keep.unsqueeze(1), alone(model, F.cross_entropy, x, y), 0.0))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_records_of_somebody_else_give_the_same(name, taken, same, monkeypatch):
-    """Whoever makes δ otherwise makes records of it."""
-    _, tape, x, y = taken(name)
+def test_blocks_are_of_nearly_equal_size(taken):
+    _, tape, x, y = taken("one layer", 4)
     with tape.listening():
-        formed = tape(x, y)
-        monkeypatch.setattr("evenclip.gradients.tape.Convolution", ())  # none is formed at once
-        kept = tape(x, y)
-    assert all(isinstance(record, Record) for record in kept.records)
-    same(formed, kept.per_sample())
+        assert tape(x, y)._sizes == [3, 2]
+
+
+def test_where_it_fits_a_batch_passes_whole(taken):
+    _, tape, x, y = taken("one layer", N)
+    with tape.listening():
+        assert not isinstance(tape(x, y), _Blocks)
+
+
+def test_a_model_of_many_parameters_passes_in_larger_blocks(made, numbers, tokens, monkeypatch):
+    """Its parameters would be read, and their gradient added up, once a block."""
+    monkeypatch.setattr(module, "_BLOCK", 1)  # one sample at a time
+    model, x, y = made(0, lambda: nn.Linear(20, 50)), numbers(1, N, 20), tokens(2, 50, N)
+    for worth, rows in ((0, 1), (1, 21), (10, 210)):  # 1050 parameters, 50 numbers
+        monkeypatch.setattr(module, "_WORTH", worth)
+        assert plan(model, F.cross_entropy, x, y)._rows == rows
+
+
+def test_inputs_by_name_and_in_tuples_are_cut_alike(made, numbers, tokens, alone, same, monkeypatch):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(4, CLASSES), nn.Linear(2, CLASSES)
+
+        def forward(self, a, b):
+            return self.one(a) * self.other(b)
+
+    monkeypatch.setattr(module, "_WORTH", 0)
+    monkeypatch.setattr(module, "_BLOCK", 8)
+    a, b, y = numbers(1, N, 4), numbers(2, N, 2), tokens(3, CLASSES, N)
+    model = made(0, Two)
+    for x in ((a, b), {"b": b, "a": a}):
+        tape = plan(model, F.cross_entropy, x, y)
+        with tape.listening():
+            found = tape(x, y)
+        assert isinstance(found, _Blocks)
+        same(found, alone(model, F.cross_entropy, x, y))
 
 
 def test_nothing_large_is_kept(taken):
-    """Of what goes into the convolutions and comes out of them, nothing outlives the passes but the batch."""
-    model, tape, x, y = taken("saved by what follows")
-    seen, batch = [], x.clone()
+    """Of what goes into the convolutions and comes out of them, nothing outlives its block but the batch."""
+    model, tape, x, y = taken("saved by what follows", 3)
+    seen, batch, alive = [], x.clone(), []
 
-    def look(module, args, output):
-        seen.extend([weakref.ref(args[0]), weakref.ref(output)])
+    def look(layer, args, output):
+        if layer is model[0]:  # the next block has begun
+            gc.collect()
+            alive.extend(ref() for ref in seen if ref() is not None)
+        seen.extend([weakref.ref(output), *([] if layer is model[0] else [weakref.ref(args[0])])])
         output.register_hook(lambda delta: seen.append(weakref.ref(delta)))
 
     handles = [m.register_forward_hook(look) for m in model if isinstance(m, nn.Conv2d)]
@@ -163,22 +205,10 @@ def test_nothing_large_is_kept(taken):
     for handle in handles:
         handle.remove()
     gc.collect()
-    alive = [ref() for ref in seen if ref() is not None]
-    assert len(seen) == 6
-    assert all(tensor is batch for tensor in alive)
-    storages = {t.untyped_storage().data_ptr() for r in found.records if isinstance(r, Whole) for t in r.each.values()}
-    assert batch.untyped_storage().data_ptr() not in storages
-
-
-def test_the_input_is_let_go_as_soon_as_it_was_used(taken, numbers):
-    """And not after the passes: what comes next on the way back has its place."""
-    unit = taken("saved by what follows")[1].units[1]
-    a = numbers(0, N, 9, 5, 5)
-    arrival, gone = _Arrival(unit, a, N), weakref.ref(a)
-    del a
-    assert gone() is not None
-    arrival.arrived(numbers(1, N, 2, 4, 4))
-    assert gone() is None
+    assert isinstance(found, _Blocks)
+    assert len(seen) == 10
+    assert not alive
+    assert not [ref() for ref in seen if ref() is not None]
 
 
 def test_a_change_of_what_went_in_is_an_error_and_not_a_mistake(made, numbers, tokens):
