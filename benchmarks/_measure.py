@@ -6,6 +6,7 @@ import argparse
 import ctypes
 import datetime
 import gc
+import itertools
 import json
 import math
 import os
@@ -37,6 +38,8 @@ _TURN = 1000
 _LEAST = 5
 # Seconds after which no further step is looked at for its memory, if there were two.
 _LONG = 3.0
+# Steps whose allocations are looked at: Poisson batches differ in size.
+_LOOKED_AT = 8
 
 Loop = Iterator[None]
 
@@ -152,8 +155,9 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 def memory(make: Callable[[], Loop], steps: int, device: str, there: int) -> dict[str, float]:
     """Peak MiB of some steps, and the seconds until the first was taken. For a process of its own.
 
-    On a CPU the highest resident size beyond what the process has after its first step; on a GPU what was allocated at
-    most, recorded graphs included, beyond the `there` bytes of the data.
+    "MiB" is what torch had allocated at most: on a CPU beyond what there was before the step, on a GPU, recorded graphs
+    included, beyond the `there` bytes of the data. "held" is what the process held of the machine's memory for it, with
+    what its allocator had not given back: on a CPU the highest resident size beyond that after the first step.
     """
     started = time.perf_counter()
     loop = make()
@@ -164,13 +168,23 @@ def memory(make: Callable[[], Loop], steps: int, device: str, there: int) -> dic
         _some(loop, steps)
         wait(device)
         peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-        return {"MiB": (peak - there) / 2**20, "reserved": (reserved - there) / 2**20, "first": first}
+        return {"MiB": (peak - there) / 2**20, "held": (reserved - there) / 2**20, "first": first}
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak so far
     before = _status("VmRSS")
     _some(loop, steps)
-    return {"MiB": _status("VmHWM") - before, "first": first}
+    held = _status("VmHWM") - before
+    return {"MiB": max(_allocated(loop) for _ in range(_LOOKED_AT)), "held": held, "first": first}
+
+
+def _allocated(loop: Loop) -> float:
+    """The most that torch had allocated during a step, beyond what there was before it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        next(loop)
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(changes), default=0) / 2**20
 
 
 def _some(loop: Loop, steps: int) -> None:

@@ -76,14 +76,18 @@ def _failures(rows: Sequence[Found]) -> str:
 
 
 def memory_table(found: Found) -> str:
-    """Peak memory in MiB."""
+    """Peak memory in MiB: allocated, and held of the machine for it."""
     rows = found["rows"]
     ways = list(dict.fromkeys(way for row in rows for way in row["MiB"]))
     lines = [
-        [TITLES.get(row["model"], row["model"]), str(row["batch"]), *(number(row["MiB"].get(way)) for way in ways)]
+        [
+            TITLES.get(row["model"], row["model"]),
+            str(row["batch"]),
+            *(f"{number(row['MiB'].get(way))} / {number(row['held'].get(way))}" for way in ways),
+        ]
         for row in rows
     ]
-    return grid(["model, MiB", "batch", *ways], lines)
+    return grid(["model, MiB allocated / held", "batch", *ways], lines)
 
 
 def first_table(found: Found) -> str:
@@ -147,6 +151,16 @@ def compare_table(found: Found) -> str:
 # Name of each table -> the file it is made from, what makes it, and the command that writes that file.
 TABLES: dict[str, tuple[str, Callable[[Found], str], str]] = {
     "step": ("step.json", step_table, "step.py"),
+    "step-batches": (
+        "step-batches.json",
+        step_table,
+        "step.py --models dutch adult mnist --batch 64 1024 4096 --out benchmarks/results/step-batches.json",
+    ),
+    "step-others": (
+        "step-others.json",
+        step_table,
+        "step.py --models vit lstm --out benchmarks/results/step-others.json",
+    ),
     "step-cuda": ("step-cuda.json", step_table, "step.py --device cuda"),
     "step-cuda-tf32": ("step-cuda-tf32.json", step_table, "step.py --device cuda --tf32"),
     "memory": ("step.json", memory_table, "step.py"),

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
 import tempfile
 from functools import partial
 from typing import Any
@@ -60,7 +62,7 @@ def row(setup: Setup, given: argparse.Namespace) -> dict[str, Any]:
         "tf32": setup.tf32,
         **compared(seconds),
         "MiB": {way: found["MiB"] / runs_of(way) for way, found in peaks.items() if "MiB" in found},
-        "reserved": {way: found["reserved"] / runs_of(way) for way, found in peaks.items() if "reserved" in found},
+        "held": {way: found["held"] / runs_of(way) for way, found in peaks.items() if "held" in found},
         "first": {way: [found["first"], timed["first"].get(way)] for way, found in peaks.items() if "first" in found},
         "failed": failed | timed["failed"],
         "rounds": seconds,
@@ -121,6 +123,9 @@ def _whole(value: float | None) -> str:
 def child(task: dict[str, Any]) -> dict[str, Any]:
     """The body of a process of its own: one way's memory, or the turns of all."""
     setup = Setup(task["case"], task["batch"], task["device"], task["tf32"])
+    if setup.device == "cpu":  # better one way without memory than a machine without
+        most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 4 // 5
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     prepare_torch(task["threads"], setup.device, setup.tf32)
     if "way" in task:
         there = sum(part.nbytes for part in setup.data()) if setup.device != "cpu" else 0
