@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from evenclip import noise
+from evenclip.compiler import Compiled, compiled
 from evenclip.data.dataset import Samples
 from evenclip.gradients.anylayer import call_with
 from evenclip.gradients.functional import FunctionalTape
@@ -39,9 +40,8 @@ __all__ = ["Engine", "Inputs", "Kind", "NoProgram", "Program"]
 _log = logging.getLogger(__name__)
 
 
-# A compiled step is tried before it is used: on how few rows too, and how far from the graph's numbers it may be,
-# relative to the largest of each kind. Rounding stays far below (eleven bits: 5e-4), wrong code does not.
-_FEW, _CLOSE = 6, 1e-2
+# Rows that compiled code for any number of them is tried on as well.
+_FEW = 6
 
 
 class NoProgram(RuntimeError):  # noqa: N818  # it is no error, there is another road
@@ -258,27 +258,13 @@ class Engine:
         inputs = [Inputs(*rest[i : i + size]) for i in range(0, len(rest), size)]
         return [column for columns in self._program(data, inputs) for column in columns]
 
-    def compile(self, graph: GraphModule, inputs: Sequence[Inputs]) -> Callable[..., list[Tensor]]:
-        """The graph compiled, or itself where that cannot be done or comes to other numbers."""
-        try:
-            with warnings.catch_warnings(), torch.no_grad():
-                warnings.simplefilter("ignore")  # torch's compiler has much to say, to its own authors
-                run: Callable[..., list[Tensor]] = torch.compile(graph.forward)  # the module's call alone costs a step
-                if self._symbolic:
-                    for given in inputs:
-                        torch._dynamo.maybe_mark_dynamic(given.rows, given.rows.ndim - 1)
-                for tried in self._tried(inputs):
-                    flat = [*self._data, *_flat(tried)]
-                    _compare(run(*flat), graph(*flat))
-        except Exception as error:  # no compiler, or one that stumbles: the graph does the same work
-            _log.debug("not compiled: %s", error)
-            return graph
-        return run
-
-    def _tried(self, inputs: Sequence[Inputs]) -> list[Sequence[Inputs]]:
-        """Steps to try a compiled graph on: this one, and one of a few rows if it takes any number."""
-        few = [given._replace(rows=given.rows[..., :_FEW]) for given in inputs]
-        return [inputs, few] if self._symbolic else [inputs]
+    def compile(self, graph: GraphModule, inputs: Sequence[Inputs]) -> Compiled | None:
+        """The graph compiled, if that can be done."""
+        size, first = len(Inputs._fields), len(self._data) + Inputs._fields.index("rows")
+        tries, rows = [inputs], range(first, first + size * len(inputs), size)
+        if self._symbolic:
+            tries.append([given._replace(rows=given.rows[..., :_FEW]) for given in inputs])
+        return compiled(graph, [[*self._data, *_flat(tried)] for tried in tries], rows if self._symbolic else ())
 
     def likeness(self, inputs: Sequence[Inputs]) -> tuple[Any, ...] | None:
         """The same for steps that are the same graph; None where the graph has numbers of its own in it."""
@@ -295,10 +281,10 @@ class Engine:
 
 
 # Graphs that were made in this process: the runs of several seeds share one.
-_GRAPHS: dict[Any, tuple[Callable[..., list[Tensor]], bool, list[dict[str, float]]]] = {}
+_GRAPHS: dict[Any, tuple[Compiled, bool, list[dict[str, float]]]] = {}
 
 
-def _known(engine: Engine, inputs: Sequence[Inputs], *, compile: bool) -> tuple[Callable[..., list[Tensor]], bool]:
+def _known(engine: Engine, inputs: Sequence[Inputs], *, compile: bool) -> tuple[Compiled, bool]:
     """The engine's graph, compiled or not, and whether it is: made once for all that are alike."""
     like = engine.likeness(inputs)
     key = None if like is None or not _is_hashable(like) else (*like, compile)
@@ -306,18 +292,11 @@ def _known(engine: Engine, inputs: Sequence[Inputs], *, compile: bool) -> tuple[
         run, compiled, engine.multipliers[:] = _GRAPHS[key]
         return run, compiled
     graph = engine.traced(inputs)
-    run = engine.compile(graph, inputs) if compile else graph
+    made = engine.compile(graph, inputs) if compile else None
+    run = graph if made is None else made
     if key is not None:
-        _GRAPHS[key] = run, run is not graph, list(engine.multipliers)
-    return run, run is not graph
-
-
-def _compare(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Raise if what a compiler made of a step is wrong: a mistake of its own, or code it kept for another processor."""
-    for ours, theirs in zip(found, expected, strict=True):
-        size = theirs.abs().nan_to_num(0.0, 0.0, 0.0) if theirs.is_floating_point() else theirs[:0]
-        most = size.amax().item() if size.numel() else 0.0
-        torch.testing.assert_close(ours, theirs, rtol=_CLOSE, atol=_CLOSE * most, equal_nan=True)
+        _GRAPHS[key] = run, made is not None, list(engine.multipliers)
+    return run, made is not None
 
 
 def _is_unmapped(kind: Kind) -> bool:
@@ -377,16 +356,10 @@ def _normals(size: int, dtype: torch.dtype, runs: int, device: torch.device) -> 
     """`noise.normal` for so many keys, compiled where that is possible."""
     each = torch.func.vmap(partial(noise.normal, size=size, dtype=dtype), in_dims=(0, None))
     keys, t = torch.zeros(runs, 2, dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
-    graph: GraphModule = make_fx(each)(keys, t)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's compiler has much to say, to its own authors
-            run: Callable[[Tensor, Tensor], Tensor] = torch.compile(graph)
-            run(keys, t)
-    except Exception as error:  # no compiler, or one that stumbles: the graph does the same work
-        _log.debug("noise is not compiled: %s", error)
-        return graph
-    return run
+    graph: GraphModule = make_fx(lambda *given: [each(*given)])(keys, t)
+    made = compiled(graph, [[keys, t]])
+    run = graph if made is None else made
+    return lambda *given: run(*given)[0]
 
 
 class _Recorded:

@@ -1,0 +1,134 @@
+"""A graph of tensor operations through torch's compiler: tried before it is believed, and called directly.
+
+What comes out of the compiler is compared with the graph itself on the inputs it was compiled for, and on others: a
+compiler errs, and one that finds code in its cache that was made for another processor may load it. (Both were seen:
+wrong numbers, without a word.)
+
+torch checks at every call whether what it compiled still fits, which takes a quarter of a small step. Here nothing
+changes from call to call but the number of rows, so the check is left out where that can be done.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+__all__ = ["Compiled", "compiled"]
+
+Compiled = Callable[..., Sequence[Tensor]]
+
+# How far from the graph's numbers those of compiled code may be, relative to the largest of each output. Rounding stays
+# far below (with operands of eleven bits: 5e-4), wrong code does not.
+_CLOSE = 1e-2
+_log = logging.getLogger(__name__)
+
+
+def compiled(graph: GraphModule, tries: Sequence[Sequence[Tensor]], rows: Sequence[int] = ()) -> Compiled | None:
+    """The graph compiled, without gradients; None where there is no compiler, or it stumbles, or errs.
+
+    Args:
+        graph: takes tensors, returns a list of them.
+        tries: inputs to try it on, of different sizes if it takes any. It is compiled for the first.
+        rows: places of the inputs whose last axis may have any size from two on, the same for all.
+    """
+    watcher = _Watcher()
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # torch's compiler has much to say, to its own authors
+            # Not the module, whose call alone costs as much as a small step.
+            run: Compiled = torch.compile(graph.forward, backend=watcher)
+            for place in rows:
+                torch._dynamo.maybe_mark_dynamic(tries[0][place], tries[0][place].ndim - 1)
+            expected = [graph(*given) for given in tries]
+            roads = []
+            for given, theirs in zip(tries, expected, strict=True):
+                _compare(run(*given), theirs)
+                roads.append(watcher.road(given, rows))
+            direct = roads[0] if all(road == roads[0] for road in roads) else None
+            watcher.close()
+            return run if direct is None or not _leads(direct, tries, expected) else direct
+    except Exception as error:  # whatever it is, the graph does the same work
+        _log.debug("not compiled: %s", error)
+        return None
+
+
+def _compare(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Raise if these are other numbers."""
+    for ours, theirs in zip(found, expected, strict=True):
+        size = theirs.abs().nan_to_num(0.0, 0.0, 0.0) if theirs.is_floating_point() else theirs[:0]
+        most = size.amax().item() if size.numel() else 0.0
+        torch.testing.assert_close(ours, theirs, rtol=_CLOSE, atol=_CLOSE * most, equal_nan=True)
+
+
+def _leads(road: _Road, tries: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether it leads to the same numbers."""
+    try:
+        for given, theirs in zip(tries, expected, strict=True):
+            _compare(road(*given), theirs)
+    except Exception as error:  # what torch does around its code was more than to pass tensors on
+        _log.debug("not called directly: %s", error)
+        return False
+    return True
+
+
+class _Watcher:
+    """torch's compiler, and a look at what the code it makes is called with."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Compiled, tuple[Any, ...]] | None = None
+        self._closed = False
+
+    def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
+        """A backend for `torch.compile`."""
+        from torch._inductor import compile_fx  # it takes a second to import
+
+        run: Any = compile_fx.compile_fx(graph, list(inputs))
+
+        def watched(*given: Any) -> Sequence[Tensor]:
+            if not self._closed:
+                self._last = run, given
+            found: Sequence[Tensor] = run(*given)
+            return found
+
+        return watched
+
+    def close(self) -> None:
+        """Look no longer, and let go of what was seen."""
+        self._closed, self._last = True, None
+
+    def road(self, given: Sequence[Tensor], rows: Sequence[int]) -> _Road | None:
+        """How the code was reached from these inputs; None where that cannot be told.
+
+        Each tensor it was called with is one of the inputs, each number the number of rows.
+        """
+        if self._last is None:
+            return None
+        run, seen = self._last
+        places = [[place for place, tensor in enumerate(given) if tensor is value] for value in seen]
+        size = given[rows[0]].shape[-1] if rows else None
+        for value, found in zip(seen, places, strict=True):
+            if len(found) != 1 if isinstance(value, Tensor) else value != size:
+                return None
+        return _Road(run, tuple(found[0] if found else None for found in places), rows[0] if rows else 0)
+
+
+class _Road:
+    """Compiled code, and which inputs it takes in which order; None for the number of rows."""
+
+    def __init__(self, run: Compiled, order: tuple[int | None, ...], rows: int) -> None:
+        self._run, self._order, self._rows = run, order, rows
+
+    def __call__(self, *given: Tensor) -> Sequence[Tensor]:
+        return self._run(*[given[self._rows].shape[-1] if place is None else given[place] for place in self._order])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Road) and (self._run, self._order) == (other._run, other._order)
+
+    def __hash__(self) -> int:
+        return hash((self._run, self._order))
