@@ -1,4 +1,4 @@
-"""Any module with parameters, by `torch.func`: recurrent layers, attention, somebody's own.
+"""Any module with parameters, by `torch.func`: attention, recurrent cells, somebody's own.
 
 The gradient of sample i is that of ⟨output_i, δ_i⟩ with respect to the module's parameters, for the sample alone. It
 is mapped over the samples; where PyTorch refuses to map over shared parameters (recurrent layers write in place), each

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from evenclip.gradients.anylayer import AnyLayer, Mode
 from evenclip.gradients.axis import Axis
-from evenclip.gradients.layers import Formed, LayerGradient
+from evenclip.gradients.layers import Formed, LayerGradient, recurrent
 from evenclip.gradients.layers.linear import OnePosition, operands, quick_square_norms
 from evenclip.gradients.losses import Loss
 
@@ -179,8 +179,19 @@ class Record(NamedTuple):
         if unit.formula is not None:
             a, delta = unit.inputs[0].first(self.inputs, n), unit.outputs[0].first(self.deltas[0], n)
             return unit.formula(unit.module, a, delta, names)
+        if recurrent.takes(unit.module, self.inputs[0]):
+            return self._recurrent(n, names)
         layer = AnyLayer(unit.module, unit.inputs, unit.outputs, unit.picks, unit.mode)
         return Formed(layer(self.inputs, self.deltas, list(names), n)[0])
+
+    def _recurrent(self, n: int, names: Collection[str]) -> LayerGradient:
+        """Of a layer with several inputs and outputs that has a formula all the same."""
+        unit, tensors = self.unit, [leaf for leaf in tree_leaves(self.inputs) if isinstance(leaf, Tensor)]
+        x, *state = (axis.first(tensor, n) for axis, tensor in zip(unit.inputs, tensors, strict=True))
+        deltas: list[Tensor | None] = [None] * (3 if isinstance(unit.module, nn.LSTM) else 2)
+        for pick, axis, delta in zip(unit.picks, unit.outputs, self.deltas, strict=True):
+            deltas[pick] = axis.first(delta, n)
+        return recurrent.gradient(unit.module, x, state, deltas, names)  # type: ignore[arg-type]  # `takes` has looked
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """The layers with a formula: type -> gradient(module, a, delta, names). One file per kind; a new kind is one row
-here.
+here. Recurrent layers have several inputs and outputs, and a formula of another form (`recurrent`).
 """
 
 from __future__ import annotations
