@@ -1,6 +1,15 @@
-"""Who is served how well, what privacy cost whom, and what a few seeds can show of it."""
+"""Who is served how well, what privacy cost whom, by what, and what a few seeds can show of it."""
 
+from evenclip.audit.bounds import (
+    Conditions,
+    clipping_bound,
+    direction_bound,
+    direction_bound_star,
+    unconditional_bound,
+)
 from evenclip.audit.cost import excessive_risk, gap, left_out, privacy_cost
+from evenclip.audit.curvature import Curvature, Estimate
+from evenclip.audit.decomposition import RiskTerms
 from evenclip.audit.fairlearn import metric_frame
 from evenclip.audit.metrics import NAMES, by_group, overall, predictions, scores, worst
 from evenclip.audit.statistics import (
@@ -16,9 +25,16 @@ from evenclip.audit.statistics import (
 
 __all__ = [
     "NAMES",
+    "Conditions",
+    "Curvature",
+    "Estimate",
     "Paired",
+    "RiskTerms",
     "bootstrap_interval",
     "by_group",
+    "clipping_bound",
+    "direction_bound",
+    "direction_bound_star",
     "excessive_risk",
     "gap",
     "holm",
@@ -32,6 +48,7 @@ __all__ = [
     "scores",
     "smallest_p",
     "t_interval",
+    "unconditional_bound",
     "wilcoxon",
     "worst",
 ]
