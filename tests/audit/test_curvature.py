@@ -214,6 +214,27 @@ def test_it_reads_the_model_as_it_stands_and_leaves_it():
     assert not torch.allclose(found.products(v), before)
 
 
+def test_dropout_is_left_out_and_put_back():
+    def make(p):
+        mixing = nn.TransformerEncoderLayer(8, 2, 8, dropout=p, batch_first=True)
+        return nn.Sequential(nn.Linear(4, 8), nn.Dropout(p), mixing, nn.Linear(8, 3))
+
+    with_it, without = seeded(lambda: make(0.5)), seeded(lambda: make(0.0))
+    x, y, v = numbers(1, 9, 1, 4), classes(2, 9), numbers(3, 2, sum(p.numel() for p in without.parameters()))
+
+    def loss(output, y):
+        return F.cross_entropy(output[:, 0], y, reduction="none")
+
+    before = torch.get_rng_state()
+    found, expected = (Curvature(model, loss, x, y) for model in (with_it, without))
+    torch.testing.assert_close(found.products(v), expected.products(v))
+    torch.testing.assert_close(found.gradient(), expected.gradient())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert with_it.training
+    assert [m.p for m in with_it.modules() if isinstance(m, nn.Dropout)] == [0.5] * 4
+    assert with_it[2].self_attn.dropout == 0.5
+
+
 def test_no_samples():
     with pytest.raises(ValueError, match="no samples"):
         Curvature(seeded(mlp), F.cross_entropy, numbers(1, 0, 4), classes(2, 0))

@@ -8,7 +8,7 @@ memory is that of a few gradients. From them come
     trace     E vᵀHv over random signs v     (Hutchinson 1990), with its standard error
     extremes  λ_min, λ_max                   (Lanczos, by scipy)
 
-They look at the model and change nothing.
+They look at the model and change nothing. Dropout is left out: what is looked at is the model itself, not a draw of it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Curvature:
             raise ValueError("There are no samples to take the curvature of; leave empty groups out.")
         self._whole, self._data = LossOf(model, per_sample(loss)), (x, y)
         self._rows = max(1, min(_ROWS, math.ceil(self.n / max(1, parts))))
-        self._numbers = _kept(self._whole, tree_map(_one, (x, y)))
+        with _without_dropout(model):
+            self._numbers = _kept(self._whole, tree_map(_one, (x, y)))
         self._product = _forward_over_reverse
 
     @property
@@ -88,7 +89,8 @@ class Curvature:
 
     def gradients(self) -> Tensor:
         """The mean gradient of every part.  # [part, parameter], float64"""
-        return torch.stack([self._flat(grad(total)(self._parameters())) / rows for total, rows in self._parts()])
+        with _without_dropout(self._whole.model):
+            return torch.stack([self._flat(grad(total)(self._parameters())) / rows for total, rows in self._parts()])
 
     def gradient(self) -> Tensor:
         """∇L.  # [parameter], float64"""
@@ -157,13 +159,14 @@ class Curvature:
 
     def _mapped(self, total: Callable[[dict[str, Tensor]], Tensor], vectors: Tensor) -> Tensor:
         """Σ_i H_i v for each v.  # [vector, parameter]"""
-        try:
+        with _without_dropout(self._whole.model):
+            try:
+                return self._product(total, self._parameters(), self._split(vectors))
+            except (NotImplementedError, RuntimeError):
+                if self._product is _reverse_over_reverse:
+                    raise
+            self._product = _reverse_over_reverse  # an operation without a derivative in forward mode (recurrent ones)
             return self._product(total, self._parameters(), self._split(vectors))
-        except (NotImplementedError, RuntimeError):
-            if self._product is _reverse_over_reverse:
-                raise
-        self._product = _reverse_over_reverse  # an operation without a derivative in forward mode (recurrent layers)
-        return self._product(total, self._parameters(), self._split(vectors))
 
     def _split(self, vectors: Tensor) -> dict[str, Tensor]:
         """Vectors by the names of the parameters.  # name -> [vector, *parameter]"""
@@ -241,6 +244,22 @@ def _twice_differentiable() -> Iterator[None]:
         sdpa_kernel(SDPBackend.MATH),
     ):
         yield
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """With every rate of dropout at 0; not in evaluation mode, in which some layers take another road."""
+    rates = {nn.modules.dropout._DropoutNd: "p", nn.MultiheadAttention: "dropout", nn.RNNBase: "dropout"}
+    found = [
+        (m, name, getattr(m, name)) for m in model.modules() for kind, name in rates.items() if isinstance(m, kind)
+    ]
+    try:
+        for module, name, _ in found:
+            setattr(module, name, 0.0)
+        yield
+    finally:
+        for module, name, rate in found:
+            setattr(module, name, rate)
 
 
 def _kept(whole: nn.Module, one: Any) -> int:

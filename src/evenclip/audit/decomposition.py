@@ -190,7 +190,8 @@ class RiskTerms:
         """This step's terms, if it is one of those that are looked at."""
         if step.t % self._every:
             return None
-        self._data = self._data.to(step.clipped_sum.device)
+        if self._data.y.device != step.clipped_sum.device:
+            self._data = self._data.to(step.clipped_sum.device)
         batches = self._gradients(step)
         probes = signs(self._probes, batches.plain.shape[1], self._seed)
         sigma, S = float(step.guard.rule.sigma), float(step.public.sensitivity)
@@ -218,7 +219,8 @@ class RiskTerms:
         if trace is not None:
             scale = self._lr**2 / 2 * noise**2
             found["noise"] = Estimate(scale * trace.value, scale * trace.se)
-        mean, length = sizes @ slopes / sizes.sum(), float(curvature.gradient().norm())
+        mean, whole = sizes @ slopes / sizes.sum(), torch.from_numpy(sizes).to(gradients) @ gradients / len(rows)
+        length = float(whole.norm())
         return GroupTerms(
             k, len(rows), of, length, mean[:m].tolist(), mean[m:].tolist(), trace, found,
             _cosine(mean[:m], batches.norms, length), _cosine(mean[m:], batches.clipped_norms, length),
