@@ -1,10 +1,10 @@
-"""Fill the tables of docs/performance.md from benchmarks/results/*.json, so that no number is typed.
+"""Fill the tables of docs/performance.md and the README from benchmarks/results/*.json, so that no number is typed.
 
-    python benchmarks/page.py [--check] [--results FOLDER] [--page FILE]
+    python benchmarks/page.py [--check] [--results FOLDER] [--pages FILE ...]
 
 What stands between `<!-- NAME -->` and `<!-- /NAME -->` is replaced by the table of that name; text around it is left
 as it is. A result that is not there is said to be missing, with the command that makes it. --check changes nothing and
-fails if the page is not what the results say.
+fails if a page is not what the results say.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "performance.md"
+PAGES = [HERE.parent / "docs" / "performance.md", HERE.parent / "README.md"]
 TITLES = {
     "dutch": "Dutch, 120 parameters", "adult": "Adult, MLP 256-256", "mnist": "MNIST, CNN", "celeba": "CelebA, CNN",
     "vit": "transformer", "lstm": "LSTM",
@@ -67,6 +67,17 @@ def step_table(found: Found) -> str:
         for row in rows
     ]
     return f"{grid(head, lines)}\n\n{_failures(rows)}{machine(found)}"
+
+
+def short_table(found: Found) -> str:
+    """The same in short, for the README."""
+    ways = {"plain compiled": "plain SGD compiled", "evenclip": "evenclip", "evenclip compiled": "compiled"}
+    ways |= {way: way for way in ("Opacus ghost", "Opacus hooks")}
+    lines = []
+    for row in found["rows"]:
+        cells = [number(row["ratio"].get(way)) for way in ways]
+        lines.append([TITLES.get(row["model"], row["model"]), "1", *cells])
+    return grid(["model", "plain SGD", *ways.values()], lines)
 
 
 def _failures(rows: Sequence[Found]) -> str:
@@ -151,6 +162,7 @@ def compare_table(found: Found) -> str:
 # Name of each table -> the file it is made from, what makes it, and the command that writes that file.
 TABLES: dict[str, tuple[str, Callable[[Found], str], str]] = {
     "step": ("step.json", step_table, "step.py"),
+    "step-short": ("step.json", short_table, "step.py"),
     "step-batches": (
         "step-batches.json",
         step_table,
@@ -199,17 +211,18 @@ def filled(text: str, results: Path) -> str:
 
 
 def main() -> None:
-    """Fill the page, or say that it is not as it should be."""
+    """Fill the pages, or say that one is not as it should be."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--results", type=Path, default=HERE / "results")
-    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--pages", type=Path, nargs="+", default=PAGES)
     given = parser.parse_args()
-    text = given.page.read_text()
-    new = filled(text, given.results)
-    if given.check:
-        sys.exit(None if text == new else f"{given.page} is not what the results say; run python benchmarks/page.py.")
-    given.page.write_text(new)
+    for page in given.pages:
+        text = page.read_text()
+        new = filled(text, given.results)
+        if given.check and text != new:
+            sys.exit(f"{page} is not what the results say; run python benchmarks/page.py.")
+        page.write_text(new)
 
 
 if __name__ == "__main__":

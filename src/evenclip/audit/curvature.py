@@ -33,7 +33,7 @@ from evenclip.gradients.tape import LossOf, count
 __all__ = ["Curvature", "Estimate", "signs"]
 
 # Samples that pass at once, at the most, and numbers that are kept on the way for all vectors that pass with them.
-_ROWS, _NUMBERS = 1024, 2**23
+_ROWS, _NUMBERS = 1024, 2**24
 # A model of fewer parameters than this has its Hessian formed for its eigenvalues: Lanczos needs room to search.
 _FEW = 32
 # Relative accuracy of eigenvalues.
