@@ -375,6 +375,16 @@ def test_ahead_has_the_words_of_every_step_in_any_order(monkeypatch, size, tail)
         torch.testing.assert_close(found, noise.normal(t, size)[0], rtol=0, atol=3e-6)
 
 
+def test_further_bits_are_those_of_the_tail_and_of_this_step_alone(monkeypatch):
+    """A number that they were added to by mistake would differ by less than its rounding, mostly."""
+    monkeypatch.setattr(module, "_TAIL", 2**28)
+    noise = seeded(4)
+    for t in (0, 1, 2, 7, 1):
+        words, more = noise.words(t, 100, steps=2)
+        assert torch.equal(more > 0, (words & 0xFFFFFFFF) < 2**28)
+        assert (more > 0).any()
+
+
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
 @pytest.mark.parametrize("size", [7, 1001])

@@ -187,6 +187,31 @@ def test_inputs_by_name_and_in_tuples_are_cut_alike(made, numbers, tokens, alone
         same(found, alone(model, F.cross_entropy, x, y))
 
 
+def test_a_layer_that_nothing_goes_into_or_comes_out_of(made, numbers, tokens, alone, same):
+    """Called without a tensor, and nothing that it returns has a gradient."""
+
+    class Aside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(CLASSES))
+
+        def forward(self):
+            return self.scale.detach().tolist()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.aside, self.head = Aside(), nn.Linear(4, CLASSES)
+
+        def forward(self, x):
+            return self.head(x) * self.aside()[0]
+
+    model, x, y = made(0, Model), numbers(1, N, 4), tokens(2, CLASSES, N)
+    tape = plan(model, F.cross_entropy, x, y)
+    with tape.listening():
+        same(tape(x, y), alone(model, F.cross_entropy, x, y))
+
+
 def test_nothing_large_is_kept(taken):
     """Of what goes into the convolutions and comes out of them, nothing outlives its block but the batch."""
     model, tape, x, y = taken("saved by what follows", 3)

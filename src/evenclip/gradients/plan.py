@@ -192,7 +192,8 @@ def _located(model: nn.Module, units: Sequence[Unit], x: Any, y: Any) -> list[Un
                 return None
             if unit.formula is not None and (not inputs or len(outputs) != 1):
                 return None
-            numbers = max(math.prod(shape) // 3 for into, out, _ in calls for shape in (*into, *out))
+            shapes = [shape for into, out, _ in calls for shape in (*into, *out)]
+            numbers = max((math.prod(shape) // 3 for shape in shapes), default=0)
             located.append(replace(unit, inputs=inputs, outputs=outputs, picks=picks, numbers=numbers))
     return _named_once(model, located)
 
