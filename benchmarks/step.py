@@ -22,6 +22,7 @@ import json
 import os
 import resource
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -45,7 +46,10 @@ def row(setup: Setup, given: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="compiled-") as cache:
         env = {"TORCHINDUCTOR_CACHE_DIR": cache}
         # First: a way that does not get through this has no turn with the others, which it might take down with it.
-        peaks = {way: in_child(__file__, {"way": way, **about}, _MEMORY, env) for way in names}
+        # Side by side on a GPU, where a process's own memory is what is counted.
+        with ThreadPoolExecutor(1 if setup.device == "cpu" else len(names)) as pool:
+            found = pool.map(lambda way: in_child(__file__, {"way": way, **about}, _MEMORY, env), names)
+            peaks = dict(zip(names, found, strict=True))
         failed = {way: found["error"] for way, found in peaks.items() if "error" in found}
         left = [way for way in names if way not in failed]
         task = {"ways": left, "rounds": given.rounds, "turn": given.turn, "budget": given.budget, **about}

@@ -28,7 +28,7 @@ ORDER = [
     ["step", "checkpoint", "privacy", "progress", "update"],
     ["rules", "gradients", "data", "models", "sampling"],
     ["accounting"],
-    ["release", "noise", "compiler", "check"],
+    ["release", "noise", "compiler", "recording", "check"],
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 HEAVY = ["pandas", "scipy", "dp_accounting", "typer", "rich", "sklearn", "pyarrow"]

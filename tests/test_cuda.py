@@ -1,5 +1,6 @@
 """On a GPU a run is what it is on the CPU: the same batches, the same noise, the same numbers to rounding."""
 
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
@@ -8,8 +9,10 @@ from torch.optim import SGD, Adam
 
 import evenclip
 from evenclip import Performance
+from evenclip import stack as stack_module
 from evenclip.models import cnn, mlp
 from evenclip.program import Engine
+from evenclip.recording import Reel
 from evenclip.stack import Stack
 from evenclip.train import prepare
 
@@ -258,8 +261,15 @@ def test_every_replay_has_noise_of_its_own_and_that_of_the_cpu():
 
 def hold(monkeypatch):
     """The fault: the number of the step that the recorded graph reads is never moved on."""
-    call = Engine.__call__
+    call, one = Engine.__call__, Reel._one
     monkeypatch.setattr(Engine, "__call__", lambda self, t, inputs: call(self, 0 * t, inputs))
+
+    def uncounted(self, rows):
+        found = one(self, rows)
+        self._t.sub_(1)
+        return found
+
+    monkeypatch.setattr(Reel, "_one", uncounted)
 
 
 def test_a_step_that_is_not_counted_in_the_graph_would_be_seen(monkeypatch):
@@ -269,15 +279,14 @@ def test_a_step_that_is_not_counted_in_the_graph_would_be_seen(monkeypatch):
 
 @pytest.fixture
 def columns(monkeypatch):
-    """What every step of an engine computed: [step][kind], columns of [run, ...]."""
-    seen, call = [], Engine.__call__
+    """What every step of a stack computed: [step][kind], columns of [run, ...]."""
+    seen, call = [], Reel.step
 
-    def watched(self, t, inputs):
-        found = call(self, t, inputs)
-        seen.append([type(of)(*(column.clone() for column in of)) for of in found])
-        return found
+    def watched(self, rows):
+        call(self, rows)
+        seen.append([type(of)(*(column.clone() for column in of)) for of in self.last])
 
-    monkeypatch.setattr(Engine, "__call__", watched)
+    monkeypatch.setattr(Reel, "step", watched)
     return seen
 
 
@@ -337,6 +346,36 @@ def test_batches_larger_than_the_room_on_the_gpu():
     makes = [making(ADAPT, table(seed=seed), seed, q=0.03, batch_size=8) for seed in (0, 1)]
     for make, run in zip(makes, stacked(makes), strict=True):
         assert_close(alone(partial(make, device="cpu")), run, 1e-3)  # divided by 8: steps are longer
+
+
+def test_blocks_of_a_few_steps_are_one_run(monkeypatch):
+    """What a block led to is told when the next has ended, and the last at the end."""
+    whole = stacked([making(ADAPT, table(seed=seed), seed) for seed in (0, 1)])
+    monkeypatch.setattr(stack_module, "_AT_ONCE", 3)
+    for one, other in zip(whole, stacked([making(ADAPT, table(seed=seed), seed) for seed in (0, 1)]), strict=True):
+        assert_close(one, other, 1e-6)
+        assert other.sampler.state()["at"] == one.sampler.state()["at"]
+
+
+def test_runs_that_take_turns_are_computed_at_the_same_time_and_do_not_disturb_each_other():
+    """Each on a stream of its own, with memory of its own: over many steps two kernels that shared any would show."""
+    generator = torch.Generator().manual_seed(0)
+    data = torch.rand(2000, 1, 28, 28, generator=generator), torch.randint(0, 10, (2000,), generator=generator)
+    makes = [
+        partial(prepare, cnn(seed=seed), data, rule=ADAPT, steps=60, batch_size=128, seed=seed, lr=0.1, device=GPU)
+        for seed in range(4)
+    ]
+    runs = [make() for make in makes]
+    with ExitStack() as ears:
+        stacks = [ears.enter_context(Stack([run], compile=True).listening()) for run in runs]
+        for _ in range(60):
+            for stack in stacks:
+                stack.step()
+    for make, run in zip(makes, runs, strict=True):
+        (other,) = stacked([make])
+        assert torch.equal(parameters(run), parameters(other))
+        assert run.ledger == other.ledger
+        assert run.trace.rows == other.trace.rows
 
 
 # --- eleven bits ------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from evenclip.compiler import Compiled, compiled
 from evenclip.data.dataset import Samples
 from evenclip.gradients.anylayer import call_with
 from evenclip.gradients.functional import FunctionalTape
+from evenclip.recording import Recorder, Recording
 from evenclip.release import Releases
 from evenclip.rules import Guarded, Rule
 from evenclip.step import Chunk, Columns, blind_step
@@ -42,6 +43,8 @@ _log = logging.getLogger(__name__)
 
 # Rows that compiled code for any number of them is tried on as well.
 _FEW = 6
+# Batches are filled up to a multiple of this: on a GPU each size is recorded once, the first time it comes.
+_STRIDE = 16
 
 
 class NoProgram(RuntimeError):  # noqa: N818  # it is no error, there is another road
@@ -169,11 +172,10 @@ class Engine:
 
     Attributes:
         compiled: whether a compiler was there.
+        t: number of the step: what noise on a GPU is drawn by.  # []
     """
 
-    def __init__(
-        self, program: Program, data: Samples, inputs: Sequence[Inputs], *, compile: bool, finish: Finish | None = None
-    ) -> None:
+    def __init__(self, program: Program, data: Samples, inputs: Sequence[Inputs], *, compile: bool) -> None:
         """Trace the program: for any number of rows, unless runs are mapped.
 
         Args:
@@ -181,18 +183,18 @@ class Engine:
             data: of all runs, one after the other.
             inputs: of some step, for their shapes.
             compile: whether to compile, if that is possible.
-            finish: what is done with what comes out, in place: part of the graph on a GPU.
 
         Raises:
             NoProgram: if the step cannot be traced.
         """
-        self._program, self._finish, self._rows = program, finish, inputs[0].rows.shape[-1]
+        self._program, self._rows = program, inputs[0].rows.shape[-1]
         self._symbolic = all(_is_unmapped(kind) for kind in program.kinds)  # vmap has no symbols for sizes
         self._samples, self._spec = data, tree_flatten(data)[1]
         self._data = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
-        self._t = torch.zeros((), dtype=torch.int64, device=self._data[0].device)
+        self.t = torch.zeros((), dtype=torch.int64, device=self._data[0].device)
         self._draw = [_Draw(kind, given.vector.dtype) for kind, given in zip(program.kinds, inputs, strict=True)]
-        self._recorded: dict[int, _Recorded] = {}
+        self._recorder: Recorder | None = None
+        self._recorded: dict[int, tuple[list[Inputs], Recording[list[Columns]]]] = {}
         self._run, self.compiled = _known(self, self._drawn(inputs), compile=compile)
 
     @property
@@ -204,33 +206,41 @@ class Engine:
         """Whether the graph is for so many rows."""
         return rows >= 2 if self._symbolic else rows == self._rows
 
+    def rows(self, longest: int) -> int:
+        """What to fill batches up to of which the longest has so many rows; further ones count for nothing."""
+        return max(longest, self._rows) if not self._symbolic else max(1, -(-longest // _STRIDE)) * _STRIDE
+
     def __call__(self, t: int, inputs: Sequence[Inputs]) -> list[Columns]:
         """One step. On a GPU the next one overwrites what is returned, and vectors and keys lie where they did."""
-        self._t.fill_(t)
+        self.t.fill_(t)
+        if not self.t.is_cuda:
+            return self.run(inputs)
+        if self._recorder is None:
+            self._recorder = Recorder()
         rows = inputs[0].rows.shape[-1]
-        if not self._t.is_cuda:
-            return self._step(inputs)
         if rows not in self._recorded:
-            self._recorded[rows] = _Recorded(self._step, inputs, in_place=self._finish is not None)
-        return self._recorded[rows](inputs)
+            kept = [_kept(given) for given in inputs]
+            self._recorded[rows] = kept, self._recorder(lambda: self.run(kept), [])
+        kept, replay = self._recorded[rows]
+        for ours, theirs in zip(_flat(kept), _flat(inputs), strict=True):
+            if ours.numel() and ours.data_ptr() != theirs.data_ptr():
+                ours.copy_(theirs, non_blocking=True)
+        return replay()
 
-    def _step(self, inputs: Sequence[Inputs]) -> list[Columns]:
+    def run(self, inputs: Sequence[Inputs]) -> list[Columns]:
+        """The step of number `t`, as it is recorded."""
         inputs, size = self._drawn(inputs), len(Columns._fields)
-        if self.takes(inputs[0].rows.shape[-1]):
-            found = self._run(*self._data, *_flat(inputs))
-            columns = [Columns(*found[i : i + size]) for i in range(0, len(found), size)]
-        else:
-            columns = self._program(self._samples, inputs)
-        if self._finish is not None:
-            self._finish(columns)
-        return columns
+        if not self.takes(inputs[0].rows.shape[-1]):
+            return self._program(self._samples, inputs)
+        found = self._run(*self._data, *_flat(inputs))
+        return [Columns(*found[i : i + size]) for i in range(0, len(found), size)]
 
     def _drawn(self, inputs: Sequence[Inputs]) -> Sequence[Inputs]:
         """On a GPU, the step's noise in place of the keys."""
-        if not self._t.is_cuda:
+        if not self.t.is_cuda:
             return inputs
         pairs = zip(self._draw, inputs, strict=True)
-        return [given._replace(noise=draw(given.noise, self._t)) for draw, given in pairs]
+        return [given._replace(noise=draw(given.noise, self.t)) for draw, given in pairs]
 
     def traced(self, inputs: Sequence[Inputs]) -> GraphModule:
         """The program as a graph of tensor operations, with one symbol for the number of rows."""
@@ -313,9 +323,6 @@ def _is_hashable(value: Any) -> bool:
     return True
 
 
-Finish = Callable[[list[Columns]], None]
-
-
 def _flat(inputs: Sequence[Inputs]) -> list[Tensor]:
     return [part for given in inputs for part in given]
 
@@ -362,40 +369,11 @@ def _normals(size: int, dtype: torch.dtype, runs: int, device: torch.device) -> 
     return lambda *given: run(*given)[0]
 
 
-class _Recorded:
-    """A step as a CUDA graph: what changes is copied to where the graph reads it, and it is replayed."""
-
-    def __init__(
-        self, step: Callable[[Sequence[Inputs]], list[Columns]], inputs: Sequence[Inputs], *, in_place: bool
-    ) -> None:
-        # Parameters and keys stay in their places, and so does a state that the graph itself moves on.
-        self._inputs = [
-            given._replace(
-                state=given.state if in_place else given.state.clone(), rows=given.rows.clone(),
-                size=given.size.clone(), B=given.B.clone(),
-            )
-            for given in inputs
-        ]  # fmt: skip
-        moved = [(part, part.clone()) for given in self._inputs for part in (given.vector, given.state)]
-        apart = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        apart.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(apart), torch.no_grad():
-            for _ in range(3):  # libraries choose their algorithms, and allocate, before they are recorded
-                step(self._inputs)
-        torch.cuda.current_stream().wait_stream(apart)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph), torch.no_grad():
-            self._found = step(self._inputs)
-        for part, before in moved:  # by trying it out
-            part.copy_(before)
-
-    def __call__(self, inputs: Sequence[Inputs]) -> list[Columns]:
-        for kept, now in zip(self._inputs, inputs, strict=True):
-            for ours, theirs in zip(kept, now, strict=True):
-                if ours.numel() and ours.data_ptr() != theirs.data_ptr():
-                    ours.copy_(theirs, non_blocking=True)
-        self._graph.replay()
-        return self._found
+def _kept(given: Inputs) -> Inputs:
+    """Places for what a recording reads: parameters and keys stay in theirs."""
+    return given._replace(
+        state=given.state.clone(), rows=given.rows.clone(), size=given.size.clone(), B=given.B.clone()
+    )
 
 
 def _is_random(node: Any) -> bool:

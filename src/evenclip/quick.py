@@ -13,21 +13,20 @@ from evenclip.gradients import Tape
 from evenclip.gradients.functional import FunctionalTape
 from evenclip.noise import Ahead
 from evenclip.program import Engine, Inputs, Kind, Program
+from evenclip.recording import sent
 from evenclip.step import Columns
 
 __all__ = ["Quick"]
 
 # Rows to trace a graph with that holds for any number of them: a size that nothing else is likely to have.
 _ANY = 251
-# On a GPU batches are filled up to a multiple of this: each size is recorded once, the first time it comes.
-_STRIDE = 16
 
 
 class Quick:
     """A program of one run, handed a batch at a time.
 
-    The graph takes batches of any size from two on. On a GPU there is a recording for every multiple of `_STRIDE` rows,
-    and rows that only fill up count for nothing.
+    The graph takes batches of any size from two on. On a GPU there is a recording for every size, so batches are filled
+    up to a few sizes, and rows that only fill up count for nothing.
 
     Attributes:
         multipliers: name of each release -> its multiplier, for the ledger.
@@ -52,16 +51,18 @@ class Quick:
         """Whether the graph has room for this batch."""
         return self._engine.takes(batch.shape[0])
 
-    def __call__(self, t: int, batch: Tensor, vector: Tensor, state: Tensor, B: float) -> Columns:
-        """One step on this batch, one row for each of its records and perhaps some more."""
+    def __call__(self, t: int, batch: Tensor, vector: Tensor, state: Tensor, B: float) -> tuple[Columns, Tensor]:
+        """One step on this batch: one row for each of its records and perhaps some more, and which those are."""
         with torch.no_grad():
-            (found,) = self._engine(t, [self._inputs(t, batch, vector, state, B)])
-            return found if self._device.type == "cpu" else Columns(*(column.clone() for column in found))
+            inputs = self._inputs(t, batch, vector, state, B)
+            (found,) = self._engine(t, [inputs])
+            return found if self._device.type == "cpu" else Columns(*(column.clone() for column in found)), inputs.rows
 
     def _inputs(self, t: int, batch: Tensor, vector: Tensor, state: Tensor, B: float) -> Inputs:
         rows, size = batch, self._nothing
         if self._device.type != "cpu":
-            rows = (batch if t < 0 else filled_up(batch)).to(self._device, non_blocking=True)
+            more = 0 if t < 0 else self._engine.rows(len(batch)) - len(batch)  # any will do: they count for nothing
+            rows = sent(F.pad(batch, (0, more)), self._device)
             size = torch.full((1,), batch.shape[0], device=self._device)
         divisor = self._nothing if self._kind.B is not None else self._nothing.new_full((1,), B, dtype=torch.float64)
         return Inputs(vector, state, rows, size, divisor, *self._given(t))
@@ -75,8 +76,3 @@ class Quick:
         if self._noise.dtype == torch.float64:
             return self._noise.row(max(t, 0)), self._nothing
         return self._noise.words(max(t, 0))
-
-
-def filled_up(batch: Tensor) -> Tensor:
-    """The batch with further rows up to the next multiple of `_STRIDE`: any will do, they count for nothing."""
-    return F.pad(batch, (0, -batch.shape[0] % _STRIDE))

@@ -200,11 +200,11 @@ class Run:
 
     def _quick_step(self, quick: Quick, batch: Tensor, B: float) -> Step:
         """The same by the program."""
-        columns = quick(self.t, batch, self._move.vector, self.state, B)
+        columns, rows = quick(self.t, batch, self._move.vector, self.state, B)
         self.ledger.write(self.sampler.q, quick.multipliers)
         chunk = partial(self._chunk, batch, None, 0)
         assert isinstance(self.data, Dataset)
-        group = self.nobody if self.data.group is None else self.data.group.index_select(0, batch.to(self.device))
+        group = self.nobody if self.data.group is None else self.data.group.index_select(0, rows)
         return watched(columns, len(batch), self.tape, self.guard, chunk, group, B, quick.multipliers, self.t)
 
     @property

@@ -6,9 +6,11 @@ and the same noise, clips by its own rule, and ends with the same ledger; number
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import groupby, zip_longest
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import chain, groupby, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +23,7 @@ from evenclip.data.dataset import Samples
 from evenclip.gradients import Tape
 from evenclip.gradients.functional import FunctionalTape
 from evenclip.program import Engine, Inputs, Kind, NoProgram, Program
+from evenclip.recording import Batches, Feed, Recorder, Reel, Seen
 from evenclip.run import Run
 from evenclip.sampling import roomy
 from evenclip.step import Columns
@@ -91,7 +94,8 @@ class Stack:
         while stack.t < stack.steps:
             stack.step()
 
-    At the end of an epoch, and when `listening` ends, every run has its parameters, state, ledger and trace.
+    When `listening` ends, every run has its parameters, state, ledger and trace. On a GPU a stack has a stream of its
+    own: several that take turns are computed at the same time, where there is room for more than one.
     """
 
     def __init__(self, runs: Sequence[Run], *, compile: bool) -> None:
@@ -108,88 +112,177 @@ class Stack:
         if why is not None:
             raise NoProgram(why)
         self.runs = tuple(sorted(runs, key=lambda run: repr(run.kind)))
-        self.steps, self.t, self._device = runs[0].settings.steps, runs[0].t, runs[0].device
-        self._epoch = runs[0].settings.epoch
-        data, offsets = _joined(self.runs)
-        members = groupby(zip(self.runs, offsets, strict=True), key=lambda pair: _shared(pair[0]))
-        self._members = [_Members(list(some), self._device) for _, some in members]
-        few = data.take(torch.arange(min(3, data.y.shape[0]), device=self._device))
+        self.steps, self.t = runs[0].settings.steps, runs[0].t
+        self._epoch, device = runs[0].settings.epoch, runs[0].device
+        data, self._offsets = _joined(self.runs)
+        members = groupby(zip(self.runs, self._offsets, strict=True), key=lambda pair: _shared(pair[0]))
+        self._members = [_Members(list(some), device) for _, some in members]
+        few = data.take(torch.arange(min(3, data.y.shape[0]), device=device))
         tape = self.runs[0].tape
         assert isinstance(tape, Tape)
         program = Program(FunctionalTape(tape, few.x, few.y), [members.kind for members in self._members])
-        self._room = max(_rows_at_most(run) for run in runs)
-        batches = [[torch.arange(min(self._room - 1, run.settings.n)) for run in m.runs] for m in self._members]
+        room = max(_rows_at_most(run) for run in runs)
+        batches = [[torch.arange(min(room - 1, run.settings.n)) for run in m.runs] for m in self._members]
+        inputs = [m.inputs(self.t, some, room) for m, some in zip(self._members, batches, strict=True)]
         with self.runs[0].precision():
-            self._engine = Engine(
-                program, data, self._inputs(batches, self._room), compile=compile, finish=self._finish
-            )
+            self._engine = Engine(program, data, inputs, compile=compile)
         self._multipliers = self._engine.multipliers
-        self._open = list[_Seen]()
+        self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._feeder: _Handed | _Reeled = _Handed(self) if self._stream is None else _Reeled(self, room)
+        self._block, self._at = list[list[Tensor]](), 0  # batches of the next steps [step][run], and which comes next
+        self._before = list[dict[str, Any]]()  # the samplers' states before them
+        self._open = deque[_Taken]()  # what the runs were not told yet
 
     @contextmanager
     def listening(self) -> Iterator[Stack]:
         """Where steps can be taken; afterwards the runs have what they have learned."""
         with self.runs[0].precision():
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream())
             try:
                 yield self
             finally:
-                self._settle()
+                with self._apart():
+                    self._settle()
+                    self._tell(0)
+                if self._stream is not None:
+                    torch.cuda.current_stream().wait_stream(self._stream)
 
     def step(self) -> None:
         """One step of every run."""
-        batches = [[run.sampler.next() for run in members.runs] for members in self._members]
-        longest = max(batch.shape[0] for some in batches for batch in some)
-        for members, multipliers in zip(self._members, self._multipliers, strict=True):
-            for run in members.runs:  # first of all: whatever interrupts the step, nothing is public without this
-                run.ledger.write(run.sampler.q, multipliers)
-        with torch.no_grad():
-            # A batch larger than the room there is (one in a million) is given more, operation by operation.
-            found = self._engine(self.t, self._inputs(batches, max(self._room, longest)))
-            kept = [columns._replace(gradient=_NOTHING, clipped_sum=_NOTHING, state=_NOTHING) for columns in found]
-            if self._device.type == "cuda":  # the next step overwrites them
-                kept = [
-                    columns._replace(now=columns.now.clone(), seen=columns.seen.clone(), flags=columns.flags.clone())
-                    for columns in kept
-                ]
-        self._open.append(_Seen(batches, kept))
-        self.t += 1
-        if self.t % self._epoch == 0 or self.t == self.steps:
-            self._settle()
+        with self._apart():
+            if not self._block:
+                self._draw()
+            for members, multipliers in zip(self._members, self._multipliers, strict=True):
+                for run in members.runs:  # first of all: whatever interrupts the step, nothing is public without this
+                    run.ledger.write(run.sampler.q, multipliers)
+            self._feeder.step(self._block[self._at])
+            self._at += 1
+            self.t += 1
+            if self._at == len(self._block):
+                self._settle()
+                self._tell(0 if self._stream is None else 1)  # by the next time that is done the device has sent it
 
-    def _inputs(self, batches: Sequence[Sequence[Tensor]], rows: int) -> list[Inputs]:
-        pairs = zip(self._members, batches, strict=True)
-        return [members.inputs(self.t, some, rows) for members, some in pairs]
+    def _apart(self) -> AbstractContextManager[Any]:
+        """Where a GPU is told what to do on the stack's own stream."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _finish(self, found: list[Columns]) -> None:
+    def _draw(self) -> None:
+        """The batches of the next steps of this epoch."""
+        left = min(self._epoch - self.t % self._epoch, self.steps - self.t, _AT_ONCE)
+        self._before = [run.sampler.state() for run in self.runs]
+        self._block, self._at = [[run.sampler.next() for run in self.runs] for _ in range(left)], 0
+        self._feeder.load(self._block)
+
+    def _finish(self, found: Sequence[Columns]) -> None:
         """Move every run's parameters along its noisy gradient, and its state to the next."""
         for members, columns in zip(self._members, found, strict=True):
             members.vector.addcmul_(columns.gradient, members.lr)
             members.state.copy_(columns.state)
 
     def _settle(self) -> None:
-        """Hand every run what was computed for it since the last time."""
-        if not self._open:
+        """The steps that were taken of the block are to be told; of the others the batches were never drawn."""
+        block, taken = self._block, self._at
+        self._block, self._at = [], 0
+        if not block:
             return
-        for i, members in enumerate(self._members):
-            columns = [Columns(*(column.cpu() for column in seen.columns[i])) for seen in self._open]
-            for r, run in enumerate(members.runs):
-                rows = []
-                for seen, of in zip(self._open, columns, strict=True):
-                    batch = seen.batches[i][r]
-                    numbers, flags = of.seen[r, :, : len(batch)], of.flags[r, :, : len(batch)]
-                    rows.append((batch, *numbers.unbind(), *flags.unbind(), of.now[r]))
-                run.take_over(self.t, members.vector[r], members.state[r], rows)
-        self._open = []
+        if taken < len(block):
+            for run, before in zip(self.runs, self._before, strict=True):
+                run.sampler.set_state(before)
+                for _ in range(taken):
+                    run.sampler.next()
+        if taken:
+            moved = [(members.vector.clone(), members.state.clone()) for members in self._members]
+            self._open.append(_Taken(self.t, block[:taken], self._feeder.seen(taken), moved))
+
+    def _tell(self, left: int) -> None:
+        """Hand every run what was computed for it, but for so many of the last blocks."""
+        while len(self._open) > left:
+            t, batches, seen, moved = self._open.popleft()
+            place = 0
+            for members, (vector, state), of in zip(self._members, moved, seen(), strict=True):
+                for r, run in enumerate(members.runs):
+                    rows = []
+                    for step, now, numbers, flags in zip(batches, of.now, of.seen, of.flags, strict=True):
+                        batch = step[place + r]
+                        n = len(batch)
+                        rows.append((batch, *numbers[r, :, :n].unbind(), *flags[r, :, :n].unbind(), now[r]))
+                    run.take_over(t, vector[r], state[r], rows)
+                place += len(members.runs)
 
 
-_NOTHING = torch.zeros(0)
+# Most steps whose batches are drawn at once.
+_AT_ONCE = 256
 
 
-class _Seen(NamedTuple):
-    """One step: the batches of every kind and run, and what was computed of every kind."""
+class _Taken(NamedTuple):
+    """Steps that were taken: up to t, with these batches [step][run], and what was seen of every kind.
 
+    Attributes:
+        moved: parameters and states that they led to, of every kind.
+    """
+
+    t: int
     batches: list[list[Tensor]]
-    columns: list[Columns]
+    seen: Callable[[], list[Seen]]
+    moved: list[tuple[Tensor, Tensor]]
+
+
+class _Handed:
+    """Steps on a CPU: each is handed its batches."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack, self._seen = stack, list[list[Seen]]()  # of each step and kind, that step alone
+
+    def load(self, block: Sequence[Batches]) -> None:
+        del block
+        self._seen = []
+
+    def step(self, batches: Batches) -> None:
+        stack, given, place = self._stack, [], 0
+        rows = stack._engine.rows(max(batch.shape[0] for batch in batches))
+        for members in stack._members:
+            given.append(members.inputs(stack.t, batches[place : place + len(members.runs)], rows))
+            place += len(members.runs)
+        with torch.no_grad():
+            found = stack._engine(stack.t, given)
+            stack._finish(found)
+        self._seen.append([Seen([of.now], [of.seen], [of.flags]) for of in found])
+
+    def seen(self, steps: int) -> Callable[[], list[Seen]]:
+        kinds = list(zip(*self._seen[:steps], strict=True))
+        return lambda: [Seen(*(list(chain(*parts)) for parts in zip(*kind, strict=True))) for kind in kinds]
+
+
+class _Reeled:
+    """Steps on a GPU: their batches lie there."""
+
+    def __init__(self, stack: Stack, room: int) -> None:
+        self._stack, members = stack, stack._members
+        moved = [part for m in members for part in (m.vector, m.state)]
+        steps = min(stack._epoch, stack.steps, _AT_ONCE)
+        sizes = [len(m.runs) for m in members]
+        engine = stack._engine
+        recorder = partial(Recorder, stack._stream)
+        self.reel = Reel(self._act, sizes, moved, engine.t, steps, engine.rows(room), recorder)
+
+    def load(self, block: Sequence[Batches]) -> None:
+        runs = self._stack.runs
+        B = [[max(1.0, r.sampler.expected_size(b)) for r, b in zip(runs, step, strict=True)] for step in block]
+        self.reel.load(self._stack.t, block, self._stack._offsets, B)
+
+    def step(self, batches: Batches) -> None:
+        self.reel.step(self._stack._engine.rows(max(batch.shape[0] for batch in batches)))
+
+    def seen(self, steps: int) -> Callable[[], list[Seen]]:
+        return self.reel.seen(steps)
+
+    def _act(self, feeds: Sequence[Feed]) -> list[Columns]:
+        """One step, as it is recorded."""
+        members = self._stack._members
+        found = self._stack._engine.run([m.fed(feed) for m, feed in zip(members, feeds, strict=True)])
+        self._stack._finish(found)
+        return found
 
 
 class _Members:
@@ -206,20 +299,23 @@ class _Members:
         self._keys = torch.stack([run.noise.noise.key for run in runs]).to(device)
         self._nothing = torch.zeros(len(runs), 0, device=device)
 
-    def inputs(self, t: int, batches: Sequence[Tensor], length: int) -> Inputs:
+    def inputs(self, t: int, batches: Batches, length: int) -> Inputs:
         """What the next step starts from, every batch filled up to this length."""
         rows = np.zeros((len(batches), length), dtype=np.int64)  # any row will do: those that fill up count for nothing
         for row, batch, offset in zip(rows, batches, self._offsets, strict=True):
             np.add(batch.numpy(), offset, out=row[: batch.shape[0]])
         sizes = torch.tensor([[batch.shape[0]] for batch in batches])
-        B = self._nothing
-        if self.kind.B is None:
-            expected = [run.sampler.expected_size(batch) for run, batch in zip(self.runs, batches, strict=True)]
-            B = torch.tensor(expected, dtype=torch.float64, device=self._device).clamp(min=1.0).unsqueeze(1)
-        places, sizes = (part.to(self._device, non_blocking=True) for part in (torch.from_numpy(rows), sizes))
-        return Inputs(self.vector, self.state, places, sizes, B, self._noise(t), self._nothing)
+        expected = [[max(1.0, run.sampler.expected_size(b))] for run, b in zip(self.runs, batches, strict=True)]
+        parts = torch.from_numpy(rows), sizes, torch.tensor(expected, dtype=torch.float64)
+        return self.fed(Feed(*(part.to(self._device) for part in parts)), t)
+
+    def fed(self, feed: Feed, t: int = 0) -> Inputs:
+        """The same of what lies on the device."""
+        B = self._nothing if self.kind.B is not None else feed.B
+        return Inputs(self.vector, self.state, feed.rows, feed.size, B, self._noise(t), self._nothing)
 
     def _noise(self, t: int) -> Tensor:
+        """On a CPU the noise itself, on a GPU what it is drawn by."""
         if not self.kind.is_noisy:
             return self._nothing
         return self._keys if self._device.type != "cpu" else torch.stack([run.noise.row(t) for run in self.runs])

@@ -31,15 +31,22 @@ _FEW = 4000
 _TIMED = 12
 # Seconds that compiling takes for each rule, about, and the share of a plain step that it saves, by device.
 _COMPILING, _SAVED = 10.0, {"cpu": 0.3, "cuda": 0.9}
-# Processes that share a GPU: while one waits for the host, another computes.
-_ON_A_GPU = 5
+# Runs of a process that take turns on a GPU: each has streams of its own, of which there are 32.
+_TURNS = 10
 
 
 class How(NamedTuple):
-    """How several runs are computed."""
+    """How several runs are computed.
+
+    Attributes:
+        together: whether as one computation.
+        compiled: whether that is compiled.
+        turns: how many are in progress at a time; with more than one, each takes a step in turn.
+    """
 
     together: bool
     compiled: bool
+    turns: int = 1
 
 
 PLAIN = How(together=False, compiled=False)
@@ -48,20 +55,16 @@ PLAIN = How(together=False, compiled=False)
 def bundles(specs: Sequence[Spec], workers: int) -> list[list[Spec]]:
     """The runs, those that are alike side by side, in as many bundles for each kind as there are workers.
 
-    On a GPU few processes share it, and runs of one rule go together, so that each rule is compiled once.
+    On a GPU a bundle is of one rule: its graph is compiled once, and all processes share the one device.
     """
     kinds: dict[str, list[Spec]] = {}
     for spec in specs:
-        kinds.setdefault(_likeness(spec), []).append(spec)
+        rule = "" if spec.device == "cpu" else _rule(spec)
+        kinds.setdefault(_likeness(spec) + rule, []).append(spec)
     found = []
     for alike in kinds.values():
-        ordered = sorted(alike, key=_rule) if alike[0].device != "cpu" else alike
-        parts = min(workers if alike[0].device == "cpu" else min(workers, _ON_A_GPU), len(alike))
-        if alike[0].device == "cpu":
-            found += [ordered[i::parts] for i in range(parts)]
-        else:
-            each = -(-len(ordered) // parts)
-            found += [ordered[i : i + each] for i in range(0, len(ordered), each)]
+        parts = min(workers, len(alike)) if alike[0].device == "cpu" else 1
+        found += [alike[i::parts] for i in range(parts)]
     return found
 
 
@@ -72,7 +75,7 @@ def choose(specs: Sequence[Spec]) -> How:
     if steps * len(specs) < _FEW:
         return PLAIN
     if specs[0].device != "cpu" and any(isinstance(module, CONVOLUTIONS) for module in run.model.modules()):
-        return How(together=False, compiled=True)  # mapped over runs they are slow, and compiled they fill a GPU alone
+        return How(together=False, compiled=True, turns=_TURNS)  # mapped over runs they are slow
     alone, stacked = _measured(specs)
     together = stacked < alone * len(specs)
     seconds = steps * (stacked if together else alone * len(specs))

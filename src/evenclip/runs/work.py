@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from importlib import metadata
 from typing import Any
@@ -38,8 +39,14 @@ def work(spec: Spec, report: Report, *, compile: bool = False) -> Outcome:
     return _outcome(spec, loaded, run, time.perf_counter() - started)
 
 
-def work_together(specs: Sequence[Spec], report: Report, *, compile: bool) -> list[Outcome]:
+def work_together(specs: Sequence[Spec], report: Report, *, compile: bool, turns: bool = False) -> list[Outcome]:
     """The same for runs that are alike, as one computation; each is told to have taken its share of the time.
+
+    Args:
+        specs: what to run.
+        report: told the number of the step.
+        compile: whether to compile the step.
+        turns: whether each run is a computation of its own, and they take turns: on a GPU, at the same time.
 
     Raises:
         NoProgram: if they cannot be computed together.
@@ -48,11 +55,15 @@ def work_together(specs: Sequence[Spec], report: Report, *, compile: bool) -> li
 
     started, pulse = time.perf_counter(), _Pulse(report)
     made = [prepared(spec, Performance()) for spec in specs]
-    stack = Stack([run for _, run in made], compile=compile)
-    with stack.listening():
-        while stack.t < stack.steps:
-            stack.step()
-            pulse(stack.t)
+    runs = [run for _, run in made]
+    stacks = [Stack([run], compile=compile) for run in runs] if turns else [Stack(runs, compile=compile)]
+    with ExitStack() as ears:
+        for stack in stacks:
+            ears.enter_context(stack.listening())
+        while stacks[0].t < stacks[0].steps:
+            for stack in stacks:
+                stack.step()
+            pulse(stacks[0].t)
     seconds = (time.perf_counter() - started) / len(specs)
     return [_outcome(spec, loaded, run, seconds) for spec, (loaded, run) in zip(specs, made, strict=True)]
 

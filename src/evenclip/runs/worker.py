@@ -80,18 +80,27 @@ def _how(specs: list[Spec]) -> How:
 
 def _together(todo: dict[int, Spec], how: How, store: Store, say: Any) -> dict[int, Spec]:
     """Carry out what is better computed together; what is left."""
+    if how.together:
+        return _at_once(todo, how, store, say)
+    if how.turns == 1:
+        return todo
+    left, waiting = dict[int, Spec](), list(todo.items())
+    while waiting:
+        some, waiting = waiting[: how.turns], waiting[how.turns :]
+        left |= _at_once(dict(some), how, store, say)
+    return left
+
+
+def _at_once(todo: dict[int, Spec], how: How, store: Store, say: Any) -> dict[int, Spec]:
+    """Carry these out, all in progress at the same time; what is left."""
     from evenclip.runs.work import work_together
 
-    specs = list(todo.values())
-    if not how.together:
-        return todo
+    def report(t: int) -> None:
+        for i in todo:
+            say(event="step", i=i, t=t)
+
     try:
-
-        def report(t: int) -> None:
-            for i in todo:
-                say(event="step", i=i, t=t)
-
-        found = work_together(specs, report, compile=how.compiled)
+        found = work_together(list(todo.values()), report, compile=how.compiled, turns=how.turns > 1)
     except Exception:  # whatever it was, each run will say it of itself
         return todo
     for (i, spec), (result, weights) in zip(todo.items(), found, strict=True):

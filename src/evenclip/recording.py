@@ -1,0 +1,246 @@
+"""Steps on a GPU as CUDA graphs, each one launch.
+
+A `Recorder` records what is done to tensors that stay in their places. A `Reel` holds the batches of many steps on the
+device, and what was seen of them until it is asked for, so that the host neither sends nor fetches anything in between
+and the device never waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Batches", "Feed", "Recorder", "Recording", "Reel", "Seen", "sent"]
+
+T = TypeVar("T")
+F = TypeVar("F", bound="Found")
+
+# Times that something is tried out before it is recorded: libraries choose their algorithms then, and allocate.
+_TRIES = 3
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device, without waiting for what the device is doing: that needs pinned memory."""
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+
+
+class Recording(Generic[T]):
+    """Something that was recorded."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, found: T) -> None:
+        self._graph, self._found = graph, found
+
+    def __call__(self) -> T:
+        """Do it again, on the stream that is current; what comes out is overwritten by the recorder's next replay."""
+        self._graph.replay()
+        return self._found
+
+
+class Record(Protocol):
+    """What a `Recorder` does."""
+
+    def __call__(self, act: Callable[[], T], moved: Sequence[Tensor]) -> Callable[[], T]: ...
+
+
+class Recorder:
+    """Makes recordings of which one at a time is replayed: they share their memory.
+
+    Libraries have one workspace for each stream, which goes into what is recorded on it. Recordings that are replayed
+    at the same time must not share it: two kernels that count in the same memory wait for each other for ever.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        """stream: to record on, nobody else's; None: a new one."""
+        self._stream: Any = torch.cuda.Stream() if stream is None else stream  # type: ignore[no-untyped-call]
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def __call__(self, act: Callable[[], T], moved: Sequence[Tensor]) -> Recording[T]:
+        """Record this.
+
+        Args:
+            act: what is done.
+            moved: what it changes in place; put back after each time that it is tried out.
+        """
+        before = [part.clone() for part in moved]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            for _ in range(_TRIES):
+                act()
+                _put_back(moved, before)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream), torch.no_grad():
+            found = act()
+        return Recording(graph, found)
+
+
+def _put_back(moved: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+    for part, was in zip(moved, before, strict=True):
+        part.copy_(was)
+
+
+Batches = Sequence[Tensor]  # of one step: every run's
+
+
+class Seen(NamedTuple):
+    """What was seen of some steps, on the host.
+
+    Attributes:
+        now: what each step clipped with.  # [step][run, ...]
+        seen: losses, norms, weights.  # [step][run, 3, row]
+        flags: clamped, finite.  # [step][run, 2, row]
+    """
+
+    now: Sequence[Tensor]
+    seen: Sequence[Tensor]
+    flags: Sequence[Tensor]
+
+
+class Found(Protocol):
+    """What a step computes of the runs of one kind: the columns of `step.Columns` that are kept."""
+
+    @property
+    def now(self) -> Tensor: ...
+    @property
+    def seen(self) -> Tensor: ...
+    @property
+    def flags(self) -> Tensor: ...
+
+
+class Feed(NamedTuple):
+    """What the step of one kind's runs reads.
+
+    Attributes:
+        rows: places in the data.  # [run, row]
+        size: how many of them are samples.  # [run, 1]
+        B: what sums are divided by.  # [run, 1], float64
+    """
+
+    rows: Tensor
+    size: Tensor
+    B: Tensor
+
+
+class Reel(Generic[F]):
+    """Steps that follow each other on a GPU.
+
+    Attributes:
+        last: what the last step computed, until the next does.
+    """
+
+    def __init__(
+        self, act: Callable[[Sequence[Feed]], Sequence[F]], runs: Sequence[int], moved: Sequence[Tensor], t: Tensor,
+        steps: int, width: int, recorder: Callable[[], Record],
+    ) -> None:  # fmt: skip
+        """Nothing is recorded yet.
+
+        Args:
+            act: one step of all runs; reads the number of the step from `t`.
+            runs: how many, of each kind.
+            moved: what it changes in place.
+            t: number of the step, counted on by the recording.  # []
+            steps: most that are loaded at once.
+            width: most rows that a batch is expected to have.
+            recorder: makes one.
+        """
+        self._act, self._runs, self._moved, self._t = act, list(runs), list(moved), t
+        self._steps, self._device, self._record = steps, t.device, recorder
+        self.last: Sequence[F] = ()
+        self._make(width)
+
+    def _make(self, width: int) -> None:
+        """The tables that recordings read and write: whoever makes new ones records anew."""
+        total, device = sum(self._runs), self._device
+        self.width, self._recorder = width, self._record()
+        self._recorded: dict[int, Callable[[], Sequence[F]]] = {}
+        self._at = torch.zeros(1, dtype=torch.int64, device=device)
+        self._rows = torch.zeros(self._steps, total, width, dtype=torch.int64, device=device)
+        self._sizes = torch.zeros(self._steps, total, 1, dtype=torch.int64, device=device)
+        self._B = torch.zeros(self._steps, total, 1, dtype=torch.float64, device=device)
+        self._seen: list[list[Tensor]] = []  # of each kind: now, seen, flags  [step, run, ...]
+
+    def load(self, t: int, batches: Sequence[Batches], offsets: Sequence[int], B: Sequence[Sequence[float]]) -> None:
+        """The batches of the next steps.
+
+        Args:
+            t: number of the first.
+            batches: [step][run]
+            offsets: where each run's data begin.
+            B: what each sum is divided by.  # [step][run]
+        """
+        longest = max(len(batch) for step in batches for batch in step)
+        if longest > self.width:  # one batch in a million
+            self._make(longest)
+        rows = np.zeros((len(batches), len(offsets), self.width), dtype=np.int64)
+        sizes = np.array([[[len(batch)] for batch in step] for step in batches])
+        for step, places in zip(batches, rows, strict=True):
+            for batch, row, offset in zip(step, places, offsets, strict=True):
+                np.add(batch.numpy(), offset, out=row[: len(batch)])
+        divisors = torch.tensor(B, dtype=torch.float64).unsqueeze(2)
+        tables, parts = (self._rows, self._sizes, self._B), (torch.from_numpy(rows), torch.from_numpy(sizes), divisors)
+        for table, part in zip(tables, parts, strict=True):
+            table[: len(batches)].copy_(sent(part, self._device))
+        self._at.zero_()
+        self._t.fill_(t)
+
+    def step(self, rows: int) -> None:
+        """The next of the loaded steps, with so many rows of every batch."""
+        rows = min(rows, self.width)
+        if rows not in self._recorded:
+            moved = [self._at, self._t, *self._moved]
+            self._recorded[rows] = self._recorder(lambda: self._one(rows), moved)
+        self.last = self._recorded[rows]()
+
+    def seen(self, steps: int) -> Callable[[], list[Seen]]:
+        """What was seen of the first of the loaded steps, of every kind: on its way to the host, who may ask later."""
+        there = [[_fetched(table[:steps]) for table in tables] for tables in self._seen]
+        wait = _now(self._device)
+
+        def later() -> list[Seen]:
+            wait()
+            return [Seen(*(table.unbind() for table in tables)) for tables in there]
+
+        return later
+
+    def _one(self, rows: int) -> Sequence[F]:
+        """What is recorded: read the step's batches, take it, write down what was seen, count on."""
+        tables = self._rows, self._sizes, self._B
+        read = [torch.split(table.index_select(0, self._at)[0], self._runs) for table in tables]
+        found = self._act([Feed(places[:, :rows].contiguous(), *rest) for places, *rest in zip(*read, strict=True)])
+        if not self._seen:
+            self._seen = [self._tables(of) for of in found]  # when it is first tried out
+        for seen, of in zip(self._seen, found, strict=True):
+            for table, part in zip(seen, (of.now, of.seen, of.flags), strict=True):
+                where = table if table.shape[1:] == part.shape else table.narrow(-1, 0, part.shape[-1])
+                where.index_copy_(0, self._at, part.unsqueeze(0))
+        self._at.add_(1)
+        self._t.add_(1)
+        return found
+
+    def _tables(self, of: F) -> list[Tensor]:
+        """For what is seen of every step, of the shapes that one has."""
+        return [
+            of.now.new_zeros(self._steps, *of.now.shape),
+            of.seen.new_zeros(self._steps, *of.seen.shape[:-1], self.width),
+            of.flags.new_zeros(self._steps, *of.flags.shape[:-1], self.width),
+        ]
+
+
+def _fetched(x: Tensor) -> Tensor:
+    """On its way to the host."""
+    if not x.is_cuda:
+        return x.clone()
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+
+def _now(device: torch.device) -> Callable[[], None]:
+    """A function that waits for what the device was told until now."""
+    if device.type == "cpu":
+        return lambda: None
+    ended: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    ended.record()
+    return ended.synchronize  # type: ignore[no-any-return]
