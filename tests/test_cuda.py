@@ -11,7 +11,7 @@ import evenclip
 from evenclip import Performance
 from evenclip import stack as stack_module
 from evenclip.models import cnn, mlp
-from evenclip.program import Engine
+from evenclip.quick import Quick
 from evenclip.recording import Reel
 from evenclip.stack import Stack
 from evenclip.train import prepare
@@ -261,8 +261,8 @@ def test_every_replay_has_noise_of_its_own_and_that_of_the_cpu():
 
 def hold(monkeypatch):
     """The fault: the number of the step that the recorded graph reads is never moved on."""
-    call, one = Engine.__call__, Reel._one
-    monkeypatch.setattr(Engine, "__call__", lambda self, t, inputs: call(self, 0 * t, inputs))
+    call, one = Quick.__call__, Reel._one
+    monkeypatch.setattr(Quick, "__call__", lambda self, t, *given: call(self, 0 * t, *given))
 
     def uncounted(self, rows):
         found = one(self, rows)

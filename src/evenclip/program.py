@@ -31,7 +31,6 @@ from evenclip.compiler import Compiled, compiled
 from evenclip.data.dataset import Samples
 from evenclip.gradients.anylayer import call_with
 from evenclip.gradients.functional import FunctionalTape
-from evenclip.recording import Recorder, Recording
 from evenclip.release import Releases
 from evenclip.rules import Guarded, Rule
 from evenclip.step import Chunk, Columns, blind_step
@@ -168,7 +167,7 @@ def _first(value: Any) -> Any:
 
 
 class Engine:
-    """A program made fast: traced, compiled where there is a compiler, recorded as a CUDA graph on a GPU.
+    """A program made fast: traced, and compiled where there is a compiler.
 
     Attributes:
         compiled: whether a compiler was there.
@@ -193,8 +192,6 @@ class Engine:
         self._data = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
         self.t = torch.zeros((), dtype=torch.int64, device=self._data[0].device)
         self._draw = [_Draw(kind, given.vector.dtype) for kind, given in zip(program.kinds, inputs, strict=True)]
-        self._recorder: Recorder | None = None
-        self._recorded: dict[int, tuple[list[Inputs], Recording[list[Columns]]]] = {}
         self._run, self.compiled = _known(self, self._drawn(inputs), compile=compile)
 
     @property
@@ -211,24 +208,12 @@ class Engine:
         return max(longest, self._rows) if not self._symbolic else max(1, -(-longest // _STRIDE)) * _STRIDE
 
     def __call__(self, t: int, inputs: Sequence[Inputs]) -> list[Columns]:
-        """One step. On a GPU the next one overwrites what is returned, and vectors and keys lie where they did."""
+        """One step, of this number."""
         self.t.fill_(t)
-        if not self.t.is_cuda:
-            return self.run(inputs)
-        if self._recorder is None:
-            self._recorder = Recorder()
-        rows = inputs[0].rows.shape[-1]
-        if rows not in self._recorded:
-            kept = [_kept(given) for given in inputs]
-            self._recorded[rows] = kept, self._recorder(lambda: self.run(kept), [])
-        kept, replay = self._recorded[rows]
-        for ours, theirs in zip(_flat(kept), _flat(inputs), strict=True):
-            if ours.numel() and ours.data_ptr() != theirs.data_ptr():
-                ours.copy_(theirs, non_blocking=True)
-        return replay()
+        return self.run(inputs)
 
     def run(self, inputs: Sequence[Inputs]) -> list[Columns]:
-        """The step of number `t`, as it is recorded."""
+        """The step whose number is in `t`: what is recorded on a GPU."""
         inputs, size = self._drawn(inputs), len(Columns._fields)
         if not self.takes(inputs[0].rows.shape[-1]):
             return self._program(self._samples, inputs)
@@ -367,13 +352,6 @@ def _normals(size: int, dtype: torch.dtype, runs: int, device: torch.device) -> 
     made = compiled(graph, [[keys, t]])
     run = graph if made is None else made
     return lambda *given: run(*given)[0]
-
-
-def _kept(given: Inputs) -> Inputs:
-    """Places for what a recording reads: parameters and keys stay in theirs."""
-    return given._replace(
-        state=given.state.clone(), rows=given.rows.clone(), size=given.size.clone(), B=given.B.clone()
-    )
 
 
 def _is_random(node: Any) -> bool:

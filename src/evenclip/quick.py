@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from evenclip.data.dataset import Samples
 from evenclip.gradients import Tape
 from evenclip.gradients.functional import FunctionalTape
 from evenclip.noise import Ahead
 from evenclip.program import Engine, Inputs, Kind, Program
-from evenclip.recording import sent
+from evenclip.recording import Recorder, Recording
 from evenclip.step import Columns
 
 __all__ = ["Quick"]
@@ -38,9 +39,12 @@ class Quick:
         program = Program(FunctionalTape(tape, few.x, few.y), [self._kind])
         self._key = noise.noise.key.to(vector.device)
         self._nothing = torch.zeros(0, device=vector.device)
-        example = self._inputs(-1, torch.arange(_ANY) % len(data.y), vector, state, 1.0)
-        self._engine = Engine(program, data, [example], compile=True)
+        rows = (torch.arange(_ANY) % len(data.y)).to(self._device)
+        size = self._nothing if self._device.type == "cpu" else torch.full((1,), _ANY, device=self._device)
+        B = self._nothing if kind.B is not None else torch.ones(1, dtype=torch.float64, device=self._device)
+        self._engine = Engine(program, data, [Inputs(vector, state, rows, size, B, *self._given(0))], compile=True)
         (self.multipliers,) = self._engine.multipliers
+        self._recorded = None if self._device.type == "cpu" else _Recorded(self._engine, vector, state, B, self._key)
 
     @property
     def compiled(self) -> bool:
@@ -54,18 +58,13 @@ class Quick:
     def __call__(self, t: int, batch: Tensor, vector: Tensor, state: Tensor, B: float) -> tuple[Columns, Tensor]:
         """One step on this batch: one row for each of its records and perhaps some more, and which those are."""
         with torch.no_grad():
-            inputs = self._inputs(t, batch, vector, state, B)
-            (found,) = self._engine(t, [inputs])
-            return found if self._device.type == "cpu" else Columns(*(column.clone() for column in found)), inputs.rows
-
-    def _inputs(self, t: int, batch: Tensor, vector: Tensor, state: Tensor, B: float) -> Inputs:
-        rows, size = batch, self._nothing
-        if self._device.type != "cpu":
-            more = 0 if t < 0 else self._engine.rows(len(batch)) - len(batch)  # any will do: they count for nothing
-            rows = sent(F.pad(batch, (0, more)), self._device)
-            size = torch.full((1,), batch.shape[0], device=self._device)
-        divisor = self._nothing if self._kind.B is not None else self._nothing.new_full((1,), B, dtype=torch.float64)
-        return Inputs(vector, state, rows, size, divisor, *self._given(t))
+            if self._recorded is not None:
+                return self._recorded(t, batch, vector, state, B)
+            divisor = (
+                self._nothing if self._kind.B is not None else self._nothing.new_full((1,), B, dtype=torch.float64)
+            )
+            given = Inputs(vector, state, batch, self._nothing, divisor, *self._given(t))
+            return self._engine(t, [given])[0], batch
 
     def _given(self, t: int) -> tuple[Tensor, Tensor]:
         """What the noise is made of: on a CPU words, as the compiler makes normal numbers of them on all cores."""
@@ -74,5 +73,72 @@ class Quick:
         if self._device.type != "cpu":
             return self._key, self._nothing
         if self._noise.dtype == torch.float64:
-            return self._noise.row(max(t, 0)), self._nothing
-        return self._noise.words(max(t, 0))
+            return self._noise.row(t), self._nothing
+        return self._noise.words(t)
+
+
+class _Recorded:
+    """The step on a GPU: one copy in, one launch, two copies out."""
+
+    def __init__(self, engine: Engine, vector: Tensor, state: Tensor, B: Tensor, key: Tensor) -> None:
+        self._engine, self._recorder = engine, Recorder()
+        self._vector, self._state, self._B, self._key = vector, state.clone(), B.clone(), key
+        self._nothing = torch.zeros(0, device=vector.device)
+        self._steps: dict[int, tuple[Tensor, Recording[_Packed]]] = {}
+
+    def __call__(self, t: int, batch: Tensor, vector: Tensor, state: Tensor, B: float) -> tuple[Columns, Tensor]:
+        rows = self._engine.rows(len(batch))
+        fed, replay = self._steps.get(rows) or self._record(rows)
+        self._feed(fed, t, batch)
+        self._state.copy_(state)
+        if self._B.numel():
+            self._B.fill_(B)
+        if vector.data_ptr() != self._vector.data_ptr():  # an optimiser that has parameters one by one
+            self._vector.copy_(vector)
+        packed = replay()
+        # What is given away must not be overwritten by the next replay.
+        return _unpacked(packed._replace(numbers=packed.numbers.clone(), vectors=packed.vectors.clone())), fed[2:]
+
+    def _feed(self, fed: Tensor, t: int, batch: Tensor) -> None:
+        """Size, number of the step, rows; any row will do to fill up."""
+        host = torch.empty(fed.shape, dtype=torch.int64, pin_memory=True)
+        words, n = host.numpy(), len(batch)
+        words[0], words[1], words[2 : 2 + n], words[2 + n :] = n, t, batch.numpy(), 0
+        fed.copy_(host, non_blocking=True)
+
+    def _record(self, rows: int) -> tuple[Tensor, Recording[_Packed]]:
+        fed = torch.zeros(2 + rows, dtype=torch.int64, device=self._vector.device)
+        found = fed, self._recorder(lambda: self._act(fed), [])
+        self._steps[rows] = found
+        return found
+
+    def _act(self, fed: Tensor) -> _Packed:
+        """What is recorded."""
+        self._engine.t.copy_(fed[1])
+        rows, size = fed[2:].clone(), fed[:1].clone()
+        given = Inputs(self._vector, self._state, rows, size, self._B, self._key, self._nothing)
+        (of,) = self._engine.run([given])
+        parts = of.now, of.state, of.seen, of.flags.double()
+        vectors = torch.stack([of.gradient, of.clipped_sum])
+        return _Packed(torch.cat([part.flatten() for part in parts]), vectors, [part.shape for part in parts])
+
+
+class _Packed(NamedTuple):
+    """What a step computed, in two tensors.
+
+    Attributes:
+        numbers: now, state, seen, flags, one after the other; float64.
+        vectors: noisy gradient, clipped sum.  # [2, parameter]
+        shapes: of the numbers.
+    """
+
+    numbers: Tensor
+    vectors: Tensor
+    shapes: Sequence[torch.Size]
+
+
+def _unpacked(packed: _Packed) -> Columns:
+    parts = torch.split(packed.numbers, [shape.numel() for shape in packed.shapes])
+    now, state, seen, flags = (part.view(shape) for part, shape in zip(parts, packed.shapes, strict=True))
+    gradient, clipped_sum = packed.vectors.unbind()
+    return Columns(gradient, now, state, clipped_sum, seen, flags.bool())

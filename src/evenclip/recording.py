@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Batches", "Feed", "Recorder", "Recording", "Reel", "Seen", "sent"]
+__all__ = ["Batches", "Feed", "Recorder", "Recording", "Reel", "Seen", "fetched", "sent"]
 
 T = TypeVar("T")
 F = TypeVar("F", bound="Found")
@@ -26,6 +26,13 @@ _TRIES = 3
 def sent(x: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on the device, without waiting for what the device is doing: that needs pinned memory."""
     return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+
+
+def fetched(x: Tensor) -> Tensor:
+    """A copy on its way to the host: there when the device has done what it was told until now."""
+    if not x.is_cuda:
+        return x.clone()
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 class Recording(Generic[T]):
@@ -197,7 +204,7 @@ class Reel(Generic[F]):
 
     def seen(self, steps: int) -> Callable[[], list[Seen]]:
         """What was seen of the first of the loaded steps, of every kind: on its way to the host, who may ask later."""
-        there = [[_fetched(table[:steps]) for table in tables] for tables in self._seen]
+        there = [[fetched(table[:steps]) for table in tables] for tables in self._seen]
         wait = _now(self._device)
 
         def later() -> list[Seen]:
@@ -228,13 +235,6 @@ class Reel(Generic[F]):
             of.seen.new_zeros(self._steps, *of.seen.shape[:-1], self.width),
             of.flags.new_zeros(self._steps, *of.flags.shape[:-1], self.width),
         ]
-
-
-def _fetched(x: Tensor) -> Tensor:
-    """On its way to the host."""
-    if not x.is_cuda:
-        return x.clone()
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def _now(device: torch.device) -> Callable[[], None]:

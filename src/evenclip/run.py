@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -25,6 +25,7 @@ from evenclip.data.dataset import Samples
 from evenclip.gradients import Tape, WholeTape, plan
 from evenclip.gradients.losses import Loss
 from evenclip.noise import Ahead, Noise
+from evenclip.recording import sent
 from evenclip.release import Ledger, Releases
 from evenclip.rules import Guarded, Rule
 from evenclip.sampling import Poisson, Sampler, Shuffled, chunks, roomy
@@ -254,19 +255,24 @@ class Run:
         Args:
             t: number of steps taken.
             vector: the parameters they led to.
-            state: the rule's state they led to.
+            state: the rule's state they led to, on the CPU.
             seen: of each step: batch, losses, norms, weights, clamped, finite [sample] each, and `now`; on the CPU.
         """
         self._move.set(vector)
-        self.state, self.t = state.clone(), t
-        group = [self.nobody.narrow(0, 0, len(batch)).cpu() for batch, *_ in seen]
-        if isinstance(self.data, Dataset) and self.data.group is not None:
-            rows = torch.cat([batch for batch, *_ in seen])
-            group = list(torch.split(self.data.group[rows.to(self.device)].cpu(), [len(batch) for batch, *_ in seen]))
-        for (_, losses, norms, weights, clamped, finite, now), mine in zip(seen, group, strict=True):
-            self.trace.note(losses, norms, weights, mine, clamped, finite, now)
+        self.state, self.t = sent(state, self.device), t
+        own = None if not isinstance(self.data, Dataset) or self.data.group is None else self._group_here
+        for batch, losses, norms, weights, clamped, finite, now in seen:
+            group = torch.zeros(len(batch), dtype=torch.int64) if own is None else own[batch]
+            self.trace.note(losses, norms, weights, group, clamped, finite, now)
         if self.ended:
-            self.trace.close(self.state, float(self.settings.rule.sensitivity(seen[-1][-1])))
+            self.trace.close(state, float(self.settings.rule.sensitivity(seen[-1][-1])))
+
+    @cached_property
+    def _group_here(self) -> Tensor:
+        """Each record's group, on the CPU: whoever asks a GPU for it waits for all that it was told to do."""
+        assert isinstance(self.data, Dataset)
+        assert self.data.group is not None
+        return self.data.group.cpu()
 
     def _draw(self) -> dict[str, Tensor]:
         """This step's noise."""

@@ -23,7 +23,7 @@ from evenclip.data.dataset import Samples
 from evenclip.gradients import Tape
 from evenclip.gradients.functional import FunctionalTape
 from evenclip.program import Engine, Inputs, Kind, NoProgram, Program
-from evenclip.recording import Batches, Feed, Recorder, Reel, Seen
+from evenclip.recording import Batches, Feed, Recorder, Reel, Seen, fetched
 from evenclip.run import Run
 from evenclip.sampling import roomy
 from evenclip.step import Columns
@@ -192,15 +192,15 @@ class Stack:
                 for _ in range(taken):
                     run.sampler.next()
         if taken:
-            moved = [(members.vector.clone(), members.state.clone()) for members in self._members]
-            self._open.append(_Taken(self.t, block[:taken], self._feeder.seen(taken), moved))
+            moved = [(members.vector.clone(), fetched(members.state)) for members in self._members]
+            self._open.append(_Taken(self.t, block[:taken], moved, self._feeder.seen(taken)))
 
     def _tell(self, left: int) -> None:
         """Hand every run what was computed for it, but for so many of the last blocks."""
         while len(self._open) > left:
-            t, batches, seen, moved = self._open.popleft()
-            place = 0
-            for members, (vector, state), of in zip(self._members, moved, seen(), strict=True):
+            t, batches, moved, seen = self._open.popleft()
+            kinds, place = seen(), 0
+            for members, (vector, state), of in zip(self._members, moved, kinds, strict=True):
                 for r, run in enumerate(members.runs):
                     rows = []
                     for step, now, numbers, flags in zip(batches, of.now, of.seen, of.flags, strict=True):
@@ -216,16 +216,19 @@ _AT_ONCE = 256
 
 
 class _Taken(NamedTuple):
-    """Steps that were taken: up to t, with these batches [step][run], and what was seen of every kind.
+    """Steps that were taken.
 
     Attributes:
-        moved: parameters and states that they led to, of every kind.
+        t: up to which.
+        batches: [step][run]
+        moved: parameters, and states on the CPU, that they led to, of every kind; there when `seen` is.
+        seen: asks for what was seen of every kind.
     """
 
     t: int
     batches: list[list[Tensor]]
-    seen: Callable[[], list[Seen]]
     moved: list[tuple[Tensor, Tensor]]
+    seen: Callable[[], list[Seen]]
 
 
 class _Handed:

@@ -14,7 +14,7 @@ from evenclip.program import NoProgram
 from evenclip.runs import Store, carry_out, together, work, worker
 from evenclip.runs.together import PLAIN, How, bundles, choose
 
-STACKED = How(together=True, compiled=False)
+STACKED, TURNS = How(together=True, compiled=False), How(together=False, compiled=False, turns=3)
 RULES = (
     {"name": "dpsgd", "options": {"C0": 1.0, "sigma": 1.0}},
     {"name": "dpsgd-f", "options": {"C0": 1.0, "sigma": 1.0}},
@@ -60,6 +60,15 @@ def test_runs_that_differ_in_more_are_kept_apart(spec, change):
     found = bundles([spec(0), spec(0, **change), spec(1), spec(1, **change)], 1)
     assert sorted(len(bundle) for bundle in found) == [2, 2]
     assert all(len({(one.epochs, one.batch_size, one.q, one.delta, one.device) for one in b}) == 1 for b in found)
+
+
+def test_on_a_gpu_a_bundle_is_of_one_rule(spec):
+    """Each is compiled once, whatever the number of workers."""
+    specs = [spec(seed, rule, device="cuda") for seed in range(3) for rule in RULES]
+    for workers in (1, 2, 16):
+        found = bundles(specs, workers)
+        assert sorted(len(bundle) for bundle in found) == [3, 3, 3, 3]
+        assert all(len({one.rule["name"] for one in bundle}) == 1 for bundle in found)
 
 
 def test_nothing_to_do_is_no_bundle():
@@ -232,15 +241,15 @@ def force(monkeypatch):
     return make
 
 
-def test_results_of_a_bundle_are_those_of_each_alone(spec, tmp_path, force):
+@pytest.mark.parametrize("together", [STACKED, TURNS], ids=["stacked", "in turns"])
+def test_results_of_a_bundle_are_those_of_each_alone(spec, tmp_path, force, together):
     specs = [spec(seed, rule, lr=0.1 + 0.1 * seed, epochs=2) for rule in RULES for seed in (0, 1)]
-    stores = {how: Store(tmp_path / f"together {how.together}") for how in (PLAIN, STACKED)}
+    stores = {how: Store(tmp_path / f"{how is PLAIN}") for how in (PLAIN, together)}
     for how, store in stores.items():
         stacks = force(how)
         answers = said(specs, store)
         assert sorted((event["event"], event["i"]) for event in answers) == [("done", i) for i in range(8)]
-    assert sum(stacks) == 8
-    assert max(stacks) > 1
+    assert stacks == ([8] if together is STACKED else [3, 3, 2])
     for one in specs:
         alone, bundled = (store.read(one) for store in stores.values())
         assert alone.keys() == bundled.keys()

@@ -60,10 +60,10 @@ def work_together(specs: Sequence[Spec], report: Report, *, compile: bool, turns
     with ExitStack() as ears:
         for stack in stacks:
             ears.enter_context(stack.listening())
-        while stacks[0].t < stacks[0].steps:
-            for stack in stacks:
+        while going := [stack for stack in stacks if stack.t < stack.steps]:
+            for stack in going:
                 stack.step()
-            pulse(stacks[0].t)
+            pulse(going[0].t)
     seconds = (time.perf_counter() - started) / len(specs)
     return [_outcome(spec, loaded, run, seconds) for spec, (loaded, run) in zip(specs, made, strict=True)]
 

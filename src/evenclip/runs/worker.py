@@ -84,7 +84,8 @@ def _together(todo: dict[int, Spec], how: How, store: Store, say: Any) -> dict[i
         return _at_once(todo, how, store, say)
     if how.turns == 1:
         return todo
-    left, waiting = dict[int, Spec](), list(todo.items())
+    left: dict[int, Spec] = {}
+    waiting = list(todo.items())
     while waiting:
         some, waiting = waiting[: how.turns], waiting[how.turns :]
         left |= _at_once(dict(some), how, store, say)
