@@ -169,12 +169,12 @@ def main() -> None:
         for batch in given.batch:
             rows.append(row(Setup(case, batch, given.device, given.tf32), given))
             print(table(rows[-1]) + "\n", flush=True)
+            save("step", given, {"rows": rows})  # what is measured is kept, whatever becomes of the rest
     print(
         "ms: median step. × plain: ratio to plain SGD within a round, median and quartiles;\n"
         "× best: to the quickest plain way. MiB: peak of the steps. first: seconds to the\n"
         "first step, with an empty compiler cache and with a filled one."
     )
-    save("step", given, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -100,7 +100,10 @@ class _Pool:
     def carry_out(self, work: Sequence[Sequence[Spec]]) -> list[Failure]:
         """All of them; those that failed."""
         waiting, failures = deque(work), list[Failure]()
-        workers = [_Worker(self._events) for _ in range(min(self._size, len(work)))]
+        at_once = min(self._size, len(work))
+        # A compiler starts as many processes of its own as there are cores, in each of ours.
+        threads = max(1, cores() // at_once)
+        workers = [_Worker(self._events, threads) for _ in range(at_once)]
         try:
             for worker in workers:
                 self._next(worker, waiting)
@@ -110,7 +113,7 @@ class _Pool:
                     continue
                 failures += self._heard(worker, event, waiting)
                 if event["event"] == "died" and waiting:
-                    workers.append(worker := _Worker(self._events))
+                    workers.append(worker := _Worker(self._events, threads))
                 if not worker.specs:
                     self._next(worker, waiting)
         finally:
@@ -158,12 +161,13 @@ class _Pool:
 class _Worker:
     """One process, and a thread that listens to it."""
 
-    def __init__(self, events: queue.Queue[tuple[_Worker, dict[str, Any]]]) -> None:
+    def __init__(self, events: queue.Queue[tuple[_Worker, dict[str, Any]]], threads: int) -> None:
         self.specs: dict[int, Spec] = {}  # what it has in hand
         self.begun: set[int] = set()  # what of it was heard of
+        env = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads), **os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "evenclip.runs.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE, text=True, start_new_session=True, env=env,
         )  # fmt: skip
         self._events, self._said = events, deque[str](maxlen=20)
         self._listeners = [threading.Thread(target=t, daemon=True) for t in (self._listen, self._listen_to_errors)]
