@@ -31,7 +31,7 @@ __all__ = [
 
 RESULTS = Path(__file__).parent / "results"
 # Steps before the clock starts: at least, at most, and enough once they took so many seconds.
-_WARM = 2, 200, 0.5
+_WARM = {"cpu": (2, 200, 0.5), "cuda": (2, 3000, 1.5)}  # on a GPU every size of batch is recorded when it first comes
 # Most steps of a way in one turn.
 _TURN = 1000
 # Rounds that there are in any case, if so many were asked for.
@@ -99,7 +99,7 @@ def interleaved(
 
 def _turn(loop: Loop, seconds: float, device: str) -> int:
     """Steps that take about so long, after some to warm up."""
-    least, most, enough = _WARM
+    least, most, enough = _WARM[device]
     began, steps = time.perf_counter(), 0
     while steps < least or (steps < most and time.perf_counter() - began < enough):
         next(loop)

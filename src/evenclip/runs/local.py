@@ -192,6 +192,8 @@ class _Worker:
         if self.specs:
             self._process.kill()
         self._process.wait()
+        with suppress(ProcessLookupError, PermissionError):  # a compiler's processes, which hold on to our pipes
+            os.killpg(self._process.pid, signal.SIGKILL)
         for thread in self._listeners:
             thread.join()
         for stream in (self._process.stdout, self._process.stderr):
