@@ -17,13 +17,15 @@ ROOT = Path(evenclip.__file__).parent
 # From the top: a part may import what stands on a later line, and nothing else of the package.
 ORDER = [
     ["cli"],
+    ["paper"],
     ["comparison", "ship"],
     ["report"],
     ["runs"],
+    ["paper.settings"],
     ["protocol", "audit"],
     ["train", "stack"],
     ["run"],
-    ["quick"],
+    ["quick", "objectives"],
     ["program", "trace"],
     ["step", "checkpoint", "privacy", "progress", "update"],
     ["rules", "gradients", "data", "models", "sampling"],
@@ -39,8 +41,11 @@ def modules() -> list[Path]:
 
 
 def part_of(path: Path) -> str:
-    """The part of the package that a file belongs to: its folder, or itself."""
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+    """The part of the package that a file belongs to: its folder, or itself. The paper's settings are what everybody's
+    comparison starts from, its tables and figures are made of comparisons.
+    """
+    parts = path.relative_to(ROOT).parts
+    return "paper.settings" if parts == ("paper", "settings.py") else parts[0].removesuffix(".py")
 
 
 def imported(path: Path) -> list[tuple[int, str]]:
@@ -53,7 +58,10 @@ def imported(path: Path) -> list[tuple[int, str]]:
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
             # `from evenclip import check` names a part, `from evenclip.rules import Rule` lies in one
             found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
-    return [(line, name.split(".")[1]) for line, name in found if name.startswith("evenclip.")]
+    names = [(line, name.removeprefix("evenclip.")) for line, name in found if name.startswith("evenclip.")]
+    return [
+        (line, "paper.settings" if name.startswith("paper.settings") else name.split(".")[0]) for line, name in names
+    ]
 
 
 def statements(tree: ast.AST):

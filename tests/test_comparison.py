@@ -14,7 +14,8 @@ import torch
 import evenclip
 from evenclip import DPSGD, DPSGDGlobalAdapt, comparison
 from evenclip.data import Dataset, Splits
-from evenclip.protocol import PUBLISHED, for_table
+from evenclip.paper.settings import PUBLISHED
+from evenclip.protocol import for_table
 from evenclip.runs import Store
 
 

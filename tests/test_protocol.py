@@ -8,7 +8,8 @@ import pytest
 
 from evenclip import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate
 from evenclip.accounting import epsilon
-from evenclip.protocol import PUBLISHED, STEP, Method, Protocol, expected_sensitivity, for_table, matched
+from evenclip.paper.settings import PUBLISHED
+from evenclip.protocol import STEP, Method, Protocol, expected_sensitivity, for_table, matched
 from evenclip.release import Entry, Ledger
 
 # ε by RDP at δ = 1e-6, as printed; Global-Adapt's with its count, jointly.

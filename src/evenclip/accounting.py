@@ -205,6 +205,8 @@ def calibrate(rule: AnyRule, *, epsilon: float, delta: float, q: float, steps: i
     """
     if rule.sigma == 0:
         raise ValueError(f"{rule.name} adds no noise, so no ε can be reached with it; choose a private rule.")
+    if not rule.bounded:
+        raise ValueError(f"{rule.name} has no valid ε with any noise ({rule.why}); choose a private rule.")
     return rule.scaled(scale_for(rule.multipliers(), epsilon=epsilon, delta=delta, q=q, steps=steps))
 
 

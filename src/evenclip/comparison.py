@@ -25,12 +25,14 @@ from numpy.typing import NDArray
 from evenclip import check, protocol
 from evenclip.audit import cost, statistics
 from evenclip.data import SOURCES, Dataset, Splits, data_directory
-from evenclip.protocol import LEARNING_RATES, PUBLISHED, Method, Protocol
+from evenclip.paper.settings import PUBLISHED
+from evenclip.protocol import LEARNING_RATES, Method, Protocol
 from evenclip.release import Ledger
-from evenclip.rules import NO_EPSILON, NonPrivate, Rule
+from evenclip.rules import BY_NAME, NO_EPSILON, NonPrivate, Rule
 from evenclip.runs import Spec, Store, carry_out
 from evenclip.runs.local import Show
 from evenclip.runs.parts import (
+    RULES,
     Loaded,
     describe_file,
     describe_model,
@@ -298,7 +300,7 @@ def compare(
     results = carry_out(specs, kept, shown, workers)
     settings = {"ε": epsilon, "δ": delta, "epochs": epochs, "batch size": batch_size, "lr": lr, "model": model}
     says = _says(plan, [f"{name} {value}" for name, value in settings.items() if value is not None])
-    notes = (*loaded.notes, *skipped, *_doubts(plan, len(train)))
+    notes = (*loaded.notes, *skipped, *_doubts(plan, len(train)), *_unsound(plan))
     return _comparison(plan, replace(loaded, notes=notes), chosen, results, says)
 
 
@@ -430,8 +432,7 @@ def _protocol(
     base = protocol.for_table(train.K) if published is None else published
     if published is None and described.get("name") in ("digits",):
         base = replace(base, model={"name": "cnn", "options": {}})
-    if rules is not None:
-        base = _with_rules(base, rules)
+    base = base.only(list(BY_NAME)) if rules is None else _with_rules(base, rules)
     return protocol.matched(base, train.K) if match or published is None else base
 
 
@@ -440,10 +441,11 @@ def _with_rules(base: Protocol, rules: Sequence[str | Rule]) -> Protocol:
     found: dict[str, Method] = {REFERENCE: base.only([REFERENCE]).methods[0]}
     for given in rules:
         rule = named_rule(given) if isinstance(given, str) else given
-        if isinstance(rule, str):
+        if isinstance(rule, str) and (rule in BY_NAME or any(method.name == rule for method in base.methods)):
             (method,) = base.only([rule]).methods
         else:
-            (method,) = protocol.matched(replace(base, methods=(Method(rule, None),)), 2).methods
+            made = RULES[rule]() if isinstance(rule, str) else rule
+            (method,) = protocol.matched(replace(base, methods=(Method(made, None),)), 2).methods
         if method.name in found and method.name != REFERENCE:
             raise ValueError(f"The rule {method.name!r} is given twice; rules need names of their own.")
         found[method.name] = method
@@ -550,6 +552,12 @@ def _doubts(plan: Protocol, n: int) -> list[str]:
     if plan.delta is None or plan.delta < 1 / n:
         return []
     return [f"δ is {plan.delta:g}, not below 1/n = {1 / n:.1e}: publishing one whole record would satisfy it."]
+
+
+def _unsound(plan: Protocol) -> list[str]:
+    """A sentence about each rule that adds noise and has no ε all the same."""
+    rules = [m.rule for m in plan.methods if m.rule.sigma and m.rule.soundness == NO_EPSILON]
+    return [f"{rule.name} has no valid ε, whatever noise it adds: {rule.why}." for rule in rules]
 
 
 def _check_device(device: str) -> None:

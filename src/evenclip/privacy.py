@@ -72,6 +72,7 @@ def report(
         "method": rule.name,
         "rule": repr(rule),
         "soundness": rule.soundness,
+        "why_no_epsilon": rule.why if rule.soundness == NO_EPSILON else None,
         "reference": rule.reference,
         "group_labels_entered_training": rule.uses_groups,
         "multipliers": {} if last is None else dict(last.multipliers),
@@ -110,8 +111,9 @@ def paragraph(report: dict[str, Any], width: int = 79) -> str:
 
     if report["epsilon"] is None:
         first = (
-            f"This model was trained by {report['method']} and has no valid ε: it promises no privacy to the records "
-            "it was trained on."
+            f"This model was trained by {report['method']} and has no valid ε"
+            + (f" ({report['why_no_epsilon']})" if report["why_no_epsilon"] else "")
+            + ": it promises no privacy to the records it was trained on."
         )
     else:
         pld, rdp, alone = (

@@ -4,10 +4,7 @@ As published, the rules differ not only in how they clip but in how far one samp
 further for DPSGD-Global-Adapt than for DPSGD on Adult. *Matched*, every private rule has the same expected largest step
 η·E[S] = 0.1, and the learning rate of the non-private reference is chosen on validation data.
 
-Published settings: Esipova et al. 2023, App. B ("Hyperparameters"); δ = 1e-6, batches of 256, σ_count = 10, η_Z = 0.1.
-Where text and released code differ, what reproduces the printed table is run: Adult's DPSGD-Global has lr 0.2 (code;
-the text says 1), Dutch's DPSGD-Global-Adapt lr 2 (the text says 1). q = 1/batches is pinned, so that ε is the printed
-one although n depends on the seed.
+The published settings are in `evenclip.paper.settings`.
 """
 
 from __future__ import annotations
@@ -18,9 +15,9 @@ from typing import Any
 
 import torch
 
-from evenclip.rules import BY_NAME, DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate, Rule
+from evenclip.rules import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate, Rule
 
-__all__ = ["LEARNING_RATES", "PUBLISHED", "STEP", "Method", "Protocol", "expected_sensitivity", "for_table", "matched"]
+__all__ = ["LEARNING_RATES", "STEP", "Method", "Protocol", "expected_sensitivity", "for_table", "matched"]
 
 STEP = 0.1
 """The largest step η·E[S] of the matched protocol: DPSGD-Global-Adapt's published one on all four datasets."""
@@ -106,40 +103,3 @@ def for_table(groups: int, rules: Sequence[Rule] = ()) -> Protocol:
     )  # fmt: skip
     model = {"name": "mlp", "options": {"hidden": [256, 256]}}
     return matched(Protocol("matched", tuple(Method(rule, None) for rule in rules), model), groups)
-
-
-def _published(
-    sigma: float, C0: float, lr: float, Z: float, lr_global: float, Z0: float, tau: float, lr_adapt: float,
-    model: dict[str, Any], epochs: int, batches: int,
-) -> Protocol:  # fmt: skip
-    methods = (
-        Method(NonPrivate(), lr),
-        Method(DPSGD(C0=C0, sigma=sigma), lr),
-        Method(DPSGDF(C0=C0, sigma=sigma, sigma_count=10 * sigma), lr),
-        Method(DPSGDGlobal(C0=C0, sigma=sigma, Z=Z), lr_global),
-        Method(DPSGDGlobalAdapt(C0=C0, sigma=sigma, Z0=Z0, tau=tau, eta_Z=0.1, sigma_count=10.0), lr_adapt),
-    )
-    return Protocol("published", methods, model, epochs, batches=batches, delta=1e-6)
-
-
-PUBLISHED: dict[str, Protocol] = {
-    "adult": _published(
-        sigma=1.0, C0=0.5, lr=0.01, Z=50.0, lr_global=0.2, Z0=50.0, tau=1.0, lr_adapt=0.2,
-        model={"name": "mlp", "options": {"hidden": [256, 256]}}, epochs=20, batches=92,
-    ),
-    "dutch": _published(
-        sigma=1.0, C0=0.1, lr=0.8, Z=1.0, lr_global=2.0, Z0=50.0, tau=1.0, lr_adapt=2.0,
-        model={"name": "sigmoid-then-softmax", "options": {}}, epochs=20, batches=189,
-    ),
-    "mnist": _published(
-        sigma=0.8, C0=1.0, lr=0.01, Z=100.0, lr_global=0.2, Z0=50.0, tau=0.7, lr_adapt=0.1,
-        model={"name": "cnn", "options": {}}, epochs=60, batches=214,
-    ),
-    "celeba": _published(
-        sigma=0.8, C0=1.0, lr=0.01, Z=100.0, lr_global=0.1, Z0=100.0, tau=0.7, lr_adapt=0.1,
-        model={"name": "cnn", "options": {}}, epochs=30, batches=636,
-    ),
-}  # fmt: skip
-"""The paper's settings, dataset by dataset."""
-
-assert all({m.name for m in p.methods} == set(BY_NAME) for p in PUBLISHED.values())

@@ -129,17 +129,20 @@ class Releases:
         self._noise = dict(noise)  # name of the release -> N(0, I), used once
         self.multipliers: dict[str, float] = {}
 
-    def __call__(self, name: str, value: Tensor, *, sensitivity: float | Tensor, multiplier: float) -> Tensor:
+    def __call__(
+        self, name: str, value: Tensor, *, sensitivity: float | Tensor, multiplier: float, bounded: bool = True
+    ) -> Tensor:
         """`value` made public: plus sensitivity · multiplier · N(0, I).
 
-        A multiplier of 0 publishes it in clear, and the ledger will say so. Nothing is written for a value without
-        numbers.
+        A multiplier of 0 publishes it in clear, and the ledger will say so. It says the same of a value that one record
+        may move by more than the sensitivity (`bounded` is False), whatever noise it is given. Nothing is written for a
+        value without numbers.
         """
         if value.numel() == 0:
             return value
         if name in self.multipliers:
             raise ValueError(f"This step has released {name!r} already; noise is used once.")
-        self.multipliers[name] = multiplier
+        self.multipliers[name] = multiplier if bounded else 0.0
         if multiplier == 0:
             return value
         fresh = self._noise.pop(name)

@@ -141,7 +141,9 @@ class Run:
         self.state = settings.rule.init(settings.groups).to(device)
         self.ledger, self.trace, self.t = Ledger(), Trace(self.guard, settings.groups), 0
         with _precision(performance.tf32):
-            self.tape = _tape(model, loss, data)
+            self.tape = settings.rule.tape(_tape(model, loss, data))
+        if not settings.rule.bounded and (performance.chunk is not None or performance.pad):
+            raise ValueError(f"{settings.rule.name} needs the whole batch at once; leave chunk and pad out.")
         streams = _streams(settings, model, data)
         self._move = Update(model, self.tape.layout, optimizer, settings.lr)
         self.optimizer = self._move.optimizer

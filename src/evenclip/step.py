@@ -135,7 +135,7 @@ def _advance(
     noisy = release("count", counts, sensitivity=1.0, multiplier=rule.sigma_count or 0.0)
     now, following = rule.observe(noisy, B, state)  # type: ignore[arg-type]  # a tensor only for shuffled batches
     clipped_sum, S = batch.clipped_sum(now)
-    noisy = release("gradient", clipped_sum, sensitivity=S, multiplier=rule.sigma)
+    noisy = release("gradient", clipped_sum, sensitivity=S, multiplier=rule.sigma, bounded=rule.bounded)
     share = (1 / B).to(noisy.dtype) if isinstance(B, Tensor) else 1 / B
     gradient = noisy * share if noisy is clipped_sum else noisy.mul_(share)  # in clear, it is the same tensor
     return Public(gradient, now, following, S, release.multipliers), clipped_sum
@@ -338,7 +338,7 @@ class _Sums:
 def _look(tape: AnyTape, chunk: Chunk) -> _Look:
     """Through the model and back; a sample whose loss or gradient is not finite is blanked out."""
     _seed(chunk)
-    gradients = tape(chunk.x, chunk.y)
+    gradients = tape(chunk.x, chunk.y, chunk.group)
     losses, norms, finite = gradients.losses, gradients.norms(quick=True), None
     if not math.isfinite(float(torch.dot(norms, norms)) + float(torch.dot(losses, losses))):  # this synchronises
         # Exactly, where float32 overflowed and nowhere else: no sample's norm may depend on what another is like.

@@ -41,8 +41,9 @@ class FunctionalTape:
         """Nothing to switch on."""
         yield self
 
-    def __call__(self, x: Any, y: Any) -> PerSample:
+    def __call__(self, x: Any, y: Any, group: Tensor | None = None) -> PerSample:
         """One forward and one backward pass over these samples."""
+        del group
         first = tree_leaves(x)[0]
         taps = [tap.zeros(first) for call in self._calls for tap in call.taps]
         losses, pull, inputs = vjp(partial(self._tapped, x, y), taps, has_aux=True)  # type: ignore[misc]  # typed for has_aux=False

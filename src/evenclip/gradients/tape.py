@@ -63,8 +63,8 @@ class AnyTape(Protocol):
     def listening(self) -> AbstractContextManager[Any]:
         """Switched on, and off again."""
 
-    def __call__(self, x: Any, y: Any) -> PerSample:
-        """Every sample's loss and gradient."""
+    def __call__(self, x: Any, y: Any, group: Tensor | None = None) -> PerSample:
+        """Every sample's loss and gradient; the group matters to few."""
 
 
 def call(model: nn.Module, x: Any) -> Any:
@@ -376,8 +376,9 @@ class Tape:
             for ear in reversed(ears):
                 ear.take_off()
 
-    def __call__(self, x: Any, y: Any) -> PerSample:
+    def __call__(self, x: Any, y: Any, group: Tensor | None = None) -> PerSample:
         """One forward and one backward pass over these samples, on a CPU a block of them after the other."""
+        del group
         n = count(x)
         if not n:
             return PerSample(self.layout.blank, (), self.layout)
@@ -485,8 +486,9 @@ class WholeTape:
         """Nothing to switch on."""
         yield self
 
-    def __call__(self, x: Any, y: Any) -> PerSample:
+    def __call__(self, x: Any, y: Any, group: Tensor | None = None) -> PerSample:
         """Every sample's loss and gradient."""
+        del group
         n = count(x)
         if not n:
             return PerSample(self.layout.blank, (), self.layout)

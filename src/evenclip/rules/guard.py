@@ -17,6 +17,7 @@ called on the batch at once. Whatever comes back, these hold, because here they 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +34,8 @@ Method = Callable[[Tensor, Tensor, Tensor], Tensor]  # (norm, group, public) -> 
 # C0/‖g‖ · ‖g‖ may come out a few units in the last place above C0. Norms are rounded up by far more than that, so it is
 # neither held nor counted as a lie.
 _ROUNDING = 1 + 2.0**-50
+# A rule may claim no bound at all (S = ∞); its weights are numbers all the same.
+_FINITE = sys.float_info.max
 # A shorter gradient is held as if it were this long: its weight stays a number in float32, where 0 · ∞ would be NaN.
 _SHORTEST = 2.0**-100
 
@@ -81,7 +84,7 @@ class Guarded:
         """
         raw = self._map(self.rule.weight, norms, group, now).to(torch.float64)
         lengths = norms.clamp(min=_SHORTEST)
-        if self._sees(raw) and raw.shape[0] and _longest(raw * lengths) <= S * _ROUNDING:  # NaN is not
+        if self._sees(raw) and raw.shape[0] and _longest(raw * lengths) <= min(S * _ROUNDING, _FINITE):  # NaN is not
             return (raw if keep is None else torch.where(keep, raw, 0.0)), None
         raw = raw.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         clamped = (raw * lengths).abs() > S * _ROUNDING

@@ -29,6 +29,7 @@ class NonPrivate(Rule):
 
     name: ClassVar[str] = "non-private"
     soundness: ClassVar[str] = NO_EPSILON
+    why: ClassVar[str] = "no noise is added"
     elementwise: ClassVar[bool] = True
     poisson: ClassVar[bool] = False
     reference: ClassVar[str] = "Robbins, Monro 1951, A Stochastic Approximation Method"

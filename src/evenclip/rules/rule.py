@@ -47,6 +47,9 @@ class Rule(ABC):
             the same result as sample by sample. The engine then skips the mapping, for rules of this package only,
             whose equality a test proves.
         poisson: whether batches are Poisson samples; otherwise shuffled batches without replacement, and no ε.
+        bounded: whether one record moves Σ γ_i g_i by at most S. False: noise is added for S all the same, and the
+            ledger calls it a release in clear.
+        why: for a rule without ε, the reason, as a clause.
         reference: where the rule comes from.
     """
 
@@ -56,6 +59,8 @@ class Rule(ABC):
     counts_first: ClassVar[bool] = False
     elementwise: ClassVar[bool] = False
     poisson: ClassVar[bool] = True
+    bounded: ClassVar[bool] = True
+    why: ClassVar[str] = ""
     reference: ClassVar[str] = ""
 
     sigma: float
@@ -88,6 +93,10 @@ class Rule(ABC):
     def weight(self, norm: Tensor, group: Tensor, now: Tensor) -> Tensor:
         """γ_i, what this sample's gradient is multiplied with."""
 
+    def tape(self, tape: Any) -> Any:
+        """What gradients are taken with: the model's own tape, unless the rule trains on another loss."""
+        return tape
+
     def unsuited(self, groups: int, classes: int) -> str | None:
         """Why this rule is not for data with so many groups and classes, in a sentence; None: it is."""
         del groups, classes
@@ -96,7 +105,7 @@ class Rule(ABC):
     def multipliers(self) -> dict[str, float]:
         """Name -> multiplier of what one step releases, as the ledger will have it."""
         count = {} if self.sigma_count is None else {"count": float(self.sigma_count)}
-        return {**count, "gradient": float(self.sigma)}
+        return {**count, "gradient": float(self.sigma) if self.bounded else 0.0}
 
     def scaled(self, factor: float) -> Self:
         """The same rule with all its noise multiplied by `factor`."""

@@ -33,9 +33,11 @@ from torch import Tensor, nn
 
 from evenclip import models
 from evenclip.data import Dataset, Splits
+from evenclip.objectives import FairLens
 from evenclip.rules import BY_NAME, Rule
 
 __all__ = [
+    "RULES",
     "Loaded",
     "describe_file",
     "describe_model",
@@ -47,6 +49,9 @@ __all__ = [
     "save_splits",
     "sha256",
 ]
+
+RULES: dict[str, type[Rule]] = {**BY_NAME, FairLens.name: FairLens}
+"""What has a name: the clipping rules, and those that train on another loss."""
 
 STREAM = int.from_bytes(b"held out", "big")
 
@@ -228,9 +233,9 @@ def _named_model(description: Mapping[str, Any], x: Any, classes: int, seed: int
 def named_rule(given: str) -> Rule | str:
     """A rule as the command line has it: its name, or file.py:Class for a stranger's, made with its defaults."""
     if ".py:" not in given:
-        if given not in BY_NAME:
+        if given not in RULES:
             raise ValueError(
-                f"There is no rule {given!r}; choose among {', '.join(BY_NAME)}, or give file.py:Class for your own."
+                f"There is no rule {given!r}; choose among {', '.join(RULES)}, or give file.py:Class for your own."
             )
         return given
     path, _, name = given.rpartition(":")
@@ -240,7 +245,7 @@ def named_rule(given: str) -> Rule | str:
 def describe_rule(rule: Rule) -> dict[str, Any]:
     """A rule as plain values."""
     options = {field.name: getattr(rule, field.name) for field in fields(rule)}  # type: ignore[arg-type]
-    if BY_NAME.get(rule.name) is type(rule):
+    if RULES.get(rule.name) is type(rule):
         return {"name": rule.name, "options": options}
     try:
         path = inspect.getsourcefile(type(rule))
@@ -258,7 +263,7 @@ def make_rule(description: Mapping[str, Any]) -> Rule:
     """The rule that was described."""
     options = dict(description.get("options", {}))
     if "class" not in description:
-        return BY_NAME[description["name"]](**options)
+        return RULES[description["name"]](**options)
     kind = getattr(_module(description), description["class"], None)
     if not (isinstance(kind, type) and issubclass(kind, Rule)):
         raise ValueError(

@@ -1,0 +1,1 @@
+"""The paper as data: its settings, its printed numbers, its tables and figures."""
