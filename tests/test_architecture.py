@@ -33,7 +33,7 @@ ORDER = [
     ["release", "noise", "compiler", "recording", "check"],
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
-HEAVY = ["pandas", "scipy", "dp_accounting", "typer", "rich", "sklearn", "pyarrow"]
+HEAVY = ["matplotlib", "pandas", "scipy", "dp_accounting", "typer", "rich", "sklearn", "pyarrow"]
 
 
 def modules() -> list[Path]:

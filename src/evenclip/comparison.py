@@ -30,7 +30,7 @@ from evenclip.protocol import LEARNING_RATES, Method, Protocol
 from evenclip.release import Ledger
 from evenclip.rules import BY_NAME, NO_EPSILON, NonPrivate, Rule
 from evenclip.runs import Spec, Store, carry_out
-from evenclip.runs.local import Show
+from evenclip.runs.local import Show, Silent
 from evenclip.runs.parts import (
     RULES,
     Loaded,
@@ -290,7 +290,7 @@ def compare(
         check.positive(epsilon=epsilon)
         plan = _calibrated(plan, epsilon, len(train))
     make_model(plan.model, train, chosen[0])  # a model that does not fit is found before anything is trained
-    shown = _Silent() if show is None else show
+    shown = Silent() if show is None else show
     rates = _chosen_rates(plan, described, loaded, chosen, device, kept, workers, shown)
     specs = [
         _spec(plan, method.rule, rates[seed] if method.lr is None else method.lr, described, seed, device)
@@ -570,22 +570,6 @@ def _check_device(device: str) -> None:
         raise ValueError(f"device is {device!r}; give cpu, cuda or cuda:NUMBER.") from None
     if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"device is {device!r} and there is none here; use cpu.")
-
-
-class _Silent:
-    """Nobody is told about progress."""
-
-    def planned(self, runs: int) -> None:
-        """Nothing."""
-
-    def started(self, spec: Spec) -> None:
-        """Nothing."""
-
-    def step(self, spec: Spec, t: int) -> None:
-        """Nothing."""
-
-    def ended(self, spec: Spec, failure: Any) -> None:
-        """Nothing."""
 
 
 # --- what came out ----------------------------------------------------------------------------------------------------

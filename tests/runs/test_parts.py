@@ -67,7 +67,7 @@ def test_a_changed_file_is_another_run(stranger, spec):
     ("given", "says"),
     [
         ("dp-sgd", "There is no rule 'dp-sgd'; choose among non-private, dpsgd, dpsgd-f, dpsgd-global, "
-         "dpsgd-global-adapt, or give file.py:Class for your own."),
+         "dpsgd-global-adapt, fairlens, or give file.py:Class for your own."),
         ("nowhere.py:Half", "nowhere.py is not there; give the path of a file."),
     ],
 )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from evenclip.cli import compare, data, epsilon, predict, train
+from evenclip.cli import compare, data, epsilon, paper, predict, train
 
 __all__ = ["app", "main"]
 
@@ -22,6 +22,7 @@ app.command()(compare.compare)
 app.command()(train.train)
 app.command()(predict.predict)
 app.add_typer(data.app, name="data")
+app.add_typer(paper.app, name="paper")
 app.command()(epsilon.epsilon)
 
 

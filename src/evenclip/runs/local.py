@@ -25,7 +25,7 @@ from evenclip.runs.spec import Spec
 from evenclip.runs.store import Store
 from evenclip.runs.together import bundles
 
-__all__ = ["Failure", "RunsError", "Show", "carry_out", "cores"]
+__all__ = ["Failure", "RunsError", "Show", "Silent", "carry_out", "cores"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,22 @@ class Show(Protocol):
 
     def ended(self, spec: Spec, failure: Failure | None) -> None:
         """It is done, or failed."""
+
+
+class Silent:
+    """Nobody is told."""
+
+    def planned(self, runs: int) -> None:
+        """Nothing."""
+
+    def started(self, spec: Spec) -> None:
+        """Nothing."""
+
+    def step(self, spec: Spec, t: int) -> None:
+        """Nothing."""
+
+    def ended(self, spec: Spec, failure: Failure | None) -> None:
+        """Nothing."""
 
 
 def cores() -> int:

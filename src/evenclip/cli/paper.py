@@ -1,0 +1,182 @@
+"""`evenclip paper`: the paper's tables and figures, made again and put beside what was printed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from evenclip.paper.shelf import Shelf
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, help="The paper's tables and figures, beside what was printed.")
+
+Out = Annotated[Path, typer.Option(help="Folder for tables, figures and the page that shows them.")]
+Seeds = Annotated[int, typer.Option(help="Number of seeds.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+DataDir = Annotated[Path | None, typer.Option(help="Where files of datasets are; EVENCLIP_DATA by default.")]
+Workers = Annotated[int | None, typer.Option(help="Processes at a time; one per core by default.")]
+Quick = Annotated[bool, typer.Option("--quick", help="One epoch and two seeds: a look at what comes out, marked so.")]
+
+FOLDER = Path("paper")
+
+
+@app.command("list")
+def list_() -> None:
+    """What can be made, and what is missing for it."""
+    from evenclip.paper import directions, watched
+    from evenclip.paper.drawings import DRAWINGS
+    from evenclip.paper.figures import FIGURES
+    from evenclip.paper.settings import SETTINGS
+    from evenclip.paper.tables import TABLES
+
+    missing = {dataset: watched.lacks(dataset, None) for dataset in SETTINGS}
+    print("Tables")
+    for name, dataset, title in (
+        (directions.NAME, "mnist", directions.TITLE), *((t.name, t.dataset, t.title) for t in TABLES.values())
+    ):  # fmt: skip
+        print(f"  {name:<28}{title}{'' if missing[dataset] is None else ' (no data)'}")
+    print("\nFigures")
+    for name in DRAWINGS:
+        print(f"  {name:<28}an explanatory drawing")
+    for figure in FIGURES.values():
+        print(f"  {figure.name:<28}{figure.kind}{'' if missing[figure.dataset] is None else ' (no data)'}")
+    for dataset, why in missing.items():
+        if why is not None:
+            print(f"\n{dataset}: {why}")
+
+
+@app.command()
+def table(
+    name: Annotated[str, typer.Argument(help="See `evenclip paper list`.")],
+    seeds: Seeds = 5, device: Device = "cpu", out: Out = FOLDER, data_dir: DataDir = None, workers: Workers = None,
+    quick: Quick = False,
+) -> None:  # fmt: skip
+    """Train what a table needs, and print it beside the printed numbers."""
+    from evenclip.paper.shelf import Shelf
+
+    shelf = Shelf(out)
+    with _kept():
+        path = _table(shelf, name, seeds, device, data_dir, workers, quick)
+    print(path.read_text())
+    print(f"{path} has it, {path.with_suffix('.json')} all that it was drawn from.")
+
+
+@app.command()
+def figure(
+    name: Annotated[str, typer.Argument(help="See `evenclip paper list`.")],
+    device: Device = "cpu", out: Out = FOLDER, data_dir: DataDir = None, workers: Workers = None, quick: Quick = False,
+    published_scale: Annotated[
+        bool, typer.Option("--published-scale", help="R_noise without the 1/B² that the paper leaves out.")
+    ] = False,
+) -> None:  # fmt: skip
+    """Watch the runs that a figure needs, and draw it."""
+    from evenclip.paper.drawings import DRAWINGS
+    from evenclip.paper.figures import FIGURES
+    from evenclip.paper.shelf import Shelf
+
+    shelf = Shelf(out)
+    if name in FIGURES:
+        with _kept():
+            _watch(shelf, FIGURES[name].dataset, FIGURES[name].match, device, data_dir, workers, quick)
+    elif name not in DRAWINGS:
+        raise ValueError(f"There is no figure {name!r}; `evenclip paper list` has their names.")
+    for path in shelf.draw_figure(name, published_scale=published_scale):
+        print(path)
+
+
+@app.command("all")
+def all_(
+    seeds: Seeds = 5, device: Device = "cpu", out: Out = FOLDER, data_dir: DataDir = None, workers: Workers = None,
+    quick: Quick = False,
+    only: Annotated[str | None, typer.Option(help="Comma-separated datasets; those whose files are there.")] = None,
+) -> None:  # fmt: skip
+    """Every table and figure whose data is there; what was made before is not made again."""
+    from evenclip.paper import directions, watched
+    from evenclip.paper.settings import SETTINGS
+    from evenclip.paper.shelf import Shelf
+
+    shelf, left = Shelf(out), []
+    chosen = list(SETTINGS) if only is None else [name.strip() for name in only.split(",") if name.strip()]
+    for unknown in set(chosen) - set(SETTINGS):
+        raise ValueError(f"There is no dataset {unknown!r} in the paper; choose among {', '.join(SETTINGS)}.")
+    with _kept():
+        for dataset in SETTINGS:
+            if dataset not in chosen:
+                continue
+            why = watched.lacks(dataset, data_dir)
+            if why is not None:
+                left.append(f"{dataset} is left out: {why}")
+                continue
+            for match in (False, True):
+                name = f"{dataset}-matched" if match else dataset
+                print(_table(shelf, name, seeds, device, data_dir, workers, quick))
+                _watch(shelf, dataset, match, device, data_dir, workers, quick)
+            if dataset == "mnist":
+                print(_table(shelf, directions.NAME, seeds, device, data_dir, workers, quick))
+    for path in shelf.redraw():
+        if path.suffix in (".svg", ".html"):
+            print(path)
+    for sentence in left:
+        print(sentence)
+
+
+@app.command()
+def redraw(out: Out = FOLDER) -> None:
+    """Draw everything again from what is kept, without training."""
+    from evenclip.paper.shelf import Shelf
+
+    if not out.is_dir():
+        raise FileNotFoundError(f"{out} is not there; give the folder that `evenclip paper all --out` made.")
+    for path in Shelf(out).redraw():
+        print(path)
+
+
+def _table(
+    shelf: Shelf, name: str, seeds: int, device: str, data_dir: Path | None, workers: int | None, quick: bool
+) -> Path:
+    """A table trained, kept and drawn."""
+    from evenclip.paper import directions, tables
+    from evenclip.report.live import watching
+
+    if name not in (directions.NAME, *tables.TABLES):
+        raise ValueError(f"There is no table {name!r}; choose among {', '.join((directions.NAME, *tables.TABLES))}.")
+    with watching() as show:
+        given: dict[str, Any] = {
+            "seeds": min(seeds, 2) if quick else seeds, "device": device, "epochs": 1 if quick else None,
+            "data_dir": data_dir, "store": shelf.root / "runs", "workers": workers, "show": show,
+        }  # fmt: skip
+        made = directions.make(**given) if name == directions.NAME else tables.make(tables.TABLES[name], **given)
+    return shelf.keep(made)
+
+
+def _watch(
+    shelf: Shelf, dataset: str, match: bool, device: str, data_dir: Path | None, workers: int | None, quick: bool
+) -> None:
+    """The runs of a dataset watched, but for those that were."""
+    from evenclip.paper import watched
+
+    plan = watched.plan(dataset, match=match, quick=quick, device=device)
+    for given, _ in watched.carry_out(plan, shelf.watched, data_dir=data_dir, workers=workers):
+        print(f"  watched {given.name}", file=sys.stderr)
+
+
+@contextmanager
+def _kept() -> Iterator[None]:
+    """What stops it, in a sentence; what was finished stays."""
+    from evenclip.runs import RunsError
+
+    try:
+        yield
+    except KeyboardInterrupt as interrupted:
+        print("evenclip: interrupted; what was finished is kept, and the same command goes on.", file=sys.stderr)
+        raise typer.Exit(130) from interrupted
+    except RunsError as failed:
+        print(f"evenclip: {failed}", file=sys.stderr)
+        raise typer.Exit(1) from failed

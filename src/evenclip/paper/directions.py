@@ -1,0 +1,182 @@
+"""Table 1: what if clipping had changed the length of the batch gradient alone, or its direction alone?
+
+    magnitude only     ρ g_B            ρ = ‖ḡ_B‖/‖g_B‖, 1 if either is 0
+    direction only     ḡ_B/ρ
+
+without noise, on MNIST with class 8 undersampled. Such steps need ‖g_B‖ in clear, so they are no rules and have no ε:
+they live here, and not among the rules. The paper does not print their settings. We take those of its MNIST table
+(C0 = 1, batches of 256, 60 epochs) and the learning rate of DPSGD-Global-Adapt, 0.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from evenclip import check
+from evenclip.audit import statistics
+from evenclip.gradients import PerSample
+from evenclip.paper.published import load
+from evenclip.rules import NO_EPSILON, Rule
+from evenclip.runs import Spec, Store, carry_out
+from evenclip.runs.local import Show, Silent
+from evenclip.runs.parts import describe_rule
+from evenclip.runs.store import default_root
+
+__all__ = ["NAME", "TITLE", "DirectionOnly", "MagnitudeOnly", "draw", "make"]
+
+NAME, TITLE = "directions", "Table 1: magnitude against direction"
+LR = 0.1
+
+
+@dataclass(frozen=True)
+class _Halved(Rule):
+    """Clips as DPSGD does and keeps one of its two errors. No noise, no ε."""
+
+    soundness: ClassVar[str] = NO_EPSILON
+    why: ClassVar[str] = "it needs the norm of the whole batch's gradient in clear"
+    bounded: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = True
+    keeps: ClassVar[str]
+
+    C0: float = 1.0
+    sigma = 0.0
+
+    def __post_init__(self) -> None:
+        check.positive(C0=self.C0)
+
+    def sensitivity(self, now: Tensor) -> float:
+        del now
+        return self.C0
+
+    def weight(self, norm: Tensor, group: Tensor, now: Tensor) -> Tensor:
+        del group, now
+        return (self.C0 / norm).clamp(max=1.0)
+
+    def tape(self, tape: Any) -> Any:
+        return _Tape(tape, self.keeps)
+
+
+@dataclass(frozen=True)
+class MagnitudeOnly(_Halved):
+    """Steps along ρ g_B."""
+
+    name: ClassVar[str] = "magnitude"
+    keeps: ClassVar[str] = "magnitude"
+
+
+@dataclass(frozen=True)
+class DirectionOnly(_Halved):
+    """Steps along ḡ_B/ρ."""
+
+    name: ClassVar[str] = "direction"
+    keeps: ClassVar[str] = "direction"
+
+
+class _Tape:
+    """A tape whose weighted sums have one of the two errors of the weights."""
+
+    def __init__(self, tape: Any, keeps: str) -> None:
+        self._tape, self._keeps = tape, keeps
+        self.model, self.layout = tape.model, tape.layout
+
+    @contextmanager
+    def listening(self) -> Iterator[Self]:
+        with self._tape.listening():
+            yield self
+
+    def __call__(self, x: Any, y: Any, group: Tensor | None = None) -> PerSample:
+        return _OneError(self._tape(x, y, group), self._keeps)
+
+
+class _OneError(PerSample):
+    """Gradients whose weighted sum keeps the length that the weights give it, or the direction."""
+
+    def __init__(self, found: PerSample, keeps: str) -> None:
+        super().__init__(found.losses, (), found.layout)
+        self._found, self._keeps = found, keeps
+
+    def norms(self, *, quick: bool = False) -> Tensor:
+        """Of each sample, as they are."""
+        return self._found.norms(quick=quick)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Σ w_i g_i with the length, or the direction, of Σ g_i over the samples that count."""
+        clipped = self._found.weighted_sum(weights)
+        plain = self._found.weighted_sum((weights != 0).to(weights.dtype))
+        short, long = torch.linalg.vector_norm(clipped), torch.linalg.vector_norm(plain)
+        if not (float(short) and float(long)):
+            return plain if self._keeps == "magnitude" else clipped
+        kept: Tensor = plain * (short / long) if self._keeps == "magnitude" else clipped * (long / short)
+        return kept
+
+    def masked(self, keep: Tensor) -> PerSample:
+        """The same without some of them."""
+        return _OneError(self._found.masked(keep), self._keeps)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def make(
+    *, seeds: int = 5, device: str = "cpu", epochs: int | None = None, data_dir: Path | None = None,
+    store: Path | None = None, workers: int | None = None, show: Show | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Train both, and the record of the table."""
+    from evenclip.paper.settings import PUBLISHED
+    from evenclip.paper.tables import made_with
+
+    plan = PUBLISHED["mnist"]
+    data: dict[str, Any] = {"name": "mnist", "options": {}}
+    if data_dir is not None:
+        data["directory"] = str(data_dir.resolve())
+    assert plan.batches is not None
+    rules = [MagnitudeOnly(), DirectionOnly()]
+    specs = [
+        Spec(data, plan.model, describe_rule(rule), LR, epochs or plan.epochs, plan.batch_size, 1 / plan.batches,
+             plan.delta, seed, device)
+        for rule in rules for seed in range(seeds)
+    ]  # fmt: skip
+    found = carry_out(specs, Store(default_root() if store is None else store), show or Silent(), workers)
+    rows = {
+        rule.name: {
+            "accuracy": [r["test"]["groups"]["accuracy"] for r in found[i * seeds : (i + 1) * seeds]],
+            "train_loss": [r["train_loss"] for r in found[i * seeds : (i + 1) * seeds]],
+        }
+        for i, rule in enumerate(rules)
+    }
+    return {
+        "format": 1, "table": NAME, "quick": epochs is not None, "seeds": list(range(seeds)), "lr": LR,
+        "groups": found[0]["groups"], "rows": rows, "made_with": made_with(device),
+    }  # fmt: skip
+
+
+def draw(kept: Mapping[str, Any]) -> str:
+    """A record as Markdown."""
+    printed = load(NAME)
+    places = [kept["groups"].index(group) for group in printed.groups]
+    lines = [f"## {TITLE}", ""]
+    if kept["quick"]:
+        lines += ["**A quick look: fewer epochs than ours. These are not the numbers.**", ""]
+    lines += [
+        f"{len(kept['seeds'])} seeds, learning rate {kept['lr']:g}, no noise. The paper does not print its settings.",
+        "",
+        "| error kept | " + " | ".join(
+            f"{what} {group} | printed" for what in ("accuracy", "loss") for group in printed.groups) + " |",
+        "| --- |" + " ---: | ---: |" * 4,
+    ]  # fmt: skip
+    for row, values in kept["rows"].items():
+        cells = []
+        for column, ours, digits in (("accuracy", "accuracy", 1), ("loss", "train_loss", 3)):
+            for group, place in zip(printed.groups, places, strict=True):
+                mean, se = statistics.mean_se([seed[place] for seed in values[ours]])
+                shown = "–" if mean is None else f"{mean:.{digits}f}" + ("" if se is None else f" ± {se:.{digits}f}")
+                cells += [shown, str(printed.cell(row, column, group))]
+        lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", "Losses are training losses of the last epoch.", ""])

@@ -1,0 +1,160 @@
+"""A folder with everything that was made of the paper, and the page that shows it.
+
+    tables/NAME.json, NAME.md       what a table was drawn from, and the table
+    watched/RUN.json                what was seen of a run
+    figures/NAME.svg, NAME.png      the figures
+    index.html                      all of it on one page
+
+Everything but the JSON files is drawn from them, so it can be drawn again without training.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from evenclip.paper import directions, figures, style, tables
+from evenclip.paper.drawings import DRAWINGS
+from evenclip.paper.figures import FIGURES, PaperFigure
+from evenclip.paper.settings import PUBLISHED
+from evenclip.paper.tables import TABLES
+from evenclip.paper.watched import Watch
+
+__all__ = ["Shelf"]
+
+
+class Shelf:
+    """The folder."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+        self.tables, self.figures, self.watched = (self.root / name for name in ("tables", "figures", "watched"))
+
+    def keep(self, record: Mapping[str, Any]) -> Path:
+        """A table's record, and the table drawn."""
+        name = record["table"]
+        _write(self.tables / f"{name}.json", json.dumps(record, indent=1) + "\n")
+        return self.draw_table(name)
+
+    def record(self, name: str) -> dict[str, Any] | None:
+        """What a table was drawn from, if it was made."""
+        path = self.tables / f"{name}.json"
+        return json.loads(path.read_text()) if path.is_file() else None
+
+    def seen(self, figure: PaperFigure) -> dict[str, Any]:
+        """Rule -> what was seen of it, as far as it was watched."""
+        found = {}
+        for method in PUBLISHED[figure.dataset].methods:
+            path = self.watched / f"{Watch(figure.dataset, method.name, figure.match).name}.json"
+            if path.is_file():
+                found[method.name] = json.loads(path.read_text())
+        return found
+
+    def draw_table(self, name: str) -> Path:
+        """A table from its record."""
+        record = self.record(name)
+        assert record is not None
+        return _write(self.tables / f"{name}.md", (directions if name == directions.NAME else tables).draw(record))
+
+    def draw_figure(self, name: str, *, published_scale: bool = False) -> list[Path]:
+        """A figure from what was seen; nothing where that is not there.
+
+        Raises:
+            ValueError: for a name that is none.
+        """
+        if name in DRAWINGS:
+            return style.save(DRAWINGS[name](), self.figures, name)
+        if name not in FIGURES:
+            raise ValueError(f"There is no figure {name!r}; choose among {', '.join([*DRAWINGS, *FIGURES])}.")
+        seen = self.seen(FIGURES[name])
+        if len(seen) < len(PUBLISHED[FIGURES[name].dataset].methods):
+            return []
+        drawn = figures.draw(FIGURES[name], seen, published_scale=published_scale)
+        return style.save(drawn, self.figures, name + ("-published-scale" if published_scale else ""))
+
+    def redraw(self) -> Iterator[Path]:
+        """Everything that can be drawn from what is here."""
+        for name in (directions.NAME, *TABLES):
+            if self.record(name) is not None:
+                yield self.draw_table(name)
+        for name in (*DRAWINGS, *FIGURES):
+            yield from self.draw_figure(name)
+        yield self.index()
+
+    def index(self) -> Path:
+        """The page with all of it."""
+        made = [name for name in (directions.NAME, *TABLES) if (self.tables / f"{name}.md").is_file()]
+        drawn = [name for name in (*DRAWINGS, *FIGURES) if (self.figures / f"{name}.svg").is_file()]
+        links = [f'<li><a href="#{name}">{html.escape(_title(name))}</a></li>' for name in (*made, *drawn)]
+        parts = [
+            f'<section id="{name}">{_as_html((self.tables / f"{name}.md").read_text())}</section>' for name in made
+        ]
+        for name in drawn:
+            caption = html.escape(_title(name))
+            parts.append(
+                f'<section id="{name}"><figure><img src="figures/{name}.svg" alt="{caption}">'
+                f'<figcaption>{caption} (<a href="figures/{name}.png">PNG</a>)</figcaption></figure></section>'
+            )
+        body = f"<h1>The paper, beside its printed numbers</h1><ul>{''.join(links)}</ul>{''.join(parts)}"
+        return _write(self.root / "index.html", _PAGE.format(body=body))
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>evenclip: the paper, beside its printed numbers</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }}
+h1 {{ font-size: 1.6rem; }} h2 {{ font-size: 1.2rem; margin-top: 3rem; border-top: 1px solid #ccc; padding-top: 1rem; }}
+.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; font-size: 13px; margin: .4rem 0 1.2rem; }}
+th, td {{ padding: .2rem .6rem; text-align: right; white-space: nowrap; }} th {{ border-bottom: 1px solid #888; }}
+th:first-child, td:first-child {{ text-align: left; }} tr:nth-child(even) td {{ background: #f5f5f5; }}
+figure {{ margin: 2.5rem 0; }} img {{ max-width: 100%; height: auto; }} figcaption {{ color: #555; font-size: 13px; }}
+ul {{ columns: 2; }}
+</style></head><body>{body}</body></html>
+"""
+
+
+def _title(name: str) -> str:
+    if name in TABLES:
+        return TABLES[name].title
+    if name == directions.NAME:
+        return directions.TITLE
+    return FIGURES[name].caption if name in FIGURES else f"Drawing: {name}."
+
+
+def _as_html(text: str) -> str:
+    """Our own Markdown: headings, paragraphs, tables, bold."""
+    parts, rows = list[str](), list[list[str]]()
+    for line in [*text.splitlines(), ""]:
+        if line.startswith("|"):
+            rows.append([_inline(cell.strip()) for cell in line.strip().strip("|").split("|")])
+            continue
+        if rows:
+            head, _, *body = rows
+            shown = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in body)
+            top = "".join(f"<th>{cell}</th>" for cell in head)
+            parts.append(f'<div class="wide"><table><tr>{top}</tr>{shown}</table></div>')
+            rows = []
+        if line.startswith("## "):
+            parts.append(f"<h2>{_inline(line[3:])}</h2>")
+        elif line:
+            parts.append(f"<p>{_inline(line)}</p>")
+    return "".join(parts)
+
+
+def _inline(text: str) -> str:
+    return re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", html.escape(text))
+
+
+def _write(path: Path, text: str) -> Path:
+    """All of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    scratch.write_text(text)
+    scratch.replace(path)
+    return path

@@ -1,0 +1,224 @@
+"""Runs that are watched while they train: what the paper's figures are drawn from.
+
+One seed of every method, with its losses and gradients by group and epoch, and every so many steps a look at risk
+(`evenclip.audit.decomposition`). Looking changes nothing: these are the runs of the tables. All of it is private.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evenclip import protocol
+from evenclip.audit import RiskTerms
+from evenclip.data import SOURCES
+from evenclip.paper.published import load
+from evenclip.paper.settings import PUBLISHED, SETTINGS
+from evenclip.protocol import Method, Protocol
+from evenclip.runs.parts import load_data, make_model
+from evenclip.runs.spec import code
+from evenclip.step import Step
+from evenclip.train import fit
+
+__all__ = ["GroupGradients", "Watch", "carry_out", "plan", "watch"]
+
+# The non-private learning rate of the matched protocol is chosen by validation when tables are made; here, where only
+# its course is drawn, it is the published one.
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A run to be watched.
+
+    Attributes:
+        dataset: by its name in the catalogue.
+        rule: by its name.
+        match: whether on the matched protocol.
+        seed: of the run.
+        epochs: of training; None: the paper's.
+        every: steps between two looks at risk.
+        sample: samples of each group that are looked at, at the most; None: all.
+        probes: for traces.
+        eigenvalues: whether to look for λ_max and λ_min.
+        device: where to train.
+    """
+
+    dataset: str
+    rule: str
+    match: bool = False
+    seed: int = 0
+    epochs: int | None = None
+    every: int = 50
+    sample: int | None = 1024
+    probes: int = 100
+    eigenvalues: bool = False
+    device: str = "cpu"
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return f"{self.dataset}-{'matched' if self.match else 'published'}-{self.rule}"
+
+    @property
+    def hash(self) -> str:
+        """Of all this and of the code that runs it."""
+        plain = json.dumps([asdict(self), repr(self.method), code()], sort_keys=True)
+        return hashlib.sha256(plain.encode()).hexdigest()[:24]
+
+    @property
+    def settings(self) -> Protocol:
+        """What it is trained with."""
+        published = PUBLISHED[self.dataset]
+        if not self.match:
+            return published
+        found = protocol.matched(published, 10 if self.dataset == "mnist" else 2)
+        rates = {method.name: method.lr for method in published.methods}
+        return replace(
+            found, methods=tuple(Method(m.rule, rates[m.name] if m.lr is None else m.lr) for m in found.methods)
+        )
+
+    @property
+    def method(self) -> Method:
+        """The rule with its learning rate."""
+        return self.settings.only([self.rule]).methods[0]
+
+
+class GroupGradients:
+    """An observer: ‖g_B‖ of the whole batch and of each group in it, averaged over the batches of an epoch.
+
+    Attributes:
+        rows: of each epoch, [everybody, *groups]; None where no batch had anybody.
+    """
+
+    def __init__(self, groups: Sequence[int], epoch: int) -> None:
+        self._groups, self._epoch = list(groups), epoch
+        self._open: list[list[float]] = []
+        self.rows: list[list[float | None]] = []
+
+    def __call__(self, step: Step) -> None:
+        """One step."""
+        masks = [torch.ones_like(step.weights), *((step.group == k).to(step.weights) for k in self._groups)]
+        means = [mask / mask.sum().clamp(min=1.0) for mask in masks]
+        self._open.append([float(step.weighted_sum(mean).norm()) if bool(mean.any()) else -1.0 for mean in means])
+        if len(self._open) == self._epoch:
+            self.close()
+
+    def close(self) -> None:
+        """The epoch is over."""
+        if self._open:
+            columns = [[value for value in column if value >= 0] for column in zip(*self._open, strict=True)]
+            self.rows.append([sum(column) / len(column) if column else None for column in columns])
+        self._open = []
+
+
+def watch(given: Watch, data_dir: str | None = None) -> dict[str, Any]:
+    """Train it, and what was seen."""
+    settings, method = given.settings, given.method
+    described = {"name": given.dataset, "options": {"allow_partial": True} if given.dataset == "celeba" else {}}
+    loaded = load_data({**described, **({} if data_dir is None else {"directory": data_dir})}, given.seed)
+    train = loaded.splits.train.to(given.device)
+    assert method.lr is not None
+    batches = settings.batches or 1
+    if abs(len(train) / settings.batch_size - batches) > 0.05 * batches:
+        batches = -(-len(train) // settings.batch_size)  # a partial copy
+    groups = [train.group_names.index(group) for group in load(given.dataset).groups]
+    gradients = GroupGradients(groups, batches)
+    risk = RiskTerms(
+        train, method.lr, every=given.every, groups=groups, probes=given.probes, sample=given.sample,
+        eigenvalues=given.eigenvalues, seed=given.seed,
+    )  # fmt: skip
+    found = fit(
+        make_model(settings.model, loaded.splits.train, given.seed), train, rule=method.rule,
+        epochs=given.epochs or settings.epochs, batch_size=settings.batch_size, lr=method.lr,
+        q=1 / batches if method.rule.poisson else None, delta=settings.delta, seed=given.seed, device=given.device,
+        observers=[gradients, risk], progress=False,
+    )  # fmt: skip
+    gradients.close()
+    assert train.group is not None
+    shares = [float((train.group == k).double().mean()) for k in groups]
+    return {
+        "watch": asdict(given),
+        "hash": given.hash,
+        "lr": method.lr,
+        "rule": repr(method.rule),
+        "groups": [train.group_names[k] for k in groups],
+        "shares": shares,
+        "n": len(train),
+        "q": found.settings.q,
+        "B": found.settings.B,
+        "steps": found.settings.steps,
+        "loss": [[row["loss"][k] for k in groups] for row in found.trace],
+        "norm": gradients.rows,
+        "risk": [_slim(record) for record in found.records if "risk" in record],
+    }
+
+
+def _slim(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A look at risk with six digits: it goes into a file that is kept."""
+    kept: dict[str, Any] = json.loads(json.dumps(record), parse_float=lambda text: float(f"{float(text):.6g}"))
+    return kept
+
+
+def plan(dataset: str, *, match: bool, quick: bool = False, device: str = "cpu") -> list[Watch]:
+    """Every method of a dataset's table."""
+    found = [
+        Watch(dataset, method.name, match, every=SETTINGS[dataset].every, eigenvalues=dataset == "adult", device=device)
+        for method in PUBLISHED[dataset].methods
+    ]
+    if quick:
+        found = [replace(w, epochs=1, every=max(10, w.every // 2), sample=128, probes=10) for w in found]
+    return found
+
+
+def carry_out(
+    watches: Sequence[Watch], folder: Path, *, data_dir: Path | None = None, workers: int | None = None
+) -> Iterator[tuple[Watch, dict[str, Any]]]:
+    """What was seen of each, as they end; what lies in the folder is not run again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    todo = []
+    for given in watches:
+        known = read(folder, given)
+        if known is None:
+            todo.append(given)
+        else:
+            yield given, known
+    if not todo:
+        return
+    where = None if data_dir is None else str(data_dir)
+    at_once = workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    spawn = multiprocessing.get_context("spawn")  # a process that has a GPU cannot be forked
+    with ProcessPoolExecutor(min(at_once, len(todo)), mp_context=spawn, initializer=torch.set_num_threads,
+                             initargs=(1,)) as pool:  # fmt: skip
+        running = {pool.submit(watch, given, where): given for given in todo}
+        for future in as_completed(running):
+            given, found = running[future], future.result()
+            path = folder / f"{given.name}.json"
+            scratch = path.with_suffix(f".writing-{os.getpid()}")
+            scratch.write_text(json.dumps(found) + "\n")
+            scratch.replace(path)
+            yield given, found
+
+
+def read(folder: Path, given: Watch) -> dict[str, Any] | None:
+    """What was seen of this very run, if it is there."""
+    path = folder / f"{given.name}.json"
+    if not path.is_file():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found if found.get("hash") == given.hash else None
+
+
+def lacks(dataset: str, data_dir: Path | None) -> str | None:
+    """What hinders runs on this dataset; None if nothing does."""
+    from evenclip.data import data_directory
+
+    return SOURCES[dataset].lacks(data_directory(data_dir))

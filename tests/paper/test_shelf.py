@@ -1,0 +1,190 @@
+"""The folder: kept, drawn, drawn again without training, the same bytes; and the commands."""
+
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from evenclip.cli import app, main
+from evenclip.paper import figures, watched
+from evenclip.paper.figures import FIGURES, bound_rows
+from evenclip.paper.settings import PUBLISHED
+from evenclip.paper.shelf import Shelf
+from evenclip.paper.watched import GroupGradients, Watch
+
+
+def filled(folder, kept, seen):
+    shelf = Shelf(folder)
+    shelf.keep(kept())
+    shelf.watched.mkdir(parents=True)
+    for method in PUBLISHED["adult"].methods:
+        path = shelf.watched / f"{Watch('adult', method.name).name}.json"
+        path.write_text(json.dumps(seen(method.name)))
+    return shelf
+
+
+def test_everything_is_drawn_again_from_what_is_kept(tmp_path, kept, seen):
+    shelf = filled(tmp_path, kept, seen)
+    first = {path: path.read_bytes() for path in shelf.redraw()}
+    names = {path.relative_to(tmp_path).as_posix() for path in first}
+    assert {"tables/adult.md", "figures/adult-risk.svg", "figures/adult-bounds.png", "index.html"} <= names
+    assert not any("mnist" in name for name in names)
+    for path in first:
+        path.unlink()
+    assert {path: path.read_bytes() for path in shelf.redraw()} == first
+
+
+def test_the_index_links_every_table_and_figure(tmp_path, kept, seen):
+    shelf = filled(tmp_path, kept, seen)
+    list(shelf.redraw())
+    page = (tmp_path / "index.html").read_text()
+    for name in (
+        "adult",
+        "adult-epochs",
+        "adult-risk",
+        "adult-noise",
+        "adult-bounds",
+        "adult-eigenvalues",
+        "convergence",
+    ):
+        assert f'href="#{name}"' in page
+        assert f'id="{name}"' in page
+    assert "<td>+8.3‡</td>" in page
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_figures_lack_nothing_of_the_paper():
+    of = {figure.name for figure in FIGURES.values() if not figure.match}
+    assert {f"{d}-{k}" for d in PUBLISHED for k in ("epochs", "risk", "noise")} <= of
+    assert {"adult-bounds", "adult-eigenvalues"} <= of
+
+
+def test_a_figure_with_runs_missing_is_not_drawn(tmp_path, kept, seen):
+    shelf = filled(tmp_path, kept, seen)
+    (shelf.watched / "adult-published-dpsgd.json").unlink()
+    assert shelf.draw_figure("adult-risk") == []
+    with pytest.raises(ValueError, match="There is no figure 'mona-lisa'"):
+        shelf.draw_figure("mona-lisa")
+
+
+def test_noise_at_the_scale_of_the_paper(seen):
+    runs = {method.name: seen(method.name) for method in PUBLISHED["adult"].methods}
+    ours, theirs = (
+        figures.draw(FIGURES["adult-noise"], runs, published_scale=scale).axes[0].lines[1].get_ydata()
+        for scale in (False, True)
+    )
+    assert theirs[0] == pytest.approx(ours[0] * 256**2)
+
+
+def test_bounds_of_a_look(seen):
+    """By hand: ρ = 0.4; Proposition 3: η[(0.4·0.5 − 0.2) − (0.4·1.5 − 1.2) − 0.16]."""
+    row = bound_rows(seen("dpsgd"))[0]
+    assert row["dir bound"] == pytest.approx(0.01 * (0.0 + 0.6 - 0.16))
+    spread = (1 - 0.01) / 256
+    tran = 0.5 * 1 - 0.5 * 4 - 0.5 * 3 - 0.5 - 0.25 / 2 * (1 + spread)
+    assert row["clip bound"] == pytest.approx(0.01 * tran)
+    assert row["dir"] == pytest.approx(0.04 - 0.08)
+    assert row["convex"] is False
+    assert row["small_steps"] is True
+
+
+# --- watching ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_watched_run_is_the_run_of_the_table():
+    """Looking changes nothing: its losses are those of the same run unwatched."""
+    from evenclip.runs.parts import load_data, make_model
+    from evenclip.train import fit
+
+    given = Watch("adult", "dpsgd-global-adapt", epochs=1, every=40, sample=64, probes=4)
+    seen = watched.watch(given)
+    loaded = load_data({"name": "adult"}, 0).splits.train
+    method = given.method
+    plain = fit(
+        make_model(given.settings.model, loaded, 0), loaded, rule=method.rule, epochs=1, lr=method.lr, q=1 / 92,
+        delta=1e-6, seed=0,
+    )  # fmt: skip
+    order = [loaded.group_names.index(group) for group in ("Male", "Female")]
+    assert seen["groups"] == ["Male", "Female"]
+    assert seen["loss"] == [[row["loss"][k] for k in order] for row in plain.trace]
+    assert [look["t"] for look in seen["risk"]] == [0, 40, 80]
+    assert len(seen["norm"]) == 1
+    assert json.loads(json.dumps(seen)) == seen
+    first = seen["risk"][0]["risk"][0]["terms"]
+    assert first["mag"][0] + first["dir"][0] == pytest.approx(first["clip"][0], rel=1e-4, abs=1e-9)
+
+
+def test_gradients_of_groups_are_averaged_over_the_batches_that_have_them():
+    import torch
+
+    class Fake:
+        def __init__(self, group):
+            self.group = torch.tensor(group)
+            self.weights = torch.ones(len(group), dtype=torch.float64)
+
+        def weighted_sum(self, w):
+            return (w * (1.0 + self.group)).sum().reshape(1)
+
+    watch = GroupGradients([0, 1], epoch=2)
+    watch(Fake([0, 1]))
+    watch(Fake([0, 0]))
+    assert watch.rows == [[pytest.approx(1.25), pytest.approx(1.0), pytest.approx(2.0)]]
+    watch(Fake([]))
+    watch.close()
+    assert watch.rows[1] == [None, None, None]
+
+
+def test_what_was_watched_is_not_watched_again(tmp_path, monkeypatch):
+    given = Watch("adult", "dpsgd", epochs=1, every=90, sample=32, probes=2)
+    first = list(watched.carry_out([given], tmp_path, workers=1))
+    monkeypatch.setattr(watched, "ProcessPoolExecutor", None)  # would raise if anybody wanted it
+    assert list(watched.carry_out([given], tmp_path, workers=1)) == first
+    other = Watch("adult", "dpsgd", epochs=1, every=90, sample=33, probes=2)
+    assert watched.read(tmp_path, other) is None
+
+
+def test_matched_runs_have_the_same_largest_step():
+    for name in ("dpsgd", "dpsgd-global", "dpsgd-global-adapt"):
+        assert Watch("adult", name, match=True).method.lr == pytest.approx(0.2)
+    assert Watch("adult", "dpsgd").method.lr == 0.01
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_names_everything_and_what_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setenv("EVENCLIP_DATA", str(tmp_path))
+    found = CliRunner().invoke(app, ["paper", "list"])
+    assert found.exit_code == 0
+    for name in ("directions", "adult-matched", "adult-eigenvalues-matched", "decomposition"):
+        assert f" {name} " in found.output
+    assert "Dutch, as published (no data)" in found.output
+    assert all(
+        len(line) <= 80 for line in found.output.splitlines() if not line.startswith(("dutch:", "mnist:", "celeba:"))
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["paper", "table", "iris"], "There is no table 'iris'; choose among directions, adult,"),
+        (["paper", "figure", "iris"], "There is no figure 'iris'; `evenclip paper list` has their names."),
+        (["paper", "redraw", "--out", "nowhere"], "nowhere is not there; give the folder"),
+        (["paper", "all", "--only", "iris"], "There is no dataset 'iris' in the paper; choose among adult,"),
+    ],
+)
+def test_a_mistake_is_a_sentence(words, says, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["evenclip"])
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert f"evenclip: {says}" in capsys.readouterr().err
+
+
+def test_redraw_of_a_folder(tmp_path, kept, seen):
+    filled(tmp_path / "made", kept, seen)
+    found = CliRunner().invoke(app, ["paper", "redraw", "--out", str(tmp_path / "made")])
+    assert found.exit_code == 0
+    assert (tmp_path / "made" / "index.html").is_file()
