@@ -168,7 +168,7 @@ def test_the_list_names_everything_and_what_is_missing(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["paper", "table", "iris"], "There is no table 'iris'; choose among directions, adult,"),
+        (["paper", "table", "iris"], "There is no table 'iris'; choose among directions, variants, adult,"),
         (["paper", "figure", "iris"], "There is no figure 'iris'; `evenclip paper list` has their names."),
         (["paper", "redraw", "--out", "nowhere"], "nowhere is not there; give the folder"),
         (["paper", "all", "--only", "iris"], "There is no dataset 'iris' in the paper; choose among adult,"),

@@ -2,7 +2,7 @@
 
 The Hessian H of a mean loss is never formed. Products Hv cost about two gradients (Pearlmutter 1994, "Fast exact
 multiplication by the Hessian") and are taken for many vectors at once, a chunk of samples after the other; so the
-memory is that of a few gradients. From them come
+memory is that of a few gradients. Forms of chains of simple layers need no product (`evenclip.audit.jets`). There are
 
     slopes    ⟨∇L, v⟩                        forms    vᵀHv
     trace     E vᵀHv over random signs v     (Hutchinson 1990), with its standard error
@@ -26,6 +26,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
+from evenclip.audit import jets
 from evenclip.gradients import Layout
 from evenclip.gradients.losses import Loss, per_sample
 from evenclip.gradients.tape import LossOf, count
@@ -80,6 +81,7 @@ class Curvature:
         with _without_dropout(model):
             self._numbers = _kept(self._whole, tree_map(_one, (x, y)))
         self._product = _forward_over_reverse
+        self._jets = jets.takes(model) and isinstance(x, Tensor) and isinstance(y, Tensor)
 
     @property
     def sizes(self) -> Tensor:
@@ -107,11 +109,32 @@ class Curvature:
 
     def forms(self, vectors: Tensor) -> Tensor:
         """vᵀHv for each of the vectors, part by part.  # [vector, parameter] -> [part, vector], float64"""
+        if self._jets:
+            try:
+                return self._by_jets(vectors.to(self.layout.blank))
+            except (NotImplementedError, RuntimeError):
+                self._jets = False  # a loss without a derivative in forward mode
         vectors, found = vectors.to(self.layout.blank), list[Tensor]()
         for total, rows in self._parts():
             pieces = torch.split(vectors, self._at_once(rows))
             each = [torch.linalg.vecdot(self._mapped(total, some).double(), some.double()) for some in pieces]
             found.append(torch.cat(each) / rows if each else vectors.new_zeros(0, dtype=torch.float64))
+        return torch.stack(found)
+
+    def _by_jets(self, vectors: Tensor) -> Tensor:
+        """The same without a pass back."""
+        x, y = self._data
+        parameters = {name.removeprefix("model."): p for name, p in self._parameters().items()}
+        found = []
+        with torch.no_grad():
+            for at in range(0, self.n, self._rows):
+                some_x, some_y = x[at : at + self._rows], y[at : at + self._rows]
+                each = []
+                for some in torch.split(vectors, self._at_once(len(some_x))):
+                    lines = {name.removeprefix("model."): part for name, part in self._split(some).items()}
+                    each.append(jets.forms(self._whole.model, self._whole.loss, some_x, some_y, lines, parameters))
+                empty = vectors.new_zeros(0, dtype=torch.float64)
+                found.append(torch.cat([empty, *each]) / len(some_x))
         return torch.stack(found)
 
     def trace(self, probes: Tensor) -> Estimate:

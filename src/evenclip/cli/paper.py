@@ -30,7 +30,7 @@ FOLDER = Path("paper")
 @app.command("list")
 def list_() -> None:
     """What can be made, and what is missing for it."""
-    from evenclip.paper import directions, watched
+    from evenclip.paper import directions, variants, watched
     from evenclip.paper.drawings import DRAWINGS
     from evenclip.paper.figures import FIGURES
     from evenclip.paper.settings import SETTINGS
@@ -39,7 +39,8 @@ def list_() -> None:
     missing = {dataset: watched.lacks(dataset, None) for dataset in SETTINGS}
     print("Tables")
     for name, dataset, title in (
-        (directions.NAME, "mnist", directions.TITLE), *((t.name, t.dataset, t.title) for t in TABLES.values())
+        (directions.NAME, "mnist", directions.TITLE), (variants.NAME, "dutch", variants.TITLE),
+        *((t.name, t.dataset, t.title) for t in TABLES.values()),
     ):  # fmt: skip
         print(f"  {name:<28}{title}{'' if missing[dataset] is None else ' (no data)'}")
     print("\nFigures")
@@ -98,7 +99,7 @@ def all_(
     only: Annotated[str | None, typer.Option(help="Comma-separated datasets; those whose files are there.")] = None,
 ) -> None:  # fmt: skip
     """Every table and figure whose data is there; what was made before is not made again."""
-    from evenclip.paper import directions, watched
+    from evenclip.paper import directions, variants, watched
     from evenclip.paper.settings import SETTINGS
     from evenclip.paper.shelf import Shelf
 
@@ -120,6 +121,8 @@ def all_(
                 _watch(shelf, dataset, match, device, data_dir, workers, quick)
             if dataset == "mnist":
                 print(_table(shelf, directions.NAME, seeds, device, data_dir, workers, quick))
+            if dataset == "dutch" and "adult" in chosen:
+                print(_table(shelf, variants.NAME, seeds, device, data_dir, workers, quick))
     for path in shelf.redraw():
         if path.suffix in (".svg", ".html"):
             print(path)
@@ -142,17 +145,18 @@ def _table(
     shelf: Shelf, name: str, seeds: int, device: str, data_dir: Path | None, workers: int | None, quick: bool
 ) -> Path:
     """A table trained, kept and drawn."""
-    from evenclip.paper import directions, tables
+    from evenclip.paper import tables
+    from evenclip.paper.shelf import MADE
     from evenclip.report.live import watching
 
-    if name not in (directions.NAME, *tables.TABLES):
-        raise ValueError(f"There is no table {name!r}; choose among {', '.join((directions.NAME, *tables.TABLES))}.")
+    if name not in (*MADE, *tables.TABLES):
+        raise ValueError(f"There is no table {name!r}; choose among {', '.join((*MADE, *tables.TABLES))}.")
     with watching() as show:
         given: dict[str, Any] = {
             "seeds": min(seeds, 2) if quick else seeds, "device": device, "epochs": 1 if quick else None,
             "data_dir": data_dir, "store": shelf.root / "runs", "workers": workers, "show": show,
         }  # fmt: skip
-        made = directions.make(**given) if name == directions.NAME else tables.make(tables.TABLES[name], **given)
+        made = MADE[name].make(**given) if name in MADE else tables.make(tables.TABLES[name], **given)
     return shelf.keep(made)
 
 

@@ -6,7 +6,7 @@
 | DATASET-risk | R_dir and R_mag, at every look |
 | DATASET-noise | R_noise, with the 1/B² that the paper leaves out; `published_scale` leaves it out too |
 | adult-bounds | the gaps of R_clip and R_dir under DPSGD, and the lower bounds of Tran et al. and of Proposition 3 |
-| adult-eigenvalues | λ_max of each group against 1/η, which Proposition 3 asks to be above it |
+| adult-eigenvalues | λ_max of each group under DPSGD against 1/η, which Proposition 3 asks to be above it |
 
 Each exists as published and, with "-matched" behind its name, at the same largest step. The explanatory drawings are in
 `evenclip.paper.drawings`.
@@ -80,7 +80,7 @@ def draw(of: PaperFigure, watched: Watched, *, published_scale: bool = False) ->
     order = [rule for rule in style.RULES if rule in watched]
     if of.kind != "epochs":
         order = [rule for rule in order if rule != "non-private"]
-    if of.kind == "bounds":
+    if of.kind in ("bounds", "eigenvalues"):
         order = ["dpsgd"]
     makes: dict[str, Callable[[Watched, Sequence[str]], Figure]] = {
         "epochs": _epochs, "risk": _risk, "bounds": _bounds, "eigenvalues": _eigenvalues,

@@ -18,14 +18,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from evenclip.paper import directions, figures, style, tables
+from evenclip.paper import directions, figures, style, tables, variants
 from evenclip.paper.drawings import DRAWINGS
 from evenclip.paper.figures import FIGURES, PaperFigure
 from evenclip.paper.settings import PUBLISHED
 from evenclip.paper.tables import TABLES
 from evenclip.paper.watched import Watch
 
-__all__ = ["Shelf"]
+__all__ = ["MADE", "Shelf"]
+
+MADE = {directions.NAME: directions, variants.NAME: variants}
+"""Tables that are made in their own way."""
 
 
 class Shelf:
@@ -59,7 +62,8 @@ class Shelf:
         """A table from its record."""
         record = self.record(name)
         assert record is not None
-        return _write(self.tables / f"{name}.md", (directions if name == directions.NAME else tables).draw(record))
+        text = MADE[name].draw(record) if name in MADE else tables.draw(record)
+        return _write(self.tables / f"{name}.md", text)
 
     def draw_figure(self, name: str, *, published_scale: bool = False) -> list[Path]:
         """A figure from what was seen; nothing where that is not there.
@@ -79,7 +83,7 @@ class Shelf:
 
     def redraw(self) -> Iterator[Path]:
         """Everything that can be drawn from what is here."""
-        for name in (directions.NAME, *TABLES):
+        for name in (*MADE, *TABLES):
             if self.record(name) is not None:
                 yield self.draw_table(name)
         for name in (*DRAWINGS, *FIGURES):
@@ -88,7 +92,7 @@ class Shelf:
 
     def index(self) -> Path:
         """The page with all of it."""
-        made = [name for name in (directions.NAME, *TABLES) if (self.tables / f"{name}.md").is_file()]
+        made = [name for name in (*MADE, *TABLES) if (self.tables / f"{name}.md").is_file()]
         drawn = [name for name in (*DRAWINGS, *FIGURES) if (self.figures / f"{name}.svg").is_file()]
         links = [f'<li><a href="#{name}">{html.escape(_title(name))}</a></li>' for name in (*made, *drawn)]
         parts = [
@@ -122,8 +126,8 @@ ul {{ columns: 2; }}
 def _title(name: str) -> str:
     if name in TABLES:
         return TABLES[name].title
-    if name == directions.NAME:
-        return directions.TITLE
+    if name in MADE:
+        return str(MADE[name].TITLE)
     return FIGURES[name].caption if name in FIGURES else f"Drawing: {name}."
 
 

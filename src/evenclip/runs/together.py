@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from evenclip.data.disk import cache_directory
+from evenclip.objectives import FairLens
 from evenclip.run import CONVOLUTIONS, Performance
 from evenclip.runs.spec import Spec, code
 from evenclip.runs.work import prepared
@@ -59,8 +60,8 @@ def bundles(specs: Sequence[Spec], workers: int) -> list[list[Spec]]:
     """
     kinds: dict[str, list[Spec]] = {}
     for spec in specs:
-        rule = "" if spec.device == "cpu" else _rule(spec)
-        kinds.setdefault(_likeness(spec) + rule, []).append(spec)
+        apart = spec.device != "cpu" or spec.rule.get("name") == FairLens.name  # which cannot be stacked
+        kinds.setdefault(_likeness(spec) + (_rule(spec) if apart else ""), []).append(spec)
     found = []
     for alike in kinds.values():
         parts = min(workers, len(alike)) if alike[0].device == "cpu" else 1

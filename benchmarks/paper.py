@@ -1,0 +1,72 @@
+"""Wall-clock of each of the paper's tables, as a user makes them.
+
+    python benchmarks/paper.py [--what adult dutch ...] [--device cpu|cuda] [--seeds 5] [--data-dir FOLDER] [--out FILE]
+
+Each is `evenclip paper table NAME` in a process of its own, in an empty folder and with an empty cache of torch's
+compiler, start of Python included; diagnostics are not a part of it. A table whose data is not there is left out, and
+said. The authors report four days on one GPU for all of it. Writes benchmarks/results/paper.json (paper-cuda.json) with
+the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from _measure import arguments, save
+
+from evenclip.paper import watched
+from evenclip.paper.tables import TABLES
+
+_COMMAND = [sys.executable, "-c", "from evenclip.cli import main; main()"]
+
+
+def seconds(name: str, device: str, seeds: int, data: Path | None) -> float:
+    """One table from start to end.
+
+    Raises:
+        RuntimeError: it failed; the message is what it said last.
+    """
+    with tempfile.TemporaryDirectory(prefix="paper-") as folder:
+        env = {**os.environ, "EVENCLIP_CACHE": f"{folder}/cache", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/compiled"}
+        words = ["paper", "table", name, "--seeds", str(seeds), "--device", device, "--out", f"{folder}/paper"]
+        words += [] if data is None else ["--data-dir", str(data)]
+        started = time.perf_counter()
+        done = subprocess.run([*_COMMAND, *words], env=env, capture_output=True, text=True, check=False)
+        took = time.perf_counter() - started
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        raise RuntimeError(said[-1] if said else f"exit status {done.returncode}")
+    return took
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    parser = arguments(__doc__ or "", rounds=1)
+    usual = ["adult", "adult-matched", "dutch", "dutch-matched"]
+    parser.add_argument("--what", nargs="+", choices=list(TABLES), default=usual)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--data-dir", type=Path, help="where files of datasets are, instead of EVENCLIP_DATA")
+    given = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    skipped = {}
+    print(f"{'':<48}{'seconds':>10}")
+    for name in given.what:
+        why = watched.lacks(TABLES[name].dataset, given.data_dir)
+        if why is not None:
+            skipped[name] = why
+            continue
+        took = seconds(name, given.device, given.seeds, given.data_dir)
+        rows.append({"table": name, "command": f"evenclip paper table {name} --seeds {given.seeds}", "seconds": took})
+        print(f"{rows[-1]['command']:<48}{took:>10.1f}", flush=True)
+    print("\n".join(f"{name}: {why}"[:80] for name, why in skipped.items()))
+    save("paper", given, {"rows": rows, "skipped": skipped})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The second derivative of a loss along lines, by carrying Taylor coefficients forwards.
+
+Along θ + εv the loss is φ(ε), and φ''(0) = vᵀHv. Every activation a(ε) has a value, a slope and a curvature, which
+follow from those of the layer before (Griewank, Walther 2008, "Evaluating Derivatives", ch. 13):
+
+    linear         z = Wa + b     z' = W'a + Wa' + b'     z'' = 2W'a' + Wa''
+    elementwise f  a = f(z)       a' = f'(z) z'           a'' = f'(z) z'' + f''(z) z'²
+    loss           φ'' = ⟨∇ℓ, z''⟩ + z'ᵀ(∇²ℓ)z'
+
+No pass goes back, so a linear layer takes four products instead of the six of a Hessian product, and the first one. For
+chains of such layers; the others have `evenclip.audit.curvature`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, jvp, vmap
+
+from evenclip.gradients.losses import Loss
+
+__all__ = ["forms", "takes"]
+
+
+class _Jet(NamedTuple):
+    """An activation along every line.
+
+    Attributes:
+        value: the same for all of them.  # [sample, number]
+        slope: None where it does not depend on the parameters yet.  # [line, sample, number]
+        curve: likewise.
+    """
+
+    value: Tensor
+    slope: Tensor | None
+    curve: Tensor | None
+
+
+def takes(model: nn.Module) -> bool:
+    """Whether the model is a chain of layers that are known here, none of them used twice."""
+    if not isinstance(model, nn.Sequential):
+        return False
+    layers = list(_layers(model))
+    return len({id(layer) for layer in layers}) == len(layers) and all(type(layer) in _KNOWN for layer in layers)
+
+
+def forms(
+    model: nn.Module, loss: Loss, x: Tensor, y: Tensor, lines: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+) -> Tensor:
+    """Σ_i vᵀH_i v over the samples, for each line.
+
+    Args:
+        model: one that is taken.
+        loss: one value a sample.
+        x: [sample, ...]
+        y: targets.
+        lines: name of a parameter -> its part of every v.  # [line, *parameter]
+        parameters: by name, as they stand.
+
+    Returns:
+        [line], float64
+    """
+    found = _Jet(x, None, None)
+    for name, layer in _named(model):
+        found = _KNOWN[type(layer)](layer, name, found, lines, parameters)
+    value, slope, curve = found
+
+    def total(output: Tensor) -> Tensor:
+        return loss(output, y).sum()
+
+    slopes = grad(total)(value)
+    number = len(next(iter(lines.values())))
+    if slope is None or curve is None:
+        return value.new_zeros(number, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's own, the first time
+        bent = vmap(lambda along: jvp(grad(total), (value,), (along,))[1])(slope)
+    each: Tensor = slopes * curve + slope * bent
+    return each.flatten(1).sum(dim=1, dtype=torch.float64)
+
+
+def _named(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """The layers in their order, with their names in the model."""
+    found = []
+    for name, child in model._modules.items():  # named_children() names a layer that is used twice once
+        if child is None:
+            continue
+        full = f"{prefix}{name}"
+        found += _named(child, f"{full}.") if isinstance(child, nn.Sequential) else [(full, child)]
+    return found
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [layer for _, layer in _named(model)]
+
+
+def _linear(
+    layer: nn.Module, name: str, jet: _Jet, lines: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+) -> _Jet:
+    assert isinstance(layer, nn.Linear)
+    weight = parameters.get(f"{name}.weight", layer.weight.detach())
+    bias = None if layer.bias is None else parameters.get(f"{name}.bias", layer.bias.detach())
+    turned, shifted = lines.get(f"{name}.weight"), lines.get(f"{name}.bias")  # W' [line, out, in], b' [line, out]
+    value = nn.functional.linear(jet.value, weight, bias)
+    slope = curve = None
+    if jet.slope is not None:
+        slope = jet.slope @ weight.T
+        curve = None if jet.curve is None else jet.curve @ weight.T
+    if turned is not None:
+        first = jet.value @ turned.transpose(1, 2)  # W'a, on all lines at once
+        slope = first if slope is None else slope.add_(first)
+        if jet.slope is not None:
+            second = torch.bmm(jet.slope, turned.transpose(1, 2)).mul_(2)
+            curve = second if curve is None else curve.add_(second)
+    if shifted is not None:
+        along = shifted.unsqueeze(1)
+        slope = along.expand(len(along), *value.shape).clone() if slope is None else slope.add_(along)
+    if slope is not None and curve is None:
+        curve = torch.zeros_like(slope)
+    return _Jet(value, slope, curve)
+
+
+Derivatives = Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]  # f, f', f''; None: 0
+
+
+def _elementwise(derivatives: Derivatives) -> Callable[..., _Jet]:
+    def through(layer: nn.Module, name: str, jet: _Jet, lines: object, parameters: object) -> _Jet:
+        del layer, name, lines, parameters
+        value, first, second = derivatives(jet.value)
+        if jet.slope is None or jet.curve is None:
+            return _Jet(value, None, None)
+        curve = jet.curve.mul_(first)
+        if second is not None:
+            curve.addcmul_(jet.slope.square(), second)
+        return _Jet(value, jet.slope.mul_(first), curve)
+
+    return through
+
+
+def _tanh(z: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    t = torch.tanh(z)
+    first = 1 - t * t
+    return t, first, -2 * t * first
+
+
+def _sigmoid(z: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    s = torch.sigmoid(z)
+    first = s * (1 - s)
+    return s, first, first * (1 - 2 * s)
+
+
+def _relu(z: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    return torch.relu(z), (z > 0).to(z.dtype), None
+
+
+def _same(layer: nn.Module, name: str, jet: _Jet, lines: object, parameters: object) -> _Jet:
+    del layer, name, lines, parameters
+    return jet
+
+
+def _flatten(layer: nn.Module, name: str, jet: _Jet, lines: object, parameters: object) -> _Jet:
+    del name, lines, parameters
+    assert isinstance(layer, nn.Flatten)
+    if jet.slope is not None or (layer.start_dim, layer.end_dim) != (1, -1):
+        raise NotImplementedError("only at the beginning, and all of it")
+    return _Jet(jet.value.flatten(1), None, None)
+
+
+_KNOWN: dict[type[nn.Module], Callable[..., _Jet]] = {
+    nn.Linear: _linear, nn.Tanh: _elementwise(_tanh), nn.Sigmoid: _elementwise(_sigmoid),
+    nn.ReLU: _elementwise(_relu), nn.Identity: _same, nn.Dropout: _same, nn.Flatten: _flatten,
+}  # fmt: skip

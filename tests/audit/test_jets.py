@@ -1,0 +1,101 @@
+"""Second derivatives along lines, against the Hessian that autograd forms."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, hessian
+from torch.nn.functional import cross_entropy
+
+from evenclip.audit import jets
+from evenclip.audit.curvature import Curvature
+from evenclip.models import cnn, mlp, sigmoid_then_softmax
+
+
+def frozen():
+    model = mlp(4, 3, (5, 4), seed=2).double()
+    model[0].bias.requires_grad_(False)
+    model[2].weight.requires_grad_(False)
+    return model
+
+
+MODELS = {
+    "tanh": lambda: mlp(4, 3, (5, 6), seed=1).double(),
+    "linear": lambda: mlp(4, 3, (), seed=1).double(),
+    "sigmoid": lambda: sigmoid_then_softmax(4, 3, seed=1).double(),
+    "relu, flattened, nested, without a bias": lambda: nn.Sequential(
+        nn.Flatten(), nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Dropout(0.5)), nn.Linear(6, 5, bias=False),
+        nn.Sigmoid(), nn.Identity(), nn.Linear(5, 3),
+    ).double(),
+    "frozen parts": frozen,
+}  # fmt: skip
+
+
+def batch(n=9, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 4, generator=generator, dtype=torch.float64), torch.randint(0, 3, (n,), generator=generator)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("loss", [cross_entropy, nn.CrossEntropyLoss(label_smoothing=0.2)], ids=["plain", "smoothed"])
+def test_forms_are_those_of_the_hessian(name, loss):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    model.eval()
+    assert jets.takes(model)
+    x, y = batch()
+    own = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+
+    def total(vector):
+        pieces = torch.split(vector, [p.numel() for p in own.values()])
+        parameters = {n: v.view(p.shape) for (n, p), v in zip(own.items(), pieces, strict=True)}
+        return loss(functional_call(model, parameters, (x,)), y)
+
+    H = hessian(total)(torch.cat([p.flatten() for p in own.values()]))
+    vectors = torch.randn(7, len(H), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = Curvature(model, loss, x, y, parts=2)
+    assert found._jets
+    means = found.sizes @ found.forms(vectors) / found.n
+    torch.testing.assert_close(means, torch.einsum("vi,ij,vj->v", vectors, H, vectors), rtol=1e-10, atol=1e-11)
+
+
+def test_they_are_those_of_products():
+    model, (x, y) = mlp(4, 3, (5, 6), seed=1).double(), batch(40)
+    found = Curvature(model, cross_entropy, x, y)
+    vectors = torch.randn(5, found.layout.size, dtype=torch.float64)
+    by_jets = found.forms(vectors)
+    found._jets = False
+    torch.testing.assert_close(by_jets, found.forms(vectors), rtol=1e-10, atol=1e-12)
+    assert found.forms(vectors[:0]).shape == Curvature(model, cross_entropy, x, y).forms(vectors[:0]).shape
+
+
+def test_a_loss_that_cannot_be_carried_forwards_has_products(monkeypatch):
+    model, (x, y) = mlp(4, 3, (5, 6), seed=1).double(), batch(40)
+    vectors = torch.randn(5, Curvature(model, cross_entropy, x, y).layout.size, dtype=torch.float64)
+    expected = Curvature(model, cross_entropy, x, y).forms(vectors)
+
+    def refuse(*_):
+        raise NotImplementedError("Trying to use forward AD")
+
+    monkeypatch.setattr(jets, "forms", refuse)
+    found = Curvature(model, cross_entropy, x, y)
+    torch.testing.assert_close(found.forms(vectors), expected, rtol=1e-10, atol=1e-12)
+    assert not found._jets
+
+
+class Own(nn.Linear):
+    """Somebody's own layer may do anything."""
+
+
+def test_what_they_are_not_for():
+    shared = nn.Linear(4, 4)
+    for model in (cnn(), nn.Linear(4, 3), nn.Sequential(Own(4, 3)), nn.Sequential(shared, nn.Tanh(), shared)):
+        assert not jets.takes(model)
+
+
+def test_the_model_is_left_as_it_was():
+    model, (x, y) = mlp(4, 3, (5,), seed=1).double(), batch()
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    found = Curvature(model, cross_entropy, x, y)
+    found.forms(torch.randn(3, found.layout.size, dtype=torch.float64))
+    assert all(torch.equal(before[n], p) and p.grad is None for n, p in model.named_parameters())
+    assert torch.equal(x, batch()[0])
