@@ -140,10 +140,9 @@ class Run:
         self.performance = performance
         self.state = settings.rule.init(settings.groups).to(device)
         self.ledger, self.trace, self.t = Ledger(), Trace(self.guard, settings.groups), 0
+        _check_tape(settings.rule, performance)
         with _precision(performance.tf32):
             self.tape = settings.rule.tape(_tape(model, loss, data))
-        if not settings.rule.bounded and (performance.chunk is not None or performance.pad):
-            raise ValueError(f"{settings.rule.name} needs the whole batch at once; leave chunk and pad out.")
         streams = _streams(settings, model, data)
         self._move = Update(model, self.tape.layout, optimizer, settings.lr)
         self.optimizer = self._move.optimizer
@@ -356,6 +355,17 @@ def _precision(tf32: bool) -> Iterator[None]:
     finally:
         for setting, was in zip(settings, before, strict=True):
             setting.fp32_precision = was
+
+
+def _check_tape(rule: Rule, performance: Performance) -> None:
+    """Raise for a rule that changes what is differentiated and claims a bound all the same: it sees whole batches."""
+    if rule.bounded and type(rule).tape is not Rule.tape:
+        raise ValueError(
+            f"{rule.name} takes its gradients in its own way (tape), so nothing bounds what one record does; say "
+            "bounded = False in its class. It will have no ε."
+        )
+    if not rule.bounded and (performance.chunk is not None or performance.pad):
+        raise ValueError(f"{rule.name} needs the whole batch at once; leave chunk and pad out.")
 
 
 def _check_counts(rule: Rule, counts: int) -> None:

@@ -1,5 +1,8 @@
 """FairLens: the gradient of its regularisers against autograd, and that it has no ε, nowhere."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -212,6 +215,21 @@ def test_empty_batches_and_samples_that_are_not_finite():
         summed = found.masked(kept).weighted_sum(kept.double())
         alone = tape(x[kept], y[kept], group[kept])
         torch.testing.assert_close(summed, alone.weighted_sum(torch.ones(23, dtype=torch.float64)))
+
+
+@dataclass(frozen=True)
+class Sly(DPSGD):
+    """A rule that looks at the batch and claims a bound."""
+
+    name: ClassVar[str] = "sly"
+
+    def tape(self, tape):
+        return tape
+
+
+def test_a_rule_with_a_tape_of_its_own_cannot_claim_a_bound():
+    with pytest.raises(ValueError, match=r"sly takes its gradients in its own way .* bounded = False"):
+        prepare(mlp(5, 2), floats(), rule=Sly(), batch_size=30)
 
 
 def test_what_it_is_not_for():

@@ -94,7 +94,9 @@ class Rule(ABC):
         """γ_i, what this sample's gradient is multiplied with."""
 
     def tape(self, tape: Any) -> Any:
-        """What gradients are taken with: the model's own tape, unless the rule trains on another loss."""
+        """What gradients are taken with: the model's own tape, unless the rule trains on another loss. One that does is
+        not `bounded`: it sees whole batches.
+        """
         return tape
 
     def unsuited(self, groups: int, classes: int) -> str | None:
