@@ -21,6 +21,7 @@ def filled(folder, kept, seen):
     for method in PUBLISHED["adult"].methods:
         path = shelf.watched / f"{Watch('adult', method.name).name}.json"
         path.write_text(json.dumps(seen(method.name)))
+    (shelf.watched / "adult-published-dpsgd-eigenvalues.json").write_text(json.dumps(seen("dpsgd")))
     return shelf
 
 
@@ -64,6 +65,7 @@ def test_a_figure_with_runs_missing_is_not_drawn(tmp_path, kept, seen):
     shelf = filled(tmp_path, kept, seen)
     (shelf.watched / "adult-published-dpsgd.json").unlink()
     assert shelf.draw_figure("adult-risk") == []
+    assert len(shelf.draw_figure("adult-bounds")) == 2
     with pytest.raises(ValueError, match="There is no figure 'mona-lisa'"):
         shelf.draw_figure("mona-lisa")
 

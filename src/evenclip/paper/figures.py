@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["FIGURES", "PaperFigure", "bound_rows", "draw"]
+__all__ = ["CLOSER", "FIGURES", "PaperFigure", "bound_rows", "draw"]
 
 Watched = Mapping[str, Mapping[str, Any]]  # rule -> what was seen
 
@@ -57,6 +57,9 @@ class PaperFigure:
         return f"{TITLES[self.dataset]}, {how}: {_CAPTIONS[self.kind]}"
 
 
+CLOSER = ("bounds", "eigenvalues")
+"""Kinds that are drawn from a run with its eigenvalues."""
+
 _CAPTIONS = {
     "epochs": "training loss (top) and norm of the batch gradient (bottom) of each group, by epoch.",
     "risk": "excessive risk of a step due to direction (top) and magnitude (bottom) of the clipped gradient.",
@@ -80,8 +83,6 @@ def draw(of: PaperFigure, watched: Watched, *, published_scale: bool = False) ->
     order = [rule for rule in style.RULES if rule in watched]
     if of.kind != "epochs":
         order = [rule for rule in order if rule != "non-private"]
-    if of.kind in ("bounds", "eigenvalues"):
-        order = ["dpsgd"]
     makes: dict[str, Callable[[Watched, Sequence[str]], Figure]] = {
         "epochs": _epochs, "risk": _risk, "bounds": _bounds, "eigenvalues": _eigenvalues,
         "noise": lambda found, rules: _noise(found, rules, published_scale=published_scale),

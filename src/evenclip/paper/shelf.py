@@ -20,7 +20,7 @@ from typing import Any
 
 from evenclip.paper import directions, figures, style, tables, variants
 from evenclip.paper.drawings import DRAWINGS
-from evenclip.paper.figures import FIGURES, PaperFigure
+from evenclip.paper.figures import CLOSER, FIGURES, PaperFigure
 from evenclip.paper.settings import PUBLISHED
 from evenclip.paper.tables import TABLES
 from evenclip.paper.watched import Watch
@@ -49,13 +49,16 @@ class Shelf:
         path = self.tables / f"{name}.json"
         return json.loads(path.read_text()) if path.is_file() else None
 
-    def seen(self, figure: PaperFigure) -> dict[str, Any]:
-        """Rule -> what was seen of it, as far as it was watched."""
+    def seen(self, figure: PaperFigure) -> dict[str, Any] | None:
+        """Rule -> what was seen of it, for all the runs that the figure is of; None if some were not watched."""
+        closer = figure.kind in CLOSER
+        wanted = ["dpsgd"] if closer else [method.name for method in PUBLISHED[figure.dataset].methods]
         found = {}
-        for method in PUBLISHED[figure.dataset].methods:
-            path = self.watched / f"{Watch(figure.dataset, method.name, figure.match).name}.json"
-            if path.is_file():
-                found[method.name] = json.loads(path.read_text())
+        for rule in wanted:
+            path = self.watched / f"{Watch(figure.dataset, rule, figure.match, eigenvalues=closer).name}.json"
+            if not path.is_file():
+                return None
+            found[rule] = json.loads(path.read_text())
         return found
 
     def draw_table(self, name: str) -> Path:
@@ -76,7 +79,7 @@ class Shelf:
         if name not in FIGURES:
             raise ValueError(f"There is no figure {name!r}; choose among {', '.join([*DRAWINGS, *FIGURES])}.")
         seen = self.seen(FIGURES[name])
-        if len(seen) < len(PUBLISHED[FIGURES[name].dataset].methods):
+        if seen is None:
             return []
         drawn = figures.draw(FIGURES[name], seen, published_scale=published_scale)
         return style.save(drawn, self.figures, name + ("-published-scale" if published_scale else ""))
