@@ -72,11 +72,11 @@ def test_a_figure_with_runs_missing_is_not_drawn(tmp_path, kept, seen):
 
 def test_noise_at_the_scale_of_the_paper(seen):
     runs = {method.name: seen(method.name) for method in PUBLISHED["adult"].methods}
-    ours, theirs = (
-        figures.draw(FIGURES["adult-noise"], runs, published_scale=scale).axes[0].lines[1].get_ydata()
-        for scale in (False, True)
-    )
-    assert theirs[0] == pytest.approx(ours[0] * 256**2)
+    drawn = [figures.draw(FIGURES["adult-noise"], runs, published_scale=scale) for scale in (False, True)]
+    ours, theirs = (figure.axes[0].lines[1].get_ydata()[0] for figure in drawn)
+    assert drawn[0].axes[0].get_ylabel() == r"$R^{\mathrm{noise}}$ in $10^{-1}$"
+    assert drawn[1].axes[0].get_ylabel() == r"$R^{\mathrm{noise}}$ in $10^{3}$, without $1/B^2$"
+    assert theirs * 10**3 == pytest.approx(ours * 10**-1 * 256**2)
 
 
 def test_bounds_of_a_look(seen):

@@ -14,6 +14,7 @@ Each exists as published and, with "-matched" behind its name, at the same large
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -99,7 +100,7 @@ def _panels(rules: Sequence[str], rows: int, height: float) -> tuple[Figure, Any
     figure = style.figure(max(70.0, 30.0 * len(rules) + 12.0), height)
     axes = figure.subplots(rows, len(rules), sharex=True, sharey="row", squeeze=False)
     for column, rule in enumerate(rules):
-        axes[0, column].set_title(style.RULES[rule].label)
+        axes[0, column].set_title(style.RULES[rule].label, fontsize=style.SMALLEST)
     return figure, axes
 
 
@@ -124,7 +125,7 @@ def _epochs(watched: Watched, rules: Sequence[str]) -> Figure:
         _lines(axes[0, column], epochs, list(zip(*seen["loss"], strict=True)), seen["groups"])
         _lines(axes[1, column], epochs, list(zip(*seen["norm"], strict=True))[1:], seen["groups"])
         axes[1, column].set_xlabel("epoch")
-        axes[1, column].set_ylim(bottom=0)
+    axes[1, 0].set_ylim(bottom=0)
     axes[0, 0].set_ylabel("training loss")
     axes[1, 0].set_ylabel(r"$\Vert g_B\Vert$ by group")
     _legend(figure, axes[0, 0])
@@ -155,14 +156,22 @@ def _risk(watched: Watched, rules: Sequence[str]) -> Figure:
 
 def _noise(watched: Watched, rules: Sequence[str], *, published_scale: bool) -> Figure:
     figure, axes = _panels(rules, 1, 52.0)
+    found = {rule: _term(watched[rule], "noise") for rule in rules}
+    factor = {rule: watched[rule]["B"] ** 2 if published_scale else 1.0 for rule in rules}
+    largest = max(
+        (abs(value) * factor[rule] for rule in rules for group in found[rule][1] for value in group if value),
+        default=1.0,
+    )
+    power = math.floor(math.log10(largest))
     for column, rule in enumerate(rules):
-        steps, terms = _term(watched[rule], "noise")
-        scale = watched[rule]["B"] ** 2 if published_scale else 1.0
+        steps, terms = found[rule]
+        scale = factor[rule] / 10.0**power
         scaled = [[None if value is None else value * scale for value in group] for group in terms]
         axes[0, column].axhline(0.0, color="0.6", linewidth=0.6)
         _lines(axes[0, column], steps, scaled, watched[rule]["groups"])
         axes[0, column].set_xlabel("step")
-    axes[0, 0].set_ylabel(r"$R^{\mathrm{noise}}$" + (" without 1/B²" if published_scale else ""))
+    without = r", without $1/B^2$" if published_scale else ""
+    axes[0, 0].set_ylabel(rf"$R^{{\mathrm{{noise}}}}$ in $10^{{{power}}}${without}")
     _legend(figure, axes[0, 0])
     return figure
 
@@ -198,7 +207,7 @@ def bound_rows(seen: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _bounds(watched: Watched, rules: Sequence[str]) -> Figure:
-    rows = bound_rows(watched[rules[0]])
+    rows, (a, b) = bound_rows(watched[rules[0]]), watched[rules[0]]["groups"]
     figure = style.figure(style.WIDTH, 62.0)
     axes = figure.subplots(1, 2, squeeze=False)[0]
     steps = [row["t"] for row in rows]
@@ -206,17 +215,15 @@ def _bounds(watched: Watched, rules: Sequence[str]) -> Figure:
         panel.plot(steps, [row[name] for row in rows], color="black", label="gap")
         panel.plot(steps, [row[f"{name} bound"] for row in rows], color="0.45", linestyle=(0, (4, 1.5)), label=bound)
         panel.axhline(0.0, color="0.7", linewidth=0.6)
-        panel.set_title(rf"$R^{{\mathrm{{{name}}}}}_a - R^{{\mathrm{{{name}}}}}_b$")
+        panel.set_title(rf"$R^{{\mathrm{{{name}}}}}$, {a} less {b}")
         panel.set_xlabel("step")
         panel.legend(loc="best")
     known = [row for row in rows if "convex" in row]
     if known:
         both = sum(row["convex"] and row["small_steps"] for row in known)
         small = sum(row["small_steps"] for row in known)
-        figure.supxlabel(
-            f"η ≤ 1/λ_max at {small} of {len(known)} looks; convex as well, as the bounds ask, at {both}.",
-            fontsize=style.SMALLEST,
-        )
+        short = rf"$\eta \leq 1/\lambda_{{\max}}$ at {small} of {len(known)} looks"
+        figure.supxlabel(f"{short}; convex as well, as the bounds ask, at {both}", fontsize=style.SMALLEST)
     return figure
 
 
