@@ -211,7 +211,7 @@ def test_the_claim_of_one_step_is_that_of_the_gaussian_mechanism():
 class NoiseForC0(Releases):
     """The algorithm box of DPSGD-F: noise σC0, though the sensitivity is max C_k."""
 
-    def __call__(self, name, value, *, sensitivity, multiplier):
+    def __call__(self, name, value, *, sensitivity, multiplier, bounded=True):
         return super().__call__(name, value, sensitivity=1.0, multiplier=multiplier)
 
 
@@ -223,7 +223,7 @@ class NoiseForThosePresent(Releases):
         self.present = world.group.unique()
         self.noisy_counts = None
 
-    def __call__(self, name, value, *, sensitivity, multiplier):
+    def __call__(self, name, value, *, sensitivity, multiplier, bounded=True):
         if name == "count":
             self.noisy_counts = super().__call__(name, value, sensitivity=sensitivity, multiplier=multiplier)
             return self.noisy_counts

@@ -185,3 +185,14 @@ def test_joint_multiplier_at_the_ends():
     assert joint_multiplier([3.0, 0.0]) == 0.0
     assert joint_multiplier([np.float32(3), 4]) == pytest.approx(2.4)
     assert type(joint_multiplier([np.float32(3)])) is float
+
+
+def test_a_value_without_a_bound_has_its_noise_and_is_in_clear_for_the_ledger():
+    """Whatever noise it is given: one record may move it by more than what the noise is scaled to."""
+    release = Releases({"gradient": torch.ones(3)})
+    found = release("gradient", torch.zeros(3), sensitivity=2.0, multiplier=3.0, bounded=False)
+    assert found.tolist() == [6.0, 6.0, 6.0]
+    assert release.multipliers == {"gradient": 0.0}
+    ledger = Ledger()
+    ledger.write(0.01, release.multipliers)
+    assert not ledger.is_private

@@ -137,8 +137,8 @@ def spy(monkeypatch) -> Spy:
         seen.noise.append({name: numbers.clone() for name, numbers in noise.items()})
         start(self, noise)
 
-    def watched_call(self, name, value, *, sensitivity, multiplier):
-        out = call(self, name, value, sensitivity=sensitivity, multiplier=multiplier)
+    def watched_call(self, name, value, *, sensitivity, multiplier, bounded=True):
+        out = call(self, name, value, sensitivity=sensitivity, multiplier=multiplier, bounded=bounded)
         if value.numel():
             seen.releases.append(Released(name, value.clone(), float(sensitivity), multiplier, out.clone()))
         return out

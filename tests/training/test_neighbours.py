@@ -123,5 +123,5 @@ def test_one_sample_moves_every_release_by_at_most_its_sensitivity(toy, private_
 class _Silent(Releases):
     """Releases without noise, of any length."""
 
-    def __call__(self, name, value, *, sensitivity, multiplier):
+    def __call__(self, name, value, *, sensitivity, multiplier, bounded=True):
         return value
