@@ -59,7 +59,7 @@ def look(device: str, samples: tuple[torch.Tensor, ...], probes: int) -> None:
 def one_by_one(device: str, samples: tuple[torch.Tensor, torch.Tensor]) -> None:
     """A few products, each of them alone."""
     found = Curvature(CASES["adult"].make(0).to(device), cross_entropy, *samples)
-    found._product = curvature._reverse_over_reverse
+    found._product, found._jets = curvature._reverse_over_reverse, False
     found.forms(signs(_FEW, found.layout.size))
 
 
