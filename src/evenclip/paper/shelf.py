@@ -95,7 +95,7 @@ class Shelf:
 
     def index(self) -> Path:
         """The page with all of it."""
-        made = [name for name in (*MADE, *TABLES) if (self.tables / f"{name}.md").is_file()]
+        made = [name for name in (*TABLES, *MADE) if (self.tables / f"{name}.md").is_file()]
         drawn = [name for name in (*DRAWINGS, *FIGURES) if (self.figures / f"{name}.svg").is_file()]
         links = [f'<li><a href="#{name}">{html.escape(_title(name))}</a></li>' for name in (*made, *drawn)]
         parts = [
