@@ -265,7 +265,7 @@ class Run:
         for batch, losses, norms, weights, clamped, finite, now in seen:
             group = torch.zeros(len(batch), dtype=torch.int64) if own is None else own[batch]
             self.trace.note(losses, norms, weights, group, clamped, finite, now)
-        if self.ended:
+        if self.ended and seen:
             self.trace.close(state, float(self.settings.rule.sensitivity(seen[-1][-1])))
 
     @cached_property

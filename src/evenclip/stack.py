@@ -130,6 +130,7 @@ class Stack:
         self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._feeder: _Handed | _Reeled = _Handed(self) if self._stream is None else _Reeled(self, room)
         self._block, self._at = list[list[Tensor]](), 0  # batches of the next steps [step][run], and which comes next
+        self._done = 0  # steps of the block that were not interrupted
         self._before = list[dict[str, Any]]()  # the samplers' states before them
         self._open = deque[_Taken]()  # what the runs were not told yet
 
@@ -156,9 +157,10 @@ class Stack:
             for members, multipliers in zip(self._members, self._multipliers, strict=True):
                 for run in members.runs:  # first of all: whatever interrupts the step, nothing is public without this
                     run.ledger.write(run.sampler.q, multipliers)
-            self._feeder.step(self._block[self._at])
             self._at += 1
-            self.t += 1
+            self.t += 1  # its noise is spent from here on: a step that is interrupted is never taken again
+            self._feeder.step(self.t - 1, self._block[self._at - 1])
+            self._done += 1
             if self._at == len(self._block):
                 self._settle()
                 self._tell(0 if self._stream is None else 1)  # by the next time that is done the device has sent it
@@ -171,7 +173,7 @@ class Stack:
         """The batches of the next steps of this epoch."""
         left = min(self._epoch - self.t % self._epoch, self.steps - self.t, _AT_ONCE)
         self._before = [run.sampler.state() for run in self.runs]
-        self._block, self._at = [[run.sampler.next() for run in self.runs] for _ in range(left)], 0
+        self._block, self._at, self._done = [[run.sampler.next() for run in self.runs] for _ in range(left)], 0, 0
         self._feeder.load(self._block)
 
     def _finish(self, found: Sequence[Columns]) -> None:
@@ -181,8 +183,11 @@ class Stack:
             members.state.copy_(columns.state)
 
     def _settle(self) -> None:
-        """The steps that were taken of the block are to be told; of the others the batches were never drawn."""
-        block, taken = self._block, self._at
+        """The steps that were taken of the block are to be told; of the others the batches were never drawn.
+
+        One that was interrupted counts, although nobody knows what it did: it may have moved the parameters.
+        """
+        block, taken, done = self._block, self._at, self._done
         self._block, self._at = [], 0
         if not block:
             return
@@ -193,7 +198,7 @@ class Stack:
                     run.sampler.next()
         if taken:
             moved = [(members.vector.clone(), fetched(members.state)) for members in self._members]
-            self._open.append(_Taken(self.t, block[:taken], moved, self._feeder.seen(taken)))
+            self._open.append(_Taken(self.t, block[:done], moved, self._feeder.seen(done)))
 
     def _tell(self, left: int) -> None:
         """Hand every run what was computed for it, but for so many of the last blocks."""
@@ -241,20 +246,20 @@ class _Handed:
         del block
         self._seen = []
 
-    def step(self, batches: Batches) -> None:
+    def step(self, t: int, batches: Batches) -> None:
         stack, given, place = self._stack, [], 0
         rows = stack._engine.rows(max(batch.shape[0] for batch in batches))
         for members in stack._members:
-            given.append(members.inputs(stack.t, batches[place : place + len(members.runs)], rows))
+            given.append(members.inputs(t, batches[place : place + len(members.runs)], rows))
             place += len(members.runs)
         with torch.no_grad():
-            found = stack._engine(stack.t, given)
+            found = stack._engine(t, given)
             stack._finish(found)
         self._seen.append([Seen([of.now], [of.seen], [of.flags]) for of in found])
 
     def seen(self, steps: int) -> Callable[[], list[Seen]]:
-        kinds = list(zip(*self._seen[:steps], strict=True))
-        return lambda: [Seen(*(list(chain(*parts)) for parts in zip(*kind, strict=True))) for kind in kinds]
+        kinds = list(zip(*self._seen[:steps], strict=True)) or [() for _ in self._stack._members]
+        return lambda: [Seen(*(list(chain(*(getattr(s, n) for s in kind))) for n in Seen._fields)) for kind in kinds]
 
 
 class _Reeled:
@@ -274,7 +279,8 @@ class _Reeled:
         B = [[max(1.0, r.sampler.expected_size(b)) for r, b in zip(runs, step, strict=True)] for step in block]
         self.reel.load(self._stack.t, block, self._stack._offsets, B)
 
-    def step(self, batches: Batches) -> None:
+    def step(self, t: int, batches: Batches) -> None:
+        del t  # the recording counts
         self.reel.step(self._stack._engine.rows(max(batch.shape[0] for batch in batches)))
 
     def seen(self, steps: int) -> Callable[[], list[Seen]]:

@@ -1,5 +1,7 @@
 """Second derivatives along lines, against the Hessian that autograd forms."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -87,9 +89,28 @@ class Own(nn.Linear):
 
 
 def test_what_they_are_not_for():
-    shared = nn.Linear(4, 4)
-    for model in (cnn(), nn.Linear(4, 3), nn.Sequential(Own(4, 3)), nn.Sequential(shared, nn.Tanh(), shared)):
+    shared, tied, hooked = nn.Linear(4, 4), (nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 3)
+    tied[1].weight = tied[0].weight
+    hooked.register_forward_hook(lambda layer, given, output: 2 * output)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        old = nn.utils.weight_norm(nn.Linear(4, 3))
+    new = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+    chains = ([Own(4, 3)], [shared, nn.Tanh(), shared], [tied[0], nn.Tanh(), tied[1]], [hooked], [old], [new])
+    for model in (cnn(), nn.Linear(4, 3), *(nn.Sequential(*chain) for chain in chains)):
         assert not jets.takes(model)
+
+
+def test_several_positions_a_sample_have_products():
+    """Four samples and four lines: shapes that fit by chance."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2)).double()
+    x, y = torch.randn(4, 5, 3, dtype=torch.float64), torch.randn(4, 5, 2, dtype=torch.float64)
+    found = Curvature(model, nn.MSELoss(), x, y)
+    vectors = torch.randn(4, found.layout.size, dtype=torch.float64)
+    forms = found.sizes @ found.forms(vectors) / found.n
+    assert not found._jets
+    torch.testing.assert_close(forms, torch.linalg.vecdot(found.products(vectors), vectors))
 
 
 def test_the_model_is_left_as_it_was():

@@ -491,21 +491,25 @@ def test_two_rules_of_a_stranger_that_compare_equal_are_two(toy):
         torch.testing.assert_close(toy.vector(run.model), toy.vector(alone.model), rtol=1e-9, atol=1e-11)
 
 
-def test_a_step_that_is_interrupted_is_in_the_ledger(toy, monkeypatch):
-    """Parameters may have moved by then, so the ledger comes first: one step too many is safe, one too few is not."""
-    run = prepare(toy.mlp(), toy.data(), rule=DPSGD(), batch_size=8, steps=6, seed=0)
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_a_step_that_is_interrupted_is_in_the_ledger_and_never_taken_again(toy, monkeypatch, at):
+    """Parameters may have moved by then: the ledger has it, and neither its noise nor its batch come a second time."""
+    make = partial(prepare, toy.mlp(), toy.data(), rule=DPSGD(), batch_size=8, steps=6, seed=0)
+    run = make()
     before, stack = toy.vector(run.model), Stack([run], compile=False)
     finish = stack._finish
 
     def interrupted(found):
         finish(found)
-        if stack.t == 2:
+        if stack.t == at:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(stack, "_finish", interrupted)
     with suppress(KeyboardInterrupt), stack.listening():
         while stack.t < stack.steps:
             stack.step()
-    assert stack.t == 2
+    assert stack.t == run.t == run.ledger.steps == at
     assert not torch.equal(toy.vector(run.model), before)
-    assert run.ledger.steps == 3
+    whole = make()
+    batches = [whole.sampler.next() for _ in range(7)]
+    assert torch.equal(run.sampler.next(), batches[at])

@@ -41,11 +41,21 @@ class _Jet(NamedTuple):
 
 
 def takes(model: nn.Module) -> bool:
-    """Whether the model is a chain of layers that are known here, none of them used twice."""
-    if not isinstance(model, nn.Sequential):
+    """Whether the model is a chain of layers that are known here, as torch has them, that share nothing."""
+    if type(model) is not nn.Sequential:
         return False
-    layers = list(_layers(model))
-    return len({id(layer) for layer in layers}) == len(layers) and all(type(layer) in _KNOWN for layer in layers)
+    layers = _layers(model)
+    own = [id(part) for layer in layers for part in (layer, *layer.parameters())]
+    return len(set(own)) == len(own) and all(map(_is_plain, layers))
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a layer is one of torch's, with parameters of the usual names and nothing hooked to it."""
+    hooks = (*layer._forward_hooks, *layer._forward_pre_hooks, *layer._backward_hooks, *layer._backward_pre_hooks)
+    usual = {"weight", "bias"} if isinstance(layer, nn.Linear) else set()
+    return type(layer) in _KNOWN and not hooks and set(dict(layer.named_parameters())) <= usual and (
+        not isinstance(layer, nn.Linear) or isinstance(layer.weight, nn.Parameter)
+    )  # fmt: skip
 
 
 def forms(
@@ -90,7 +100,7 @@ def _named(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
         if child is None:
             continue
         full = f"{prefix}{name}"
-        found += _named(child, f"{full}.") if isinstance(child, nn.Sequential) else [(full, child)]
+        found += _named(child, f"{full}.") if type(child) is nn.Sequential else [(full, child)]
     return found
 
 
@@ -102,6 +112,8 @@ def _linear(
     layer: nn.Module, name: str, jet: _Jet, lines: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
 ) -> _Jet:
     assert isinstance(layer, nn.Linear)
+    if jet.value.ndim != 2:
+        raise NotImplementedError("one position a sample")
     weight = parameters.get(f"{name}.weight", layer.weight.detach())
     bias = None if layer.bias is None else parameters.get(f"{name}.bias", layer.bias.detach())
     turned, shifted = lines.get(f"{name}.weight"), lines.get(f"{name}.bias")  # W' [line, out, in], b' [line, out]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from evenclip.cli import files
+from evenclip.cli.stops import kept
 
 __all__ = ["compare"]
 
@@ -58,7 +58,6 @@ def compare(
     """
     from evenclip import comparison
     from evenclip.report.live import watching
-    from evenclip.runs import RunsError
 
     options = _options(test, schema, keep, drop, exclude_group, group_bins, unit, allow_partial)
     columns: Any = group[0] if group and len(group) == 1 else group or None
@@ -67,19 +66,12 @@ def compare(
         raise ValueError("--rules is empty; give names separated by commas, or leave it out for all five.")
     if out is not None:
         _writable(out)
-    try:
-        with watching() as show:
-            found = comparison.compare(
-                data, names, seeds, target=target, group=columns, epsilon=epsilon, delta=delta, epochs=epochs,
-                batch_size=batch_size, lr=lr, model=model, match=match, device=device, options=options,
-                data_dir=data_dir, store=None if out is None else out / "runs", workers=workers, show=show,
-            )  # fmt: skip
-    except KeyboardInterrupt as interrupted:
-        print("evenclip: interrupted; what was finished is kept, and the same command goes on.", file=sys.stderr)
-        raise typer.Exit(130) from interrupted
-    except RunsError as failed:
-        print(f"evenclip: {failed}", file=sys.stderr)
-        raise typer.Exit(1) from failed
+    with kept(), watching() as show:
+        found = comparison.compare(
+            data, names, seeds, target=target, group=columns, epsilon=epsilon, delta=delta, epochs=epochs,
+            batch_size=batch_size, lr=lr, model=model, match=match, device=device, options=options,
+            data_dir=data_dir, store=None if out is None else out / "runs", workers=workers, show=show,
+        )  # fmt: skip
     text = json.dumps(found.to_json(), indent=1)
     if out is not None:
         files.write(out / "results.json", text + "\n")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from evenclip.cli.stops import kept
 
 if TYPE_CHECKING:
     from evenclip.paper.shelf import Shelf
@@ -63,7 +63,7 @@ def table(
     from evenclip.paper.shelf import Shelf
 
     shelf = Shelf(out)
-    with _kept():
+    with kept():
         path = _table(shelf, name, seeds, device, data_dir, workers, quick)
     print(path.read_text())
     print(f"{path} has it, {path.with_suffix('.json')} all that it was drawn from.")
@@ -84,7 +84,7 @@ def figure(
 
     shelf = Shelf(out)
     if name in FIGURES:
-        with _kept():
+        with kept():
             _watch(shelf, FIGURES[name].dataset, FIGURES[name].match, device, data_dir, workers, quick)
     elif name not in DRAWINGS:
         raise ValueError(f"There is no figure {name!r}; `evenclip paper list` has their names.")
@@ -107,7 +107,7 @@ def all_(
     chosen = list(SETTINGS) if only is None else [name.strip() for name in only.split(",") if name.strip()]
     for unknown in set(chosen) - set(SETTINGS):
         raise ValueError(f"There is no dataset {unknown!r} in the paper; choose among {', '.join(SETTINGS)}.")
-    with _kept():
+    with kept():
         for dataset in SETTINGS:
             if dataset not in chosen:
                 continue
@@ -169,18 +169,3 @@ def _watch(
     plan = watched.plan(dataset, match=match, quick=quick, device=device)
     for given, _ in watched.carry_out(plan, shelf.watched, data_dir=data_dir, workers=workers):
         print(f"  watched {given.name}", file=sys.stderr)
-
-
-@contextmanager
-def _kept() -> Iterator[None]:
-    """What stops it, in a sentence; what was finished stays."""
-    from evenclip.runs import RunsError
-
-    try:
-        yield
-    except KeyboardInterrupt as interrupted:
-        print("evenclip: interrupted; what was finished is kept, and the same command goes on.", file=sys.stderr)
-        raise typer.Exit(130) from interrupted
-    except RunsError as failed:
-        print(f"evenclip: {failed}", file=sys.stderr)
-        raise typer.Exit(1) from failed
