@@ -20,6 +20,13 @@ def frozen():
     return model
 
 
+def frozen_convolution():
+    model = IMAGES["the paper's"]()
+    model[0].weight.requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    return model
+
+
 MODELS = {
     "tanh": lambda: mlp(4, 3, (5, 6), seed=1).double(),
     "linear": lambda: mlp(4, 3, (), seed=1).double(),
@@ -30,21 +37,32 @@ MODELS = {
     ).double(),
     "frozen parts": frozen,
 }  # fmt: skip
+IMAGES = {
+    "the paper's": lambda: nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
+    ).double(),
+    "strided, padded, dilated, without a bias": lambda: nn.Sequential(
+        nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 2, padding="same", dilation=2, bias=False),
+        nn.Sigmoid(), nn.Flatten(), nn.Linear(18, 3),
+    ).double(),
+    "a frozen weight and a frozen bias": frozen_convolution,
+}  # fmt: skip
 
 
-def batch(n=9, seed=0):
+def batch(n=9, seed=0, shape=(4,)):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, 4, generator=generator, dtype=torch.float64), torch.randint(0, 3, (n,), generator=generator)
+    x = torch.randn(n, *shape, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 3, (n,), generator=generator)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *IMAGES])
 @pytest.mark.parametrize("loss", [cross_entropy, nn.CrossEntropyLoss(label_smoothing=0.2)], ids=["plain", "smoothed"])
 def test_forms_are_those_of_the_hessian(name, loss):
     torch.manual_seed(0)
-    model = MODELS[name]()
+    model = {**MODELS, **IMAGES}[name]()
     model.eval()
     assert jets.takes(model)
-    x, y = batch()
+    x, y = batch(shape=(2, 6, 6) if name in IMAGES else (4,))
     own = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
 
     def total(vector):
@@ -97,8 +115,34 @@ def test_what_they_are_not_for():
         old = nn.utils.weight_norm(nn.Linear(4, 3))
     new = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
     chains = ([Own(4, 3)], [shared, nn.Tanh(), shared], [tied[0], nn.Tanh(), tied[1]], [hooked], [old], [new])
-    for model in (cnn(), nn.Linear(4, 3), *(nn.Sequential(*chain) for chain in chains)):
+    for model in (nn.Sequential(nn.MaxPool2d(2)), nn.Linear(4, 3), *(nn.Sequential(*chain) for chain in chains)):
         assert not jets.takes(model)
+
+
+def test_parts_are_the_samples_in_their_order():
+    """Whatever passes at once: the form of a part is that of its samples alone."""
+    model, (x, y) = cnn(1, 6, 3, seed=1).double(), batch(2500, shape=(1, 6, 6))
+    found = Curvature(model, cross_entropy, x, y, parts=16)
+    vectors = torch.randn(3, found.layout.size, dtype=torch.float64)
+    forms, size = found.forms(vectors), int(found.sizes[0])
+    assert forms.shape == (16, 3)
+    for part in (0, 6, 15):
+        here = slice(part * size, (part + 1) * size)
+        alone = Curvature(model, cross_entropy, x[here], y[here])
+        torch.testing.assert_close(forms[part], alone.forms(vectors)[0], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Conv2d(2, 2, 3, groups=2), nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular")]
+)
+def test_other_convolutions_have_products(layer):
+    size = layer(torch.zeros(1, 2, 6, 6)).numel()
+    model, (x, y) = nn.Sequential(layer, nn.Flatten(), nn.Linear(size, 3)).double(), batch(shape=(2, 6, 6))
+    found = Curvature(model, cross_entropy, x, y)
+    vectors = torch.randn(4, found.layout.size, dtype=torch.float64)
+    forms = found.sizes @ found.forms(vectors) / found.n
+    assert not found._jets
+    torch.testing.assert_close(forms, torch.linalg.vecdot(found.products(vectors), vectors))
 
 
 def test_several_positions_a_sample_have_products():

@@ -33,8 +33,9 @@ from evenclip.gradients.tape import LossOf, count
 
 __all__ = ["Curvature", "Estimate", "signs"]
 
-# Samples that pass at once, at the most, and numbers that are kept on the way for all vectors that pass with them.
-_ROWS, _NUMBERS = 1024, 2**24
+# Samples that pass at once, at the most, and numbers that are kept on the way for all vectors that pass with them: what
+# a cache likes, or what a GPU needs to be busy.
+_ROWS, _NUMBERS, _NUMBERS_GPU = 1024, 2**24, 2**28
 # A model of fewer parameters than this has its Hessian formed for its eigenvalues: Lanczos needs room to search.
 _FEW = 32
 # Relative accuracy of eigenvalues.
@@ -102,7 +103,7 @@ class Curvature:
         """Hv for each of the vectors.  # [vector, parameter] -> [vector, parameter], float64"""
         vectors = vectors.to(self.layout.blank)
         found = torch.zeros_like(vectors, dtype=torch.float64)
-        for total, rows in self._parts():
+        for total, rows in self._parts(_ROWS):
             for some in torch.split(torch.arange(len(vectors)), self._at_once(rows)):
                 found[some] += self._mapped(total, vectors[some])
         return found / self.n
@@ -126,25 +127,30 @@ class Curvature:
         x, y = self._data
         parameters = {name.removeprefix("model."): p for name, p in self._parameters().items()}
         found = []
+        rows = _ROWS // self._rows * self._rows  # whole parts, as many as pass at once
         with torch.no_grad():
-            for at in range(0, self.n, self._rows):
-                some_x, some_y = x[at : at + self._rows], y[at : at + self._rows]
-                each = []
+            for at in range(0, self.n, rows):
+                some_x, some_y = x[at : at + rows], y[at : at + rows]
+                each = [vectors.new_zeros(0, len(some_x), dtype=torch.float64)]
                 for some in torch.split(vectors, self._at_once(len(some_x))):
                     lines = {name.removeprefix("model."): part for name, part in self._split(some).items()}
                     each.append(jets.forms(self._whole.model, self._whole.loss, some_x, some_y, lines, parameters))
-                empty = vectors.new_zeros(0, dtype=torch.float64)
-                found.append(torch.cat([empty, *each]) / len(some_x))
+                found += [part.mean(dim=1) for part in torch.split(torch.cat(each), self._rows, dim=1)]
         return torch.stack(found)
 
-    def trace(self, probes: Tensor) -> Estimate:
+    def trace(self, probes: Tensor, of: int | None = None) -> Estimate:
         """Tr H by Hutchinson, from these random signs.  # probes: [probe, parameter]
 
-        The standard error is that of the probes; at least two are needed for one, else it is infinite.
+        The standard error is that of the probes; at least two are needed for one, else it is infinite. Where the
+        samples were drawn from so many (`of`), it has their share too, by the differences between parts.
         """
-        forms = (self.sizes.to(self.layout.blank.device) @ self.forms(probes) / self.n).cpu()
-        se = float(forms.std() / math.sqrt(len(forms))) if len(forms) > 1 else math.inf
-        return Estimate(float(forms.mean()), se)
+        forms = self.forms(probes).cpu()  # [part, probe]
+        mean = self.sizes @ forms / self.n
+        square = float(mean.var() / len(mean)) if len(mean) > 1 else math.inf
+        if of is not None:
+            each = forms.mean(dim=1)
+            square += float(each.var() / len(each)) * (1 - self.n / of) if len(each) > 1 else math.inf
+        return Estimate(float(mean.mean()), math.sqrt(square))
 
     def exact_trace(self) -> float:
         """Tr H by as many products as there are parameters: for small models."""
@@ -166,10 +172,11 @@ class Curvature:
         model = self._whole.model
         return {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
-    def _parts(self) -> Iterator[tuple[Callable[[dict[str, Tensor]], Tensor], int]]:
+    def _parts(self, size: int | None = None) -> Iterator[tuple[Callable[[dict[str, Tensor]], Tensor], int]]:
         """The summed loss of each part as a function of the parameters, and how many samples it has."""
-        for at in range(0, self.n, self._rows):
-            x, y = tree_map(lambda v, at=at: v[at : at + self._rows] if isinstance(v, Tensor) else v, self._data)
+        step = size or self._rows
+        for at in range(0, self.n, step):
+            x, y = tree_map(lambda v, at=at: v[at : at + step] if isinstance(v, Tensor) else v, self._data)
 
             def total(parameters: dict[str, Tensor], x: Any = x, y: Any = y) -> Tensor:
                 losses: Tensor = functional_call(self._whole, parameters, (x, y))
@@ -178,7 +185,8 @@ class Curvature:
             yield total, count(x)
 
     def _at_once(self, rows: int) -> int:
-        return max(1, _NUMBERS // max(1, rows * self._numbers))
+        numbers = _NUMBERS_GPU if self.layout.blank.is_cuda else _NUMBERS
+        return max(1, numbers // max(1, rows * self._numbers))
 
     def _mapped(self, total: Callable[[dict[str, Tensor]], Tensor], vectors: Tensor) -> Tensor:
         """Σ_i H_i v for each v.  # [vector, parameter]"""

@@ -215,7 +215,7 @@ class RiskTerms:
         forms = curvature.forms(both).cpu().numpy()
         parts = terms(slopes[:, :m], forms[:, :m], slopes[:, m:], forms[:, m:], batches.rho, self._lr)
         found = {name: _estimate(value, sizes, of if partial else None) for name, value in parts.items()}
-        trace = curvature.trace(probes) if len(probes) else None
+        trace = curvature.trace(probes, of if partial else None) if len(probes) else None
         if trace is not None:
             scale = self._lr**2 / 2 * noise**2
             found["noise"] = Estimate(scale * trace.value, scale * trace.se)

@@ -3,12 +3,12 @@
 Along θ + εv the loss is φ(ε), and φ''(0) = vᵀHv. Every activation a(ε) has a value, a slope and a curvature, which
 follow from those of the layer before (Griewank, Walther 2008, "Evaluating Derivatives", ch. 13):
 
-    linear         z = Wa + b     z' = W'a + Wa' + b'     z'' = 2W'a' + Wa''
+    linear         z = Wa + b     z' = W'a + Wa' + b'     z'' = 2W'a' + Wa''        (and convolutions, which are linear)
     elementwise f  a = f(z)       a' = f'(z) z'           a'' = f'(z) z'' + f''(z) z'²
     loss           φ'' = ⟨∇ℓ, z''⟩ + z'ᵀ(∇²ℓ)z'
 
-No pass goes back, so a linear layer takes four products instead of the six of a Hessian product, and the first one. For
-chains of such layers; the others have `evenclip.audit.curvature`.
+No pass goes back, so a linear layer takes four products instead of the six of a Hessian product, and the first one; and
+every sample has its own φ''. For chains of such layers; the others have `evenclip.audit.curvature`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class _Jet(NamedTuple):
     """An activation along every line.
 
     Attributes:
-        value: the same for all of them.  # [sample, number]
-        slope: None where it does not depend on the parameters yet.  # [line, sample, number]
+        value: the same for all of them.  # [sample, ...]
+        slope: None where it does not depend on the parameters yet.  # [line, sample, ...]
         curve: likewise.
     """
 
@@ -52,16 +52,17 @@ def takes(model: nn.Module) -> bool:
 def _is_plain(layer: nn.Module) -> bool:
     """Whether a layer is one of torch's, with parameters of the usual names and nothing hooked to it."""
     hooks = (*layer._forward_hooks, *layer._forward_pre_hooks, *layer._backward_hooks, *layer._backward_pre_hooks)
-    usual = {"weight", "bias"} if isinstance(layer, nn.Linear) else set()
+    weighted = isinstance(layer, nn.Linear | nn.Conv2d)
+    usual = {"weight", "bias"} if weighted else set()
     return type(layer) in _KNOWN and not hooks and set(dict(layer.named_parameters())) <= usual and (
-        not isinstance(layer, nn.Linear) or isinstance(layer.weight, nn.Parameter)
+        not weighted or isinstance(layer.weight, nn.Parameter)
     )  # fmt: skip
 
 
 def forms(
     model: nn.Module, loss: Loss, x: Tensor, y: Tensor, lines: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
 ) -> Tensor:
-    """Σ_i vᵀH_i v over the samples, for each line.
+    """vᵀH_i v of every sample i, for each line.
 
     Args:
         model: one that is taken.
@@ -72,7 +73,7 @@ def forms(
         parameters: by name, as they stand.
 
     Returns:
-        [line], float64
+        [line, sample], float64
     """
     found = _Jet(x, None, None)
     for name, layer in _named(model):
@@ -85,12 +86,12 @@ def forms(
     slopes = grad(total)(value)
     number = len(next(iter(lines.values())))
     if slope is None or curve is None:
-        return value.new_zeros(number, dtype=torch.float64)
+        return value.new_zeros(number, len(value), dtype=torch.float64)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's own, the first time
         bent = vmap(lambda along: jvp(grad(total), (value,), (along,))[1])(slope)
     each: Tensor = slopes * curve + slope * bent
-    return each.flatten(1).sum(dim=1, dtype=torch.float64)
+    return each.flatten(2).sum(dim=2, dtype=torch.float64)
 
 
 def _named(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
@@ -130,6 +131,48 @@ def _linear(
             curve = second if curve is None else curve.add_(second)
     if shifted is not None:
         along = shifted.unsqueeze(1)
+        slope = along.expand(len(along), *value.shape).clone() if slope is None else slope.add_(along)
+    if slope is not None and curve is None:
+        curve = torch.zeros_like(slope)
+    return _Jet(value, slope, curve)
+
+
+def _convolution(
+    layer: nn.Module, name: str, jet: _Jet, lines: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+) -> _Jet:
+    assert isinstance(layer, nn.Conv2d)
+    if jet.value.ndim != 4 or layer.groups != 1 or layer.padding_mode != "zeros":
+        raise NotImplementedError("one group, padded with zeros")
+    weight = parameters.get(f"{name}.weight", layer.weight.detach())
+    bias = None if layer.bias is None else parameters.get(f"{name}.bias", layer.bias.detach())
+    turned, shifted = lines.get(f"{name}.weight"), lines.get(f"{name}.bias")  # W' [line, out, in, ...], b' [line, out]
+
+    def convolved(a: Tensor, kernel: Tensor, groups: int = 1) -> Tensor:
+        return nn.functional.conv2d(a, kernel, None, layer.stride, layer.padding, layer.dilation, groups)
+
+    def on_lines(a: Tensor) -> Tensor:
+        """Lines as further samples."""
+        found = convolved(a.flatten(0, 1), weight)
+        return found.reshape(*a.shape[:2], *found.shape[1:])
+
+    def by_lines(a: Tensor, groups: int = 1) -> Tensor:
+        """Each line with its own W'; lines as further channels."""
+        assert turned is not None
+        found = convolved(a, turned.flatten(0, 1), groups)
+        return found.reshape(len(a), *turned.shape[:2], *found.shape[2:]).transpose(0, 1)
+
+    value = convolved(jet.value, weight) if bias is None else convolved(jet.value, weight) + bias[:, None, None]
+    slope = curve = None
+    if jet.slope is not None:
+        slope, curve = on_lines(jet.slope), None if jet.curve is None else on_lines(jet.curve)
+    if turned is not None:
+        first = by_lines(jet.value)
+        slope = first if slope is None else slope.add_(first)
+        if jet.slope is not None:
+            second = by_lines(jet.slope.transpose(0, 1).flatten(1, 2), len(turned)).mul_(2)
+            curve = second if curve is None else curve.add_(second)
+    if shifted is not None:
+        along = shifted[:, None, :, None, None]
         slope = along.expand(len(along), *value.shape).clone() if slope is None else slope.add_(along)
     if slope is not None and curve is None:
         curve = torch.zeros_like(slope)
@@ -177,12 +220,14 @@ def _same(layer: nn.Module, name: str, jet: _Jet, lines: object, parameters: obj
 def _flatten(layer: nn.Module, name: str, jet: _Jet, lines: object, parameters: object) -> _Jet:
     del name, lines, parameters
     assert isinstance(layer, nn.Flatten)
-    if jet.slope is not None or (layer.start_dim, layer.end_dim) != (1, -1):
-        raise NotImplementedError("only at the beginning, and all of it")
-    return _Jet(jet.value.flatten(1), None, None)
+    if (layer.start_dim, layer.end_dim) != (1, -1):
+        raise NotImplementedError("all of it")
+    if jet.slope is None or jet.curve is None:
+        return _Jet(jet.value.flatten(1), None, None)
+    return _Jet(jet.value.flatten(1), jet.slope.flatten(2), jet.curve.flatten(2))
 
 
 _KNOWN: dict[type[nn.Module], Callable[..., _Jet]] = {
-    nn.Linear: _linear, nn.Tanh: _elementwise(_tanh), nn.Sigmoid: _elementwise(_sigmoid),
+    nn.Linear: _linear, nn.Conv2d: _convolution, nn.Tanh: _elementwise(_tanh), nn.Sigmoid: _elementwise(_sigmoid),
     nn.ReLU: _elementwise(_relu), nn.Identity: _same, nn.Dropout: _same, nn.Flatten: _flatten,
 }  # fmt: skip

@@ -111,9 +111,8 @@ class _OneError(PerSample):
         clipped = self._found.weighted_sum(weights)
         plain = self._found.weighted_sum((weights != 0).to(weights.dtype))
         short, long = torch.linalg.vector_norm(clipped), torch.linalg.vector_norm(plain)
-        if not (float(short) and float(long)):
-            return plain if self._keeps == "magnitude" else clipped
-        kept: Tensor = plain * (short / long) if self._keeps == "magnitude" else clipped * (long / short)
+        rho = torch.where((short > 0) & (long > 0), short / long, 1.0)
+        kept: Tensor = plain * rho if self._keeps == "magnitude" else clipped / rho
         return kept
 
     def masked(self, keep: Tensor) -> PerSample:

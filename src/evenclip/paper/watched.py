@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from evenclip import protocol
 from evenclip.audit import RiskTerms
@@ -102,21 +103,23 @@ class GroupGradients:
 
     def __init__(self, groups: Sequence[int], epoch: int) -> None:
         self._groups, self._epoch = list(groups), epoch
-        self._open: list[list[float]] = []
+        self._open: list[Tensor] = []  # [everybody, *groups], each; fetched together: a fetch waits for the device
         self.rows: list[list[float | None]] = []
 
     def __call__(self, step: Step) -> None:
         """One step."""
         masks = [torch.ones_like(step.weights), *((step.group == k).to(step.weights) for k in self._groups)]
-        means = [mask / mask.sum().clamp(min=1.0) for mask in masks]
-        self._open.append([float(step.weighted_sum(mean).norm()) if bool(mean.any()) else -1.0 for mean in means])
+        sizes = [mask.sum() for mask in masks]
+        norms = [step.weighted_sum(mask).norm() / size for mask, size in zip(masks, sizes, strict=True)]
+        self._open.append(torch.stack([torch.where(size > 0, n, -1.0) for n, size in zip(norms, sizes, strict=True)]))
         if len(self._open) == self._epoch:
             self.close()
 
     def close(self) -> None:
         """The epoch is over."""
         if self._open:
-            columns = [[value for value in column if value >= 0] for column in zip(*self._open, strict=True)]
+            steps = torch.stack(self._open).tolist()
+            columns = [[value for value in column if value >= 0] for column in zip(*steps, strict=True)]
             self.rows.append([sum(column) / len(column) if column else None for column in columns])
         self._open = []
 
