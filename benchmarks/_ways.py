@@ -29,6 +29,7 @@ from torch.nn.functional import cross_entropy
 
 import evenclip
 from evenclip.stack import Stack
+from evenclip.train import reeled
 
 __all__ = ["RULES", "SEEDS", "Setup", "loop", "runs_of", "stacked", "ways"]
 
@@ -162,7 +163,10 @@ def graphed(setup: Setup) -> Iterator[None]:
 
 
 def alone(setup: Setup, performance: evenclip.Performance) -> Iterator[None]:
-    """`fit` itself, paused after every step."""
+    """`fit` itself, paused after every step.
+
+    Compiled on a GPU, that is with the batches of an epoch on the device.
+    """
     run = evenclip.prepare(
         setup.model(), setup.data(), rule=evenclip.DPSGDGlobalAdapt(C0=1.0, sigma=1.0), epochs=10_000,
         batch_size=setup.batch, lr=LR, seed=0, device=setup.device, performance=performance,
@@ -172,11 +176,19 @@ def alone(setup: Setup, performance: evenclip.Performance) -> Iterator[None]:
 
 def steps(run: evenclip.Run, performance: evenclip.Performance) -> Iterator[None]:
     """The steps of a run."""
-    with _no_excuses(performance.compile) as check, run.listening():
+    with _no_excuses(performance.compile) as check:
+        stack = reeled(run)
+        if stack is None:
+            with run.listening():
+                check()
+                while True:
+                    run.update(run.step())
+                    yield
         check()
-        while True:
-            run.update(run.step())
-            yield
+        with stack.listening():
+            while True:
+                stack.step()
+                yield
 
 
 def rules_and_seeds(setup: Setup, performance: evenclip.Performance) -> Iterator[None]:
@@ -232,7 +244,7 @@ class _Excuses(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         said = record.getMessage()
-        if said.startswith(("no program", "not compiled")):
+        if said.startswith(("no program", "not compiled", "not on a reel")):
             self.messages.append(said)
 
 

@@ -47,7 +47,9 @@ class Steps:
         found, place = [], 0
         for runs, feed in zip(RUNS, feeds, strict=True):
             assert feed.rows.shape[0] == runs
-            assert feed.rows.is_contiguous()
+            for part in feed:  # as compiled code has seen them
+                assert part.is_contiguous()
+                assert runs > 1 or part.storage_offset() % 2 == 0
             real = torch.arange(feed.rows.shape[1]) < feed.size
             self.total[place : place + runs] += (feed.rows * real).sum(1) / feed.B[:, 0] * (1.0 + self.t)
             seen = torch.stack([feed.rows.double(), real.double(), feed.B.expand(feed.rows.shape)], dim=1)

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 # Rows that compiled code for any number of them is tried on as well.
 _FEW = 6
 # Batches are filled up to a multiple of this: on a GPU each size is recorded once, the first time it comes.
-_STRIDE = 16
+_STRIDE = 8
 
 
 class NoProgram(RuntimeError):  # noqa: N818  # it is no error, there is another road

@@ -21,6 +21,9 @@ F = TypeVar("F", bound="Found")
 
 # Times that something is tried out before it is recorded: libraries choose their algorithms then, and allocate.
 _TRIES = 3
+# Numbers before the places of a batch: its size, and at _B the bits of B. Compiled code wants everything at a multiple
+# of 16 bytes.
+_HEAD, _B = 4, 2
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
@@ -165,9 +168,8 @@ class Reel(Generic[F]):
         self.width, self._recorder = width, self._record()
         self._recorded: dict[int, Callable[[], Sequence[F]]] = {}
         self._at = torch.zeros(1, dtype=torch.int64, device=device)
-        self._rows = torch.zeros(self._steps, total, width, dtype=torch.int64, device=device)
-        self._sizes = torch.zeros(self._steps, total, 1, dtype=torch.int64, device=device)
-        self._B = torch.zeros(self._steps, total, 1, dtype=torch.float64, device=device)
+        # Size, B, places: in one table, which is read at once.
+        self._fed = torch.zeros(self._steps, total, _HEAD + width, dtype=torch.int64, device=device)
         self._seen: list[list[Tensor]] = []  # of each kind: now, seen, flags  [step, run, ...]
 
     def load(self, t: int, batches: Sequence[Batches], offsets: Sequence[int], B: Sequence[Sequence[float]]) -> None:
@@ -182,15 +184,13 @@ class Reel(Generic[F]):
         longest = max(len(batch) for step in batches for batch in step)
         if longest > self.width:  # one batch in a million
             self._make(longest)
-        rows = np.zeros((len(batches), len(offsets), self.width), dtype=np.int64)
-        sizes = np.array([[[len(batch)] for batch in step] for step in batches])
-        for step, places in zip(batches, rows, strict=True):
+        fed = np.zeros((len(batches), len(offsets), _HEAD + self.width), dtype=np.int64)
+        fed[:, :, 0] = [[len(batch) for batch in step] for step in batches]
+        fed[:, :, _B] = np.array(B, dtype=np.float64).view(np.int64)
+        for step, places in zip(batches, fed[:, :, _HEAD:], strict=True):
             for batch, row, offset in zip(step, places, offsets, strict=True):
                 np.add(batch.numpy(), offset, out=row[: len(batch)])
-        divisors = torch.tensor(B, dtype=torch.float64).unsqueeze(2)
-        tables, parts = (self._rows, self._sizes, self._B), (torch.from_numpy(rows), torch.from_numpy(sizes), divisors)
-        for table, part in zip(tables, parts, strict=True):
-            table[: len(batches)].copy_(sent(part, self._device))
+        self._fed[: len(batches)].copy_(sent(torch.from_numpy(fed), self._device))
         self._at.zero_()
         self._t.fill_(t)
 
@@ -217,9 +217,10 @@ class Reel(Generic[F]):
 
     def _one(self, rows: int) -> Sequence[F]:
         """What is recorded: read the step's batches, take it, write down what was seen, count on."""
-        tables = self._rows, self._sizes, self._B
-        read = [torch.split(table.index_select(0, self._at)[0], self._runs) for table in tables]
-        found = self._act([Feed(places[:, :rows].contiguous(), *rest) for places, *rest in zip(*read, strict=True)])
+        fed = torch.split(self._fed.index_select(0, self._at)[0], self._runs)
+        places = [of[:, _HEAD : _HEAD + rows].contiguous() for of in fed]
+        heads = [(of[:, :1].contiguous(), of[:, _B : _B + 1].contiguous().view(torch.float64)) for of in fed]
+        found = self._act([Feed(own, *head) for own, head in zip(places, heads, strict=True)])
         if not self._seen:
             self._seen = [self._tables(of) for of in found]  # when it is first tried out
         for seen, of in zip(self._seen, found, strict=True):

@@ -103,6 +103,10 @@ class Settings:
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("rule", "seed")}
         return plain | {"rule": rule, "seed_given": self.seed is not None}
 
+    def ends(self, t: int) -> bool:
+        """Whether an epoch ends with the step of this number, the first being 1."""
+        return t % self.epoch == 0 or t == self.steps
+
     @property
     def specification(self) -> str:
         """SHA-256 of all that, as hexadecimal digits: the name of these settings in reports."""
@@ -163,7 +167,7 @@ class Run:
     @property
     def ended(self) -> bool:
         """Whether an epoch has just ended."""
-        return self.t % self.settings.epoch == 0 or self.t == self.settings.steps
+        return self.settings.ends(self.t)
 
     def close(self) -> None:
         """The model is given away: parameters with memory of their own, and no gradients."""

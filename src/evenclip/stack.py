@@ -143,11 +143,7 @@ class Stack:
             try:
                 yield self
             finally:
-                with self._apart():
-                    self._settle()
-                    self._tell(0)
-                if self._stream is not None:
-                    torch.cuda.current_stream().wait_stream(self._stream)
+                self.hand_over()
 
     def step(self) -> None:
         """One step of every run."""
@@ -164,6 +160,14 @@ class Stack:
             if self._at == len(self._block):
                 self._settle()
                 self._tell(0 if self._stream is None else 1)  # by the next time that is done the device has sent it
+
+    def hand_over(self) -> None:
+        """Every run gets what it has learned up to here."""
+        with self._apart():
+            self._settle()
+            self._tell(0)
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def _apart(self) -> AbstractContextManager[Any]:
         """Where a GPU is told what to do on the stack's own stream."""

@@ -9,16 +9,18 @@ rule's state); what a checkpoint needs besides and nobody else may have (`evencl
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import operator
 import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +40,12 @@ from evenclip.rules import DPSGDGlobalAdapt, Rule
 from evenclip.run import Performance, Run, Settings
 from evenclip.step import Step
 
-__all__ = ["Result", "fit", "prepare", "result"]
+if TYPE_CHECKING:
+    from evenclip.stack import Stack
+
+__all__ = ["Result", "fit", "prepare", "reeled", "result"]
+
+_log = logging.getLogger(__name__)
 
 Observer = Callable[[Step], Mapping[str, Any] | None]
 
@@ -189,22 +196,61 @@ def _train(
     run: Run, folder: Path | None, every: int | None, observers: Sequence[Observer], progress: Progress
 ) -> list[dict[str, Any]]:
     """Take the remaining steps; what the observers returned."""
-    records, steps = list[dict[str, Any]](), run.settings.steps
-    with run.listening(), Interrupt() as interrupt:
-        while run.t < steps:
-            found = run.step()
-            records += [{"t": run.t, **(observer(found) or {})} for observer in observers]
-            run.update(found)
-            progress(run.t, f"epoch {math.ceil(run.t / run.settings.epoch)}")
+    watched, steps = _Watched(run, observers), run.settings.steps
+    taking = watched if observers else reeled(run) or watched
+    with taking.listening(), Interrupt() as interrupt:
+        while taking.t < steps:
+            taking.step()
+            t = taking.t
+            progress(t, f"epoch {math.ceil(t / run.settings.epoch)}")
             stop = interrupt.came  # asked once: it may come at any moment, and what is said to be saved must be
-            if folder is not None and (run.ended or stop or (every and run.t % every == 0)):
+            if folder is not None and (stop or run.settings.ends(t) or (every and t % every == 0)):
+                taking.hand_over()
                 run.save(folder)
             if stop:
                 progress.close()
-                _say_saved(folder, run.t, steps)
+                _say_saved(folder, t, steps)
                 raise KeyboardInterrupt
     progress.close()
-    return records
+    return watched.records
+
+
+class _Watched:
+    """The steps of a run, each shown to its observers before the update; otherwise as a `Stack` has them."""
+
+    def __init__(self, run: Run, observers: Sequence[Observer]) -> None:
+        self._run, self._observers, self.records = run, observers, list[dict[str, Any]]()
+
+    @property
+    def t(self) -> int:
+        return self._run.t
+
+    def listening(self) -> AbstractContextManager[Any]:
+        return self._run.listening()
+
+    def step(self) -> None:
+        found = self._run.step()
+        self.records += [{"t": self.t, **(observer(found) or {})} for observer in self._observers]
+        self._run.update(found)
+
+    def hand_over(self) -> None:
+        """The run has everything already."""
+
+
+def reeled(run: Run) -> Stack | None:
+    """A compiled run on a GPU that nobody watches step by step, as a stack of one: its batches lie on the GPU, epoch by
+    epoch, and a step is one launch. None where that cannot be done.
+    """
+    if not run.performance.compile or run.device.type == "cpu" or run.performance.chunk is not None:
+        return None
+    from evenclip.program import NoProgram
+    from evenclip.stack import Stack
+
+    try:
+        return Stack([run], compile=True)
+    except NoProgram as error:
+        _log.debug("not on a reel: %s", error)
+        return None
 
 
 # --- before training -------------------------------------------------------------------------------------------------

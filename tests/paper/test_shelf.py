@@ -121,20 +121,24 @@ def test_gradients_of_groups_are_averaged_over_the_batches_that_have_them():
     import torch
 
     class Fake:
-        def __init__(self, group):
-            self.group = torch.tensor(group)
+        def __init__(self, t, group):
+            self.t, self.group = t, torch.tensor(group)
             self.weights = torch.ones(len(group), dtype=torch.float64)
 
         def weighted_sum(self, w):
             return (w * (1.0 + self.group)).sum().reshape(1)
 
     watch = GroupGradients([0, 1], epoch=2)
-    watch(Fake([0, 1]))
-    watch(Fake([0, 0]))
+    watch(Fake(0, [0, 1]))
+    watch(Fake(1, [0, 0]))
     assert watch.rows == [[pytest.approx(1.25), pytest.approx(1.0), pytest.approx(2.0)]]
-    watch(Fake([]))
+    watch(Fake(2, []))
     watch.close()
     assert watch.rows[1] == [None, None, None]
+    seldom = GroupGradients([0, 1], epoch=3, every=2)
+    for t, group in enumerate(([0, 1], [0, 0], [1, 1], [1, 1], [0, 0], [0, 1])):
+        seldom(Fake(t, group))
+    assert seldom.rows == [[1.75, 1.0, 2.0], [1.0, 1.0, None]]
 
 
 def test_what_was_watched_is_not_watched_again(tmp_path, monkeypatch):

@@ -25,6 +25,7 @@ from evenclip.data import SOURCES
 from evenclip.paper.published import load
 from evenclip.paper.settings import PUBLISHED, SETTINGS
 from evenclip.protocol import Method, Protocol
+from evenclip.run import Performance
 from evenclip.runs.parts import load_data, make_model
 from evenclip.runs.spec import code
 from evenclip.step import Step
@@ -47,6 +48,7 @@ class Watch:
         seed: of the run.
         epochs: of training; None: the paper's.
         every: steps between two looks at risk.
+        norms: steps between two looks at ‖g_B‖.
         sample: samples of each group that are looked at, at the most; None: all.
         probes: for traces.
         eigenvalues: whether to look for λ_max and λ_min.
@@ -59,6 +61,7 @@ class Watch:
     seed: int = 0
     epochs: int | None = None
     every: int = 50
+    norms: int = 1
     sample: int | None = 1024
     probes: int = 100
     eigenvalues: bool = False
@@ -95,25 +98,30 @@ class Watch:
 
 
 class GroupGradients:
-    """An observer: ‖g_B‖ of the whole batch and of each group in it, averaged over the batches of an epoch.
+    """An observer: ‖g_B‖ of the whole batch and of each group in it, averaged over batches of an epoch.
 
     Attributes:
         rows: of each epoch, [everybody, *groups]; None where no batch had anybody.
     """
 
-    def __init__(self, groups: Sequence[int], epoch: int) -> None:
-        self._groups, self._epoch = list(groups), epoch
+    def __init__(self, groups: Sequence[int], epoch: int, every: int = 1) -> None:
+        """groups: which; epoch: its steps; every: so many steps one is looked at."""
+        self._groups, self._epoch, self._every = list(groups), epoch, every
         self._open: list[Tensor] = []  # [everybody, *groups], each; fetched together: a fetch waits for the device
         self.rows: list[list[float | None]] = []
 
     def __call__(self, step: Step) -> None:
         """One step."""
+        if step.t % self._every == 0:
+            self._look(step)
+        if (step.t + 1) % self._epoch == 0:
+            self.close()
+
+    def _look(self, step: Step) -> None:
         masks = [torch.ones_like(step.weights), *((step.group == k).to(step.weights) for k in self._groups)]
         sizes = [mask.sum() for mask in masks]
         norms = [step.weighted_sum(mask).norm() / size for mask, size in zip(masks, sizes, strict=True)]
         self._open.append(torch.stack([torch.where(size > 0, n, -1.0) for n, size in zip(norms, sizes, strict=True)]))
-        if len(self._open) == self._epoch:
-            self.close()
 
     def close(self) -> None:
         """The epoch is over."""
@@ -135,7 +143,7 @@ def watch(given: Watch, data_dir: str | None = None) -> dict[str, Any]:
     if abs(len(train) / settings.batch_size - batches) > 0.05 * batches:
         batches = -(-len(train) // settings.batch_size)  # a partial copy
     groups = [train.group_names.index(group) for group in load(given.dataset).groups]
-    gradients = GroupGradients(groups, batches)
+    gradients = GroupGradients(groups, batches, given.norms)
     risk = RiskTerms(
         train, method.lr, every=given.every, groups=groups, probes=given.probes, sample=given.sample,
         eigenvalues=given.eigenvalues, seed=given.seed,
@@ -144,7 +152,7 @@ def watch(given: Watch, data_dir: str | None = None) -> dict[str, Any]:
         make_model(settings.model, loaded.splits.train, given.seed), train, rule=method.rule,
         epochs=given.epochs or settings.epochs, batch_size=settings.batch_size, lr=method.lr,
         q=1 / batches if method.rule.poisson else None, delta=settings.delta, seed=given.seed, device=given.device,
-        observers=[gradients, risk], progress=False,
+        observers=[gradients, risk], progress=False, performance=Performance(compile=given.device != "cpu"),
     )  # fmt: skip
     gradients.close()
     assert train.group is not None
@@ -174,10 +182,13 @@ def _slim(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def plan(dataset: str, *, match: bool, quick: bool = False, device: str = "cpu") -> list[Watch]:
     """Every method of a dataset's table; and DPSGD on Adult once more with its eigenvalues, which take dozens of
-    products a look and are looked at a fourth as often.
+    products a look and are looked at a fourth as often. Images have fewer probes, and ‖g_B‖ of every fifth batch.
     """
-    every = SETTINGS[dataset].every
-    found = [Watch(dataset, method.name, match, every=every, device=device) for method in PUBLISHED[dataset].methods]
+    every, image = SETTINGS[dataset].every, PUBLISHED[dataset].model["name"] == "cnn"
+    often: dict[str, Any] = {"norms": 5, "probes": 30} if image else {}
+    found = [
+        Watch(dataset, method.name, match, every=every, device=device, **often) for method in PUBLISHED[dataset].methods
+    ]
     if dataset == "adult":
         found.insert(0, Watch(dataset, "dpsgd", match, every=4 * every, probes=0, eigenvalues=True, device=device))
     if quick:
