@@ -15,7 +15,7 @@ import evenclip
 from evenclip import DPSGD, DPSGDGlobalAdapt, comparison
 from evenclip.data import Dataset, Splits
 from evenclip.paper.settings import PUBLISHED
-from evenclip.protocol import for_table
+from evenclip.protocol import LEARNING_RATES, for_table
 from evenclip.runs import Store
 
 
@@ -67,6 +67,14 @@ def test_all_rules_of_a_seed_start_from_one_model_and_one_split(found, root):
         some = [one for one in results(root, seed=seed) if not one["data"].get("hold_out")]
         assert len({json.dumps(one["data"]) for one in some}) == 1
         assert {one["seed"] for one in some} == {seed}
+
+
+def test_a_rate_that_trains_by_luck_is_not_shared():
+    """0.1 is best for one seed and fails for the other; each its own, or one for all."""
+    accuracy = dict.fromkeys([(seed, lr) for seed in (0, 1) for lr in LEARNING_RATES], 50.0)
+    accuracy |= {(0, 0.1): 99.0, (1, 0.1): 10.0, (0, 0.03): 97.0, (1, 0.03): 97.0}
+    assert comparison._best(accuracy, [0, 1], shared=False) == {0: 0.1, 1: 0.03}
+    assert comparison._best(accuracy, [0, 1], shared=True) == {0: 0.03, 1: 0.03}
 
 
 def test_the_reference_rate_is_chosen_on_validation_rows(found, root):

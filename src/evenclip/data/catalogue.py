@@ -47,6 +47,7 @@ class Source:
         pair: the two groups whose gap is reported; None: the pair with the largest gap.
         uncovered: each access to the data that ε does not cover, as a sentence.
         incomplete: what files that are there lack, as half a sentence, or None; given the data directory.
+        fixed_test: whether the test records are the same for every seed.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Source:
     pair: tuple[str, str] | None
     uncovered: tuple[str, ...]
     incomplete: Callable[[Path], str | None] | None = None
+    fixed_test: bool = False
 
     def missing(self, directory: Path | None) -> tuple[File, ...]:
         """The files that are not in the data directory."""
@@ -155,6 +157,7 @@ _LISTED = (
         load=_load_mnist,
         pair=("2", "8"),
         uncovered=(NUMBER,),
+        fixed_test=True,
     ),
     Source(
         name="celeba",
