@@ -18,7 +18,7 @@ from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from torch import nn
 
 import evenclip
-from evenclip.data import digits, dutch, mnist, toy
+from evenclip.data import SOURCES, digits, dutch, mnist, toy
 from evenclip.data.dutch import FEATURES
 from evenclip.data.toy import optimum
 
@@ -135,6 +135,8 @@ def test_mnist_images_are_those_of_the_file(archive):
 def test_mnist_is_decided_by_its_seed(archive):
     assert_same(mnist(3).train, mnist(3).train)
     assert len({len(mnist(seed).train) for seed in range(3)}) > 1
+    assert SOURCES["mnist"].fixed_test
+    assert_same(mnist(3).test, mnist(4).test)
 
 
 def test_mnist_unpacked_is_the_same(archive, tmp_path):
