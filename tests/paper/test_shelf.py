@@ -141,6 +141,19 @@ def test_gradients_of_groups_are_averaged_over_the_batches_that_have_them():
     assert seldom.rows == [[1.75, 1.0, 2.0], [1.0, 1.0, None]]
 
 
+def test_the_matched_reference_is_watched_at_the_rate_that_its_table_chose(tmp_path):
+    shelf = Shelf(tmp_path)
+    assert shelf.reference_lr("adult") is None
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "adult-matched.json").write_text('{"rules": {"non-private": {"lr": [0.3, 0.1]}}}')
+    plan = watched.plan("adult", match=True, reference_lr=shelf.reference_lr("adult"))
+    rates = {w.rule: w.method.lr for w in plan}
+    assert rates["non-private"] == 0.3
+    assert rates["dpsgd"] == pytest.approx(0.2)  # 0.1/C0
+    unknown = {w.rule: w.method.lr for w in watched.plan("adult", match=True)}
+    assert unknown == rates | {"non-private": 0.01}
+
+
 def test_what_was_watched_is_not_watched_again(tmp_path, monkeypatch):
     given = Watch("adult", "dpsgd", epochs=1, every=90, sample=32, probes=2)
     first = list(watched.carry_out([given], tmp_path, workers=1))

@@ -166,6 +166,8 @@ def _watch(
     """The runs of a dataset watched, but for those that were."""
     from evenclip.paper import watched
 
-    plan = watched.plan(dataset, match=match, quick=quick, device=device)
+    plan = watched.plan(
+        dataset, match=match, quick=quick, device=device, reference_lr=shelf.reference_lr(dataset) if match else None
+    )
     for given, _ in watched.carry_out(plan, shelf.watched, data_dir=data_dir, workers=workers):
         print(f"  watched {given.name}", file=sys.stderr)

@@ -22,7 +22,7 @@ from evenclip.paper import directions, figures, style, tables, variants
 from evenclip.paper.drawings import DRAWINGS
 from evenclip.paper.figures import CLOSER, FIGURES, PaperFigure
 from evenclip.paper.settings import PUBLISHED
-from evenclip.paper.tables import TABLES
+from evenclip.paper.tables import REFERENCE, TABLES
 from evenclip.paper.watched import Watch
 
 __all__ = ["MADE", "Shelf"]
@@ -48,6 +48,11 @@ class Shelf:
         """What a table was drawn from, if it was made."""
         path = self.tables / f"{name}.json"
         return json.loads(path.read_text()) if path.is_file() else None
+
+    def reference_lr(self, dataset: str) -> float | None:
+        """The learning rate that the matched table chose for the first seed's non-private run, if it was made."""
+        record = self.record(f"{dataset}-matched")
+        return None if record is None else float(record["rules"][REFERENCE]["lr"][0])
 
     def seen(self, figure: PaperFigure) -> dict[str, Any] | None:
         """Rule -> what was seen of it, for all the runs that the figure is of; None if some were not watched."""

@@ -25,6 +25,7 @@ from evenclip.data import SOURCES
 from evenclip.paper.published import load
 from evenclip.paper.settings import PUBLISHED, SETTINGS
 from evenclip.protocol import Method, Protocol
+from evenclip.rules import NonPrivate
 from evenclip.run import Performance
 from evenclip.runs.parts import load_data, make_model
 from evenclip.runs.spec import code
@@ -32,9 +33,6 @@ from evenclip.step import Step
 from evenclip.train import fit
 
 __all__ = ["GroupGradients", "Watch", "carry_out", "plan", "watch"]
-
-# The non-private learning rate of the matched protocol is chosen by validation when tables are made; here, where only
-# its course is drawn, it is the published one.
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,8 @@ class Watch:
         probes: for traces.
         eigenvalues: whether to look for λ_max and λ_min.
         device: where to train.
+        lr: learning rate, where it was chosen on validation data when the table was made; None: the protocol's, or else
+            the published one.
     """
 
     dataset: str
@@ -66,6 +66,7 @@ class Watch:
     probes: int = 100
     eigenvalues: bool = False
     device: str = "cpu"
+    lr: float | None = None
 
     @property
     def name(self) -> str:
@@ -94,7 +95,8 @@ class Watch:
     @property
     def method(self) -> Method:
         """The rule with its learning rate."""
-        return self.settings.only([self.rule]).methods[0]
+        found = self.settings.only([self.rule]).methods[0]
+        return found if self.lr is None else Method(found.rule, self.lr)
 
 
 class GroupGradients:
@@ -180,15 +182,19 @@ def _slim(record: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def plan(dataset: str, *, match: bool, quick: bool = False, device: str = "cpu") -> list[Watch]:
+def plan(
+    dataset: str, *, match: bool, quick: bool = False, device: str = "cpu", reference_lr: float | None = None
+) -> list[Watch]:
     """Every method of a dataset's table; and DPSGD on Adult once more with its eigenvalues, which take dozens of
-    products a look and are looked at a fourth as often. Images have fewer probes, and ‖g_B‖ of every fifth batch.
+    products a look and are looked at a fourth as often. Images have fewer probes, and ‖g_B‖ of every fifth batch. The
+    non-private run has the learning rate that is given, of the matched table.
     """
     every, image = SETTINGS[dataset].every, PUBLISHED[dataset].model["name"] == "cnn"
     often: dict[str, Any] = {"norms": 5, "probes": 30} if image else {}
     found = [
         Watch(dataset, method.name, match, every=every, device=device, **often) for method in PUBLISHED[dataset].methods
     ]
+    found = [replace(w, lr=reference_lr) if w.rule == NonPrivate.name else w for w in found]
     if dataset == "adult":
         found.insert(0, Watch(dataset, "dpsgd", match, every=4 * every, probes=0, eigenvalues=True, device=device))
     if quick:
