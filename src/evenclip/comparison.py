@@ -239,6 +239,7 @@ def compare(
     lr: float | None = None,
     model: str | None = None,
     match: bool = False,
+    rows: int | None = None,
     device: str = "cpu",
     options: Mapping[str, Any] | None = None,
     data_dir: str | os.PathLike[str] | None = None,
@@ -263,6 +264,7 @@ def compare(
         lr: one learning rate for all rules; otherwise published, or matched.
         model: "mlp", "mlp:128,64", "linear", "cnn" or "file.py:function"; published, or an MLP 256-256.
         match: on the paper's datasets, the matched protocol instead of the published settings.
+        rows: a sample of so many training rows at the most, and of as many test rows: for a look.
         device: where to train.
         options: further options of the dataset; for a table those of `evenclip.data.table.table`.
         data_dir: where files of datasets are; EVENCLIP_DATA unless given.
@@ -280,6 +282,9 @@ def compare(
         check.natural(workers=workers)
     kept = Store(default_root() if store is None else store)
     described = _described(data, target, group, dict(options or {}), data_dir, kept)
+    if rows is not None:
+        check.natural(rows=rows)
+        described["rows"] = int(rows)
     loaded = load_data(described, chosen[0])
     train = loaded.splits.train
     _check_groups(train, loaded.splits.test)
@@ -299,6 +304,7 @@ def compare(
     ]
     results = carry_out(specs, kept, shown, workers)
     settings = {"ε": epsilon, "δ": delta, "epochs": epochs, "batch size": batch_size, "lr": lr, "model": model}
+    settings["rows"] = rows
     says = _says(plan, [f"{name} {value}" for name, value in settings.items() if value is not None])
     notes = (*loaded.notes, *skipped, *_doubts(plan, len(train)), *_unsound(plan))
     return _comparison(plan, replace(loaded, notes=notes), chosen, results, says)

@@ -157,6 +157,23 @@ def test_held_out_rows_are_taken_from_the_training_rows(splits, tmp_path):
     assert not torch.equal(found.validation.x, other.validation.x)
 
 
+def test_fewer_rows_are_a_sample_of_each_part(splits, tmp_path):
+    description = {**parts.save_splits(splits, tmp_path), "rows": 120}
+    found, again, other = (parts.load_data(description, seed).splits for seed in (0, 0, 1))
+    assert (len(found.train), len(found.test), found.validation) == (120, 100, None)
+    whole = [tuple(row) for row in splits.train.x.tolist()]
+    rows = [tuple(row) for row in found.train.x.tolist()]
+    assert len(set(rows)) == 120
+    assert [row for row in whole if row in set(rows)] == rows  # in their order, each with its own label
+    place = [whole.index(row) for row in rows]
+    assert found.train.y.tolist() == splits.train.y[place].tolist()
+    assert found.train.group.tolist() == splits.train.group[place].tolist()
+    assert torch.equal(found.train.x, again.train.x)
+    assert not torch.equal(found.train.x, other.train.x)
+    held = parts.load_data({**description, "hold_out": 0.25}, 0).splits
+    assert (len(held.train), len(held.validation)) == (90, 30)
+
+
 def test_an_unknown_dataset():
     with pytest.raises(ValueError, match="There is no dataset 'adlut'; choose among adult"):
         parts.load_data({"name": "adlut"}, seed=0)

@@ -22,7 +22,7 @@ Seeds = Annotated[int, typer.Option(help="Number of seeds.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 DataDir = Annotated[Path | None, typer.Option(help="Where files of datasets are; EVENCLIP_DATA by default.")]
 Workers = Annotated[int | None, typer.Option(help="Processes at a time; one per core by default.")]
-Quick = Annotated[bool, typer.Option("--quick", help="One epoch and two seeds: a look at what comes out, marked so.")]
+Quick = Annotated[bool, typer.Option("--quick", help="One epoch, two seeds, few images: a look, marked so.")]
 
 FOLDER = Path("paper")
 
@@ -153,7 +153,7 @@ def _table(
         raise ValueError(f"There is no table {name!r}; choose among {', '.join((*MADE, *tables.TABLES))}.")
     with watching() as show:
         given: dict[str, Any] = {
-            "seeds": min(seeds, 2) if quick else seeds, "device": device, "epochs": 1 if quick else None,
+            "seeds": min(seeds, 2) if quick else seeds, "device": device, "quick": quick,
             "data_dir": data_dir, "store": shelf.root / "runs", "workers": workers, "show": show,
         }  # fmt: skip
         made = MADE[name].make(**given) if name in MADE else tables.make(tables.TABLES[name], **given)

@@ -14,7 +14,7 @@ from evenclip.objectives import FairLens
 from evenclip.protocol import Method, Protocol
 from evenclip.rules import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate
 
-__all__ = ["PUBLISHED", "SETTINGS", "Choice", "Dataset"]
+__all__ = ["PUBLISHED", "SETTINGS", "Choice", "Dataset", "quick_rows"]
 
 TEXT, TABLE, CODE = "the text, Sec. 5", "App. B, table of hyperparameters", "the released code"
 BOX = "the algorithm's box"
@@ -138,3 +138,8 @@ SETTINGS: dict[str, Dataset] = {
 
 PUBLISHED: dict[str, Protocol] = {name: dataset.protocol() for name, dataset in SETTINGS.items()}
 """The same as `compare` takes them."""
+
+
+def quick_rows(dataset: str) -> int | None:
+    """Records of each part that a quick look at this dataset takes; None: all. Images take long."""
+    return 2560 if SETTINGS[dataset].model["name"] == "cnn" else None

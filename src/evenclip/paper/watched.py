@@ -23,7 +23,7 @@ from evenclip import protocol
 from evenclip.audit import RiskTerms
 from evenclip.data import SOURCES
 from evenclip.paper.published import load
-from evenclip.paper.settings import PUBLISHED, SETTINGS
+from evenclip.paper.settings import PUBLISHED, SETTINGS, quick_rows
 from evenclip.protocol import Method, Protocol
 from evenclip.rules import NonPrivate
 from evenclip.run import Performance
@@ -51,6 +51,7 @@ class Watch:
         probes: for traces.
         eigenvalues: whether to look for λ_max and λ_min.
         device: where to train.
+        rows: a sample of the training records; None: all.
         lr: learning rate, where it was chosen on validation data when the table was made; None: the protocol's, or else
             the published one.
     """
@@ -67,6 +68,7 @@ class Watch:
     eigenvalues: bool = False
     device: str = "cpu"
     lr: float | None = None
+    rows: int | None = None
 
     @property
     def name(self) -> str:
@@ -137,7 +139,12 @@ class GroupGradients:
 def watch(given: Watch, data_dir: str | None = None) -> dict[str, Any]:
     """Train it, and what was seen."""
     settings, method = given.settings, given.method
-    described = {"name": given.dataset, "options": {"allow_partial": True} if given.dataset == "celeba" else {}}
+    described: dict[str, Any] = {
+        "name": given.dataset,
+        "options": {"allow_partial": True} if given.dataset == "celeba" else {},
+    }
+    if given.rows is not None:
+        described["rows"] = given.rows
     loaded = load_data({**described, **({} if data_dir is None else {"directory": data_dir})}, given.seed)
     train = loaded.splits.train.to(given.device)
     assert method.lr is not None
@@ -198,7 +205,10 @@ def plan(
     if dataset == "adult":
         found.insert(0, Watch(dataset, "dpsgd", match, every=4 * every, probes=0, eigenvalues=True, device=device))
     if quick:
-        found = [replace(w, epochs=1, every=max(20, w.every // 2), sample=128, probes=min(w.probes, 10)) for w in found]
+        few: dict[str, Any] = {"epochs": 1, "sample": 128, "rows": quick_rows(dataset)}
+        found = [
+            replace(w, every=5 if image else max(20, w.every // 2), probes=min(w.probes, 10), **few) for w in found
+        ]
     return found
 
 

@@ -10,7 +10,8 @@
 | rule | {"name": "dpsgd", "options": {"C0": 1.0, "sigma": 1.0}} |
 |      | {"class": "MyRule", "path": "my_rules.py", "sha256": ..., "options": {...}} |
 
-`hold_out` in the data keeps a fraction of the training rows apart for validation, where there is no such split.
+`rows` in the data takes a sample of each part, of so many at the most; `hold_out` keeps a fraction of the training rows
+apart for validation, where there is no such split.
 """
 
 from __future__ import annotations
@@ -81,6 +82,9 @@ class Loaded:
 def load_data(description: Mapping[str, Any], seed: int) -> Loaded:
     """The data of a run."""
     found = _load(description, seed)
+    rows = description.get("rows")
+    if rows:
+        found = replace(found, splits=_fewer(found.splits, int(rows), seed))
     fraction = description.get("hold_out")
     if fraction and found.splits.validation is None:
         found = replace(found, splits=_held_out(found.splits, float(fraction), seed))
@@ -141,6 +145,21 @@ def _tensors(description: Mapping[str, Any]) -> Loaded:
         if part != "name"
     }
     return Loaded(Splits(**parts))
+
+
+def _fewer(splits: Splits, most: int, seed: int) -> Splits:
+    """So many rows of each part at the most."""
+    train, test, validation = splits
+    held = None if validation is None else _sampled(validation, most, seed)
+    return Splits(_sampled(train, most, seed), _sampled(test, most, seed), held)
+
+
+def _sampled(data: Dataset, most: int, seed: int) -> Dataset:
+    if len(data) <= most:
+        return data
+    stream = np.random.SeedSequence([seed, STREAM, len(data)])
+    chosen = np.random.Generator(np.random.PCG64(stream)).permutation(len(data))[:most]
+    return _rows(data, torch.from_numpy(np.sort(chosen)))
 
 
 def _held_out(splits: Splits, fraction: float, seed: int) -> Splits:
