@@ -68,6 +68,9 @@ class Outcome:
         metrics: name -> [seed, group]; NaN where undefined. "accuracy" in percent, "loss" and "train_loss" in nats.
         overall: name -> [seed], over everybody.
         seconds: of training, by seed.
+        course: what training looked like, epoch by epoch, mean over seeds: "loss" and "gradient_norm" by group, each
+            [epoch][group]; "clip_fraction" and "sensitivity" [epoch]; "state" [epoch], the rule's public one.
+        statement: the privacy statement of the first seed's run, see `evenclip.privacy`.
     """
 
     name: str
@@ -79,6 +82,8 @@ class Outcome:
     metrics: Mapping[str, NDArray[np.float64]]
     overall: Mapping[str, NDArray[np.float64]]
     seconds: tuple[float, ...]
+    course: Mapping[str, Any]
+    statement: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,8 @@ class Comparison:
             "verdict": {name: _plain(pair) | self._bootstrap(name) for name, pair in self.verdicts.items()},
             "settings": {o.name: {"rule": o.rule, "lr": list(o.lr)} for o in self.outcomes},
             "seconds": {o.name: list(o.seconds) for o in self.outcomes},
+            "course": {o.name: dict(o.course) for o in self.outcomes},
+            "statement": {o.name: dict(o.statement) for o in self.outcomes},
             "not_covered_by_epsilon": list(self.uncovered),
             "small_groups": list(self.small),
             "notes": list(self.notes),
@@ -636,7 +643,37 @@ def _outcome(method: Method, results: Sequence[Mapping[str, Any]]) -> Outcome:
         metrics=metrics,
         overall={name: _array([found[name] for found in overall]) for name in overall[0]},
         seconds=tuple(result["seconds"] for result in results),
+        course=_course([result["trace"] for result in results]),
+        statement=_statement(method.rule, results[0]),
     )
+
+
+def _course(traces: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Mean over the seeds of what every epoch looked like; None where some seed has nothing to say."""
+    columns = {}
+    for name in ("loss", "gradient_norm", "clip_fraction", "sensitivity", "state"):
+        seeds = [_array([row[name] for row in trace]) for trace in traces]  # [epoch, ...] each
+        columns[name] = _rounded(np.mean(seeds, axis=0)) if len({part.shape for part in seeds}) == 1 else None
+    return columns
+
+
+def _rounded(values: NDArray[np.float64]) -> list[Any]:
+    """Four digits are enough for a picture; None where there is no number."""
+    found: list[Any] = [_rounded(row) for row in values] if values.ndim > 1 else [
+        float(f"{value:.4g}") if math.isfinite(value) else None for value in values
+    ]  # fmt: skip
+    return found
+
+
+def _statement(rule: Rule, result: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be known to judge this ε, without the ledger itself."""
+    from evenclip import privacy
+    from evenclip.run import Settings
+
+    public = {name: value for name, value in result["settings"].items() if name not in ("rule", "seed_given")}
+    settings = Settings(rule=rule, seed=0, **public)
+    found = privacy.report(settings, Ledger.from_json(result["ledger"]), result["trace"])
+    return {name: value for name, value in found.items() if name != "ledger"}
 
 
 def _epsilon(rule: Rule, results: Sequence[Mapping[str, Any]], accountant: str) -> float | None:
