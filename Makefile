@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench format clean
+.PHONY: demo test lint browser bench format clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -19,6 +19,11 @@ demo: $(READY)  ## what privacy costs women and men on Adult: five rules, three 
 
 test: $(READY)  ## the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+browser: $(READY)  ## the report in a real browser; needs Chromium and npm
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'
+	npm install --silent --no-fund --no-audit --prefix .browser axe-core
+	$(BIN)/python -m pytest tests/browser
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .
@@ -36,4 +41,4 @@ bench: $(READY)  ## step time beside plain SGD and Opacus, floors, growth; fills
 	$(BIN)/python benchmarks/page.py
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .browser build dist .pytest_cache .mypy_cache .ruff_cache

@@ -39,6 +39,7 @@ __all__ = [
     "mean_se",
     "paired",
     "smallest_p",
+    "student",
     "t_interval",
     "wilcoxon",
 ]
@@ -84,7 +85,7 @@ def t_interval(values: Values, level: float = 0.95) -> tuple[float, float] | Non
     mean, se = mean_se(values)
     if mean is None or se is None:
         return None
-    half = _t(len(_defined(values)) - 1, level) * se
+    half = student(len(_defined(values)) - 1, level) * se
     return mean - half, mean + half
 
 
@@ -116,7 +117,7 @@ def bootstrap_interval(
 
     stream = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, _STREAM])))
     means = defined[stream.integers(n, size=(draws, n))].mean(axis=1)  # [draw]
-    tail = float(ndtr(-math.sqrt(n / (n - 1)) * _t(n - 1, level)))
+    tail = float(ndtr(-math.sqrt(n / (n - 1)) * student(n - 1, level)))
     low, high = np.quantile(means, [tail, 1 - tail])
     return float(low), float(high)
 
@@ -264,7 +265,7 @@ def _defined(values: Values) -> NDArray[np.float64]:
     return array[~np.isnan(array)]
 
 
-def _t(freedom: int, level: float) -> float:
+def student(freedom: int, level: float = 0.95) -> float:
     """The quantile of Student's t that leaves (1 − level)/2 above it."""
     from scipy.special import stdtrit
 

@@ -13,12 +13,13 @@ from typing import Annotated
 
 import typer
 
-from evenclip.cli import compare, data, epsilon, paper, predict, train
+from evenclip.cli import compare, data, epsilon, paper, predict, report, train
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
 app.command()(compare.compare)
+app.command()(report.report)
 app.command()(train.train)
 app.command()(predict.predict)
 app.add_typer(data.app, name="data")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from evenclip.cli import files
+from evenclip.cli.report import written
 from evenclip.cli.stops import kept
 
 __all__ = ["compare"]
@@ -72,12 +75,13 @@ def compare(
             batch_size=batch_size, lr=lr, model=model, match=match, device=device, options=options,
             data_dir=data_dir, store=None if out is None else out / "runs", workers=workers, show=show,
         )  # fmt: skip
-    text = json.dumps(found.to_json(), indent=1)
+    text = json.dumps(found.to_json() | {"command": shlex.join(["evenclip", *sys.argv[1:]])}, indent=1)
     if out is not None:
         files.write(out / "results.json", text + "\n")
+        page = written(text, out / "results.json", out / "report.html")
     print(text if as_json else found.table())
     if out is not None and not as_json:
-        print(f"\n{out / 'results.json'} has all of it.")
+        print(f"\n{page} shows it, {out / 'results.json'} has all of it.")
 
 
 def _options(

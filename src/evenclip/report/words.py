@@ -1,0 +1,141 @@
+"""What a comparison says, in sentences: the answer, its interval, what it does not say, and how each method works."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["METHODS", "answer", "display", "limits", "points"]
+
+_NAMES = {
+    "non-private": "Non-private", "dpsgd": "DPSGD", "dpsgd-f": "DPSGD-F", "fairlens": "FairLens",
+    "dpsgd-global": "DPSGD-Global", "dpsgd-global-adapt": "DPSGD-Global-Adapt",
+}  # fmt: skip
+BASELINE = "dpsgd"
+
+METHODS = {
+    "non-private": "Ordinary training, the reference. It promises no privacy.",
+    "dpsgd": "Every record's gradient that is longer than C0 is cut to that length, then noise is added. Records with "
+    "long gradients are cut most, and these are more often a minority's: their pull on the model is weakened, and the "
+    "sum points elsewhere than it would.",
+    "dpsgd-f": "As DPSGD, with a bound for each group, larger where more of the group would be cut. The bounds come "
+    "from noisy counts. Group labels enter training, and noise is for the largest bound of all groups.",
+    "dpsgd-global": "All gradients are shrunk by the same factor C0/Z, so the sum keeps its direction; a gradient "
+    "longer than Z is left out. A Z that was chosen too small leaves many out.",
+    "dpsgd-global-adapt": "As DPSGD-Global, but a gradient longer than Z is cut to C0 instead of left out, and Z "
+    "follows the data: it grows while a noisy count says that gradients lie above it, and shrinks otherwise.",
+    "fairlens": "DPSGD with two terms added to the loss that ask for equal gradients and equal distances to the "
+    "boundary between groups. They tie every record's gradient to the others', so no ε holds.",
+}  # fmt: skip
+"""Name of a rule -> how it works."""
+
+
+def display(rule: str) -> str:
+    """A rule's name as it is written in sentences; somebody's own stays as it is."""
+    return _NAMES.get(rule, rule)
+
+
+def points(value: float | None, digits: int = 1) -> str:
+    """A number with a true minus; a dash for none."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    shown = f"{value:.{digits}f}"
+    return shown.replace("-", "−") if float(shown) else f"{0:.{digits}f}"
+
+
+def answer(results: Mapping[str, Any]) -> list[str]:
+    """The answer in a sentence, then how sure it is."""
+    private = [rule for rule in results["table"] if results["privacy"][rule]["epsilon_pld"] is not None]
+    costs = {rule: _costs(results, rule) for rule in private}
+    costs = {rule: found for rule, found in costs.items() if found}
+    if not costs:
+        return [_without_reference(results, private)]
+    first = BASELINE if BASELINE in costs else next(iter(costs))
+    others = [rule for rule in costs if rule != first and _gap(results, rule) is not None]
+    best = min(others, key=lambda rule: _gap(results, rule) or 0.0, default=None)
+    groups = _two(results, costs[first])
+    named = [first] if best is None else [first, best]
+    parts = [f"{display(first)} costs " + " and ".join(
+        f"{group} {points(costs[first][group])}{'' if k else ' points of accuracy'}" for k, group in enumerate(groups)
+    )]  # fmt: skip
+    if best is not None:
+        known = [points(costs[best].get(group)) for group in groups]
+        parts.append(f"{display(best)} costs {' and '.join(known)}")
+    sentences = [f"At {_epsilons(results, named)}, {'; '.join(parts)}."]
+    verdict = results["verdict"].get(best) if best is not None and first == BASELINE else None
+    if best is not None and verdict is not None:
+        sentences.append(_verdict(results, best, verdict))
+    return sentences
+
+
+def _without_reference(results: Mapping[str, Any], private: Sequence[str]) -> str:
+    if not private:
+        return "No rule of this comparison has a valid ε, so there is no price of privacy to tell."
+    return f"{_count(len(private), 'private rule')} on {results['dataset']}, without a reference to measure cost by."
+
+
+def _verdict(results: Mapping[str, Any], best: str, verdict: Mapping[str, Any]) -> str:
+    reads, seeds = verdict["reads"], _count(len(results["seeds"]), "seed")
+    if reads == "no difference shown":
+        return f"Between the gaps of {display(best)} and DPSGD no difference is shown with {seeds}."
+    if verdict["low"] is None:
+        return f"Whether the gap of {display(best)} differs from DPSGD's: {reads} ({seeds})."
+    ends = sorted(
+        abs(verdict[end]) for end in ("low", "high")
+    )  # the interval does not contain 0, or it reads otherwise
+    way = "smaller" if verdict["mean"] < 0 else "larger"
+    return (
+        f"The gap between the groups is {points(abs(verdict['mean']))} points {way} with {display(best)} than with "
+        f"DPSGD (95 % interval {points(ends[0])} to {points(ends[1])}, over {seeds})."
+    )
+
+
+def limits(results: Mapping[str, Any]) -> list[str]:
+    """What the answer does not say."""
+    found = [results["protocol_in_words"]]
+    if results["protocol"] != "matched":
+        found.append(
+            "So a part of what differs between the rules is how far they step, and not how they clip; the matched "
+            "protocol tells them apart."
+        )
+    seeds = _count(len(results["seeds"]), "seed")
+    found.append(
+        f"It is one dataset and {seeds}. Intervals are over seeds (split, initialisation, batches and noise); they do "
+        "not cover other data, models or settings."
+    )
+    return found
+
+
+def _costs(results: Mapping[str, Any], rule: str) -> dict[str, float]:
+    """Group -> mean privacy cost, where it is known."""
+    found = results["table"][rule].get("privacy_cost", {})
+    return {group: cell["mean"] for group, cell in found.items() if cell["mean"] is not None}
+
+
+def _gap(results: Mapping[str, Any], rule: str) -> float | None:
+    cell = results["table"][rule].get("privacy_cost_gap")
+    return None if cell is None else cell["mean"]
+
+
+def _two(results: Mapping[str, Any], costs: Mapping[str, float]) -> list[str]:
+    """The groups a sentence has room for: the pair, or those that pay least and most."""
+    if results["pair"] is not None and all(group in costs for group in results["pair"]):
+        return list(results["pair"])
+    judged = [group for group in costs if group not in results["small_groups"]] or list(costs)
+    if len(judged) <= 2:
+        return judged
+    ordered = sorted(judged, key=lambda group: costs[group])
+    return [ordered[0], ordered[-1]]
+
+
+def _epsilons(results: Mapping[str, Any], rules: Sequence[str]) -> str:
+    """ε = 3, or both where they differ."""
+    from evenclip.accounting import rounded_up
+
+    shown = list(dict.fromkeys(rounded_up(results["privacy"][rule]["epsilon_pld"], 3) for rule in rules))
+    return "ε = " + " and ".join(shown)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
