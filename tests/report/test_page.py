@@ -260,6 +260,14 @@ def test_pictures_are_drawn_of_what_there_is(results):
     assert "Risk by direction" in page(results)
 
 
+def test_an_interval_ends_where_no_accuracy_can_be(results):
+    results["table"]["dpsgd"]["accuracy"]["men"] = {"mean": 97.0, "se": 20.0}
+    (svg,) = re.findall(r"<figcaption>Accuracy by group</figcaption>(<svg.*?</svg>)", page(results))
+    ticks = [float(t) for t in re.findall(r'class="tick"[^>]*>([\d.−]+)<', svg)]
+    assert max(ticks) == 100
+    assert min(ticks) >= 0
+
+
 def test_one_seed_one_epoch_and_what_is_not_a_number(results):
     for row in results["table"].values():
         for metric in row.values():

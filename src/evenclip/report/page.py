@@ -187,13 +187,14 @@ def _dots(results: Mapping[str, Any], metric: str, names: Sequence[str], title: 
     for rule, row in results["table"].items():
         if metric not in row or (metric == "privacy_cost" and rule == "non-private"):
             continue
-        rows.append((display(rule), [_dot(row[metric].get(name), len(results["seeds"])) for name in names]))
+        least = 0.0 if metric == "accuracy" else -100.0
+        rows.append((display(rule), [_dot(row[metric].get(name), len(results["seeds"]), least) for name in names]))
     describes = f"One row for each rule, one marker for each of {', '.join(names)}, with 95 % intervals over seeds."
     return charts.dots(title, describes, f"{unit}; bars: 95 % intervals over seeds", rows)
 
 
-def _dot(cell: Mapping[str, Any] | None, seeds: int) -> Dot:
-    """The mean with Student's interval; without one below three seeds."""
+def _dot(cell: Mapping[str, Any] | None, seeds: int, least: float) -> Dot:
+    """The mean with Student's interval, as far as it can be true; without one below three seeds."""
     from evenclip.audit.statistics import student
 
     if cell is None or cell["mean"] is None:
@@ -201,7 +202,7 @@ def _dot(cell: Mapping[str, Any] | None, seeds: int) -> Dot:
     if cell["se"] is None or seeds < 3:
         return Dot(cell["mean"], None, None)
     half = student(seeds - 1) * cell["se"]
-    return Dot(cell["mean"], cell["mean"] - half, cell["mean"] + half)
+    return Dot(cell["mean"], max(least, cell["mean"] - half), min(100.0, cell["mean"] + half))
 
 
 def _courses(results: Mapping[str, Any], name: str, groups: Sequence[int], title: str) -> str:
