@@ -8,7 +8,7 @@ import pytest
 
 from evenclip.audit import statistics
 from evenclip.comparison import compare
-from evenclip.paper import tables
+from evenclip.paper import tables, watched
 from evenclip.paper.published import Printed, load
 from evenclip.paper.settings import PUBLISHED, SETTINGS
 from evenclip.paper.tables import TABLES, Cell, cells, draw, verdicts
@@ -102,6 +102,27 @@ def test_a_drawn_table_says_what_it_must(kept):
     assert "A note." in text
     assert "quick look" not in text
     assert "**A quick look" in draw(kept(quick=True))
+
+
+def test_a_table_of_a_part_of_the_data_says_so(kept):
+    assert "Partial" not in draw(kept())
+    marked = {**kept(), "partial": "192,599 of 202,599 images are missing"}
+    assert "**Partial: 192,599 of 202,599 images are missing." in draw(marked)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("mnist", 2560), ("celeba", 640), ("adult", None)])
+def test_a_quick_look_takes_one_epoch_and_few_images(monkeypatch, tmp_path, name, rows):
+    heard = {}
+
+    def listen(*given, **more):
+        heard.update(more)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(tables, "compare", listen)
+    with pytest.raises(RuntimeError, match="enough"):
+        tables.make(TABLES[name], quick=True, store=tmp_path)
+    assert (heard["epochs"], heard["rows"]) == (1, rows)
+    assert all(w.rows == rows and w.epochs == 1 for w in watched.plan(name, match=False, quick=True))
 
 
 def test_a_record_survives_json(kept):

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from evenclip.audit import statistics
 from evenclip.comparison import Comparison, compare
+from evenclip.data import SOURCES, data_directory
 from evenclip.paper.published import Claim, Printed, PublishedTable, claims, load
 from evenclip.paper.settings import PUBLISHED, SETTINGS, quick_rows
 from evenclip.runs.local import Show
@@ -84,15 +85,22 @@ def make(
         match=table.match, device=device, options=options, data_dir=data_dir, store=store, workers=workers, show=show,
         **few,
     )  # fmt: skip
-    return record(table, found, device=device, quick=quick)
+    return record(table, found, device=device, quick=quick, partial=partial(table.dataset, data_dir))
 
 
-def record(table: Table, found: Comparison, *, device: str, quick: bool) -> dict[str, Any]:
+def partial(dataset: str, data_dir: Path | None) -> str | None:
+    """What a copy of the data lacks, with which a table is made all the same; None: nothing."""
+    source, directory = SOURCES[dataset], data_directory(data_dir)
+    return None if source.incomplete is None or directory is None else source.incomplete(directory)
+
+
+def record(table: Table, found: Comparison, *, device: str, quick: bool, partial: str | None = None) -> dict[str, Any]:
     """Everything that is drawn, as plain values."""
     return {
         "format": FORMAT,
         "table": table.name,
         "quick": quick,
+        "partial": partial,
         "seeds": list(found.seeds),
         "groups": list(found.groups),
         "n_train": list(found.n),
@@ -273,6 +281,11 @@ def draw(kept: Mapping[str, Any]) -> str:
     if kept["quick"]:
         lines += [
             "**A quick look: fewer epochs, and of images fewer records, than the paper's. These are not its numbers.**",
+            "",
+        ]
+    if kept.get("partial"):
+        lines += [
+            f"**Partial: {kept['partial']}. What is there is split by identity and not as published.**",
             "",
         ]
     lines += [f"{seeds} seed{'s' if seeds > 1 else ''}, {' to '.join(n)} training records. {kept['says']}", ""]

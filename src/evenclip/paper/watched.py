@@ -21,7 +21,7 @@ from torch import Tensor
 
 from evenclip import protocol
 from evenclip.audit import RiskTerms
-from evenclip.data import SOURCES
+from evenclip.data import SOURCES, data_directory
 from evenclip.paper.published import load
 from evenclip.paper.settings import PUBLISHED, SETTINGS, quick_rows
 from evenclip.protocol import Method, Protocol
@@ -251,7 +251,7 @@ def read(folder: Path, given: Watch) -> dict[str, Any] | None:
 
 
 def lacks(dataset: str, data_dir: Path | None) -> str | None:
-    """What hinders runs on this dataset; None if nothing does."""
-    from evenclip.data import data_directory
-
-    return SOURCES[dataset].lacks(data_directory(data_dir))
+    """What hinders runs on this dataset; None if nothing does. A copy with fewer images does not, and is marked so."""
+    directory = data_directory(data_dir)
+    absent = SOURCES[dataset].missing(directory)
+    return SOURCES[dataset].lacks(directory) if absent else None
