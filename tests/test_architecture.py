@@ -28,6 +28,7 @@ ORDER = [
     ["run"],
     ["quick", "objectives"],
     ["program", "trace"],
+    ["logs"],
     ["step", "checkpoint", "privacy", "progress", "update"],
     ["rules", "gradients", "data", "models", "sampling"],
     ["accounting"],

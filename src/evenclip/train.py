@@ -34,6 +34,7 @@ from evenclip.data import Dataset, MapDataset, as_dataset
 from evenclip.gradients.losses import Loss, per_sample
 from evenclip.gradients.plan import refuse_stateful
 from evenclip.gradients.tape import call
+from evenclip.logs.log import Log, flat
 from evenclip.progress import Interrupt, Progress
 from evenclip.release import Ledger
 from evenclip.rules import DPSGDGlobalAdapt, Rule
@@ -100,6 +101,7 @@ def fit(
     checkpoint_every: int | None = None,
     resume: bool = False,
     observers: Sequence[Observer] = (),
+    logs: Sequence[Log] = (),
     q: float | None = None,
     steps: int | None = None,
     performance: Performance | None = None,
@@ -126,6 +128,7 @@ def fit(
         resume: go on from the folder's last checkpoint, if there is one.
         observers: called with every `Step` before the update; what they return is collected in `Result.records`, from
             where this call took over.
+        logs: told about every epoch when it has ended, and the privacy report at the end; see `evenclip.logs`.
         q: Poisson rate, batch_size/n unless given; an epoch is then round(1/q) steps.
         steps: T, instead of epochs.
         performance: how it is computed, which does not change what comes out.
@@ -143,10 +146,13 @@ def fit(
     if checkpoint_every is not None:
         check.natural(checkpoint_every=checkpoint_every)
     _start(run, folder, resume)
-    records = _train(run, folder, checkpoint_every, observers, Progress(run.settings.steps, progress))
+    told = _Told(run, logs)
+    records = _train(run, folder, checkpoint_every, observers, told, Progress(run.settings.steps, progress))
     for trained, given in zip(run.model.modules(), model.modules(), strict=True):
         trained.training = given.training
-    return result(run, records)
+    found = result(run, records)
+    told.end(found)
+    return found
 
 
 def result(run: Run, records: Sequence[dict[str, Any]] = ()) -> Result:
@@ -193,7 +199,7 @@ def prepare(
 
 
 def _train(
-    run: Run, folder: Path | None, every: int | None, observers: Sequence[Observer], progress: Progress
+    run: Run, folder: Path | None, every: int | None, observers: Sequence[Observer], told: _Told, progress: Progress
 ) -> list[dict[str, Any]]:
     """Take the remaining steps; what the observers returned."""
     watched, steps = _Watched(run, observers), run.settings.steps
@@ -207,12 +213,35 @@ def _train(
             if folder is not None and (stop or run.settings.ends(t) or (every and t % every == 0)):
                 taking.hand_over()
                 run.save(folder)
+            told()
             if stop:
                 progress.close()
                 _say_saved(folder, t, steps)
                 raise KeyboardInterrupt
+    told()  # a stack tells its runs late
     progress.close()
     return watched.records
+
+
+class _Told:
+    """Tells logs the epochs that they do not know yet: those that end while this is there."""
+
+    def __init__(self, run: Run, logs: Sequence[Log]) -> None:
+        self._run, self._logs, self._known = run, logs, len(run.trace.rows)
+        self._groups = run.data.group_names
+
+    def __call__(self) -> None:
+        for row in self._run.trace.rows[self._known :]:
+            self._known += 1
+            for log in self._logs:
+                log.epoch(row["epoch"], flat(row, self._groups))
+
+    def end(self, found: Result) -> None:
+        """With the privacy report."""
+        if self._logs:
+            report = found.privacy
+            for log in self._logs:
+                log.end(report)
 
 
 class _Watched:
