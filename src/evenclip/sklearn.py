@@ -29,7 +29,7 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.model_selection._search import BaseSearchCV
 from sklearn.utils import assert_all_finite, check_random_state
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_consistent_length, check_is_fitted, column_or_1d, validate_data
+from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor, nn
 
 from evenclip import accounting, check, models, protocol
@@ -181,7 +181,6 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  
             start, data, rule=private, epochs=self.epochs, batch_size=B, lr=lr, delta=delta,
             seed=seed if self.deterministic_noise else None, device=self.device, progress=bool(self.verbose),
         )  # fmt: skip
-        _refuse_diverged(result, lr)
         self.classes_, self.encoder_, self.rule_ = target.classes, encoder, private
         self.delta_, self.lr_ = result.settings.delta, result.settings.lr
         self.model_ = result.model.cpu().eval()
@@ -203,8 +202,8 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  
     def audit(self, X: Any, y: Any, *, sensitive_features: Any = None) -> pd.DataFrame:
         """How well each group is served: one line per group. NOT differentially private.
 
-        These figures are computed from the given rows without noise. Rows that need protection have none once they are
-        published; on the training rows, they also say who was trained on.
+        These figures are computed from the given rows without noise, and ε covers neither test rows nor training rows
+        in them.
 
         Args:
             X: rows, as for `predict`.
@@ -224,8 +223,8 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  
 
         scores = self._scores(X)
         target = _target(y, self.classes_, len(scores))
-        groups = _Groups(None, ("all",), "group") if sensitive_features is None else _groups(sensitive_features)
-        check_consistent_length(scores, scores if groups.codes is None else groups.codes)
+        everybody = _Groups(None, ("all",), "group")
+        groups = everybody if sensitive_features is None else _groups(sensitive_features, len(scores))
         found = metrics.by_group(scores, target.codes, groups.codes, len(groups.names))
         table = pd.DataFrame(found, index=pd.Index(groups.names, name=groups.column)).astype(np.float64)
         table[list(SHARES)] /= 100
@@ -310,7 +309,10 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  
                 self.model_(self.encoder_.encode(frame.iloc[start : start + CHUNK])).double()
                 for start in range(0, len(frame), CHUNK)
             ]
-        return torch.cat(parts)
+        scores = torch.cat(parts)
+        if not bool(scores.isfinite().all()):
+            raise ValueError(f"Training diverged: some scores are not finite. Train with an lr below {self.lr_:g}.")
+        return scores
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -387,17 +389,14 @@ def _check_frame(frame: pd.DataFrame) -> None:
 
 def _refuse_text(X: Any) -> None:
     """Raise for an array of texts: of which kind a column is, only a DataFrame says."""
-    kind = getattr(getattr(X, "dtype", None), "kind", "O")
-    if kind not in "OUS" or not isinstance(X, np.ndarray | list | tuple):
+    if getattr(getattr(X, "dtype", None), "kind", "O") not in "OUS":
         return
-    values = np.asarray(X, dtype=object) if isinstance(X, np.ndarray) else [row for row in X if np.iterable(row)]
-    for row in values:
-        texts = [value for value in np.atleast_1d(np.asarray(row, dtype=object)).ravel() if isinstance(value, str)]
-        if texts:
-            raise ValueError(
-                f"X holds the text {texts[0]!r} and is not a DataFrame; give a pandas DataFrame, whose columns of "
-                "texts become categories, or encode the texts as numbers."
-            )
+    text = next((value for value in np.asarray(X, dtype=object).flat if isinstance(value, str)), None)
+    if text is not None:
+        raise ValueError(
+            f"X holds the text {text!r} and is not a DataFrame; give a pandas DataFrame, whose columns of texts become "
+            "categories, or encode the texts as numbers."
+        )
 
 
 def _target(y: Any, public: Sequence[Any] | NDArray[Any] | None, n: int) -> _Target:
@@ -410,12 +409,15 @@ def _target(y: Any, public: Sequence[Any] | NDArray[Any] | None, n: int) -> _Tar
     if len(values) != n:
         raise ValueError(f"X has {n} rows and y has {len(values)}; give each row of X its class.")
     assert_all_finite(values, input_name="y")
-    check_classification_targets(values)
     if pd.isna(values).any():
-        raise ValueError(f"Input y contains NaN: {int(pd.isna(values).sum())} rows have no class; leave them out.")
-    classes = np.unique(values) if public is None else np.unique(np.asarray(public))
+        raise ValueError(f"{int(pd.isna(values).sum())} of {n} rows have no class in y; leave them out.")
+    try:
+        check_classification_targets(values)
+        classes = np.unique(values if public is None else np.asarray(public))
+    except TypeError as error:
+        raise TypeError(f"The classes are of different kinds ({error}); give numbers only, or texts only.") from error
     if len(classes) < 2:
-        raise ValueError(f"There is one class only, {classes[0]!r}; give rows of two classes or more.")
+        raise ValueError(f"There is one class only, {classes.tolist()}; there must be two or more to tell apart.")
     position = {label: code for code, label in enumerate(classes.tolist())}
     unknown = [label for label in dict.fromkeys(values.tolist()) if label not in position]
     if unknown:
@@ -436,17 +438,14 @@ def _groups_for(rule: Rule, sensitive_features: Any, n: int, classes: int) -> _G
             f"{rule.name} needs every row's group; pass fit(X, y, sensitive_features=...), or choose a rule that does "
             "not use groups, such as 'dpsgd-global-adapt'."
         )
-    groups = _groups(sensitive_features)
-    assert groups.codes is not None
-    if len(groups.codes) != n:
-        raise ValueError(f"X has {n} rows and sensitive_features has {len(groups.codes)}; give each row its group.")
+    groups = _groups(sensitive_features, n)
     reason = rule.unsuited(len(groups.names), classes)
     if reason is not None:
-        raise ValueError(reason)
+        raise ValueError(f"{rule.name} is not for these data: {reason} Choose another rule.")
     return groups
 
 
-def _groups(sensitive_features: Any) -> _Groups:
+def _groups(sensitive_features: Any, n: int) -> _Groups:
     """The combinations of values that occur; rows without a value are a group of their own."""
     import pandas as pd
 
@@ -456,6 +455,8 @@ def _groups(sensitive_features: Any) -> _Groups:
     frame = pd.DataFrame(given if isinstance(given, pd.DataFrame | dict) else np.asarray(given))
     if not isinstance(given, pd.DataFrame | dict):
         frame.columns = ["group"] if frame.shape[1] == 1 else [f"group {i + 1}" for i in range(frame.shape[1])]
+    if len(frame) != n:
+        raise ValueError(f"X has {n} rows and sensitive_features has {len(frame)}; give each row its group.")
     parts = []
     for i in range(frame.shape[1]):
         factor = columns.factor(frame.iloc[:, i])
@@ -505,12 +506,6 @@ def _fitted(frame: pd.DataFrame) -> tuple[list[Column], list[str]]:
 # --- what comes out --------------------------------------------------------------------------------------------------
 
 
-def _refuse_diverged(result: Result, lr: float) -> None:
-    """Raise where training ended nowhere; the parameters are public."""
-    if not all(bool(parameter.isfinite().all()) for parameter in result.model.parameters()):
-        raise ValueError(f"Training diverged: some parameters are not finite. Choose an lr below {lr:g}.")
-
-
 def _report(result: Result, target: float | None, looked: list[str]) -> dict[str, Any]:
     """The privacy report, with what was read from the data for this estimator, without counts of private data."""
     counts = ("empty_batches", "non_finite_samples", "clamped_weights")
@@ -535,19 +530,19 @@ def _warn_of_a_search() -> None:
     a call that stands above on the stack.
     """
     frame = sys._getframe(1)
-    level, search = 1, None
+    level, search = 2, None  # as `warnings.warn` counts: 1 is here
     while frame.f_back is not None and search is None:
         frame, level = frame.f_back, level + 1
         here = frame.f_locals.get("self") if frame.f_code.co_name == "fit" else None
         search = here if isinstance(here, BaseSearchCV) else None
     if search is None or search in _WARNED:
         return
-    _WARNED.add(search)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("sklearn.", "joblib.")):
         frame, level = frame.f_back, level + 1
     warnings.warn(
         f"{type(search).__name__} trains many private models on the same rows and chooses by figures that are not "
-        "private: epsilon_ of the best one does not cover the search. Tune on public data, or state the sum of all ε.",
+        "private: neither epsilon_ of the best one nor the sum of all ε covers the choice. Tune on public data.",
         TuningWarning,
         stacklevel=level,
     )
+    _WARNED.add(search)
