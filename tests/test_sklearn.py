@@ -26,7 +26,7 @@ from sklearn.metrics import accuracy_score, roc_auc_score
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils import estimator_checks
+from sklearn.utils import estimator_checks, get_tags
 from torch import nn
 
 from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, accounting, privacy
@@ -128,6 +128,13 @@ def test_a_declared_failure_fails_because_of_the_noise(name):
     check("PrivateClassifier", PrivateClassifier(deterministic_noise=True, random_state=0))
 
 
+def test_the_tags_are_true():
+    tags = get_tags(PrivateClassifier())
+    assert tags.non_deterministic
+    assert tags.input_tags.allow_nan
+    assert not get_tags(PrivateClassifier(deterministic_noise=True)).non_deterministic
+
+
 def test_the_answer_for_a_row_does_not_depend_on_its_neighbours():
     """scikit-learn leaves this check out for estimators whose fits differ. To rounding: products are in float32."""
     X, y = numbers()
@@ -173,9 +180,13 @@ def test_the_noise_of_two_fits_differs_and_the_start_does_not():
     assert fits[0].privacy_report_["seed"] == "from the operating system, not kept"
 
 
-def test_the_default_model_starts_from_the_seed_too():
+@pytest.mark.parametrize("model", [None, lambda _, classes: nn.LazyLinear(classes)], ids=["default", "lazy"])
+def test_other_models_start_from_the_seed_too(model):
     X, y = numbers(60)
-    still = [PrivateClassifier(lr=1e-12, epochs=1, random_state=seed).fit(X, y).predict_proba(X) for seed in (0, 0, 1)]
+    still = [
+        PrivateClassifier(lr=1e-12, epochs=1, random_state=seed, model=model).fit(X, y).predict_proba(X)
+        for seed in (0, 0, 1)
+    ]
     np.testing.assert_allclose(still[0], still[1], atol=1e-6)
     assert np.abs(still[0] - still[2]).max() > 1e-3
 
@@ -313,6 +324,15 @@ def test_gaps_in_the_training_rows_have_an_indicator():
     classifier = Quick().fit(X, y)
     assert classifier.encoder_.features == ("x0", "x1", "x1=(missing)", "x2")
     assert np.isfinite(classifier.predict_proba(X)).all()
+
+
+def test_every_column_that_is_given_is_used():
+    """Also those that the tables of this package leave out by themselves: which ones would depend on the data."""
+    _, y = numbers()
+    frame = pd.DataFrame({"id": range(200), "one": 1.0, "name": [f"person {i}" for i in range(200)]})
+    classifier = Quick().fit(frame, y)
+    assert classifier.encoder_.features == ("id", "one", "name=(other)")
+    assert np.isfinite(classifier.predict_proba(frame)).all()
 
 
 def test_what_the_encoder_has_to_say_is_a_warning():

@@ -290,12 +290,12 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  
                 "as model(n_features, n_classes)."
             )
         called = f"model({features}, {classes})"
-        try:
-            with models.seeded(seed):
+        with models.seeded(seed):
+            try:
                 made = self.model(features, classes)
-        except Exception as error:
-            raise ValueError(f"{called} failed: {type(error).__name__}: {error}") from error
-        _check_model(made, called, features, classes)
+            except Exception as error:
+                raise ValueError(f"{called} failed: {type(error).__name__}: {error}") from error
+            _check_model(made, called, features, classes)  # here, because lazy layers start when they are first called
         return made
 
     # --- after training ---
@@ -339,7 +339,7 @@ def _check_model(made: Any, called: str, features: int, classes: int) -> None:
     """Raise unless this gives scores for the features; later messages could not say whose fault it is."""
     if not isinstance(made, nn.Module):
         raise TypeError(f"{called} returned a {type(made).__name__}; it must return a torch.nn.Module.")
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad():
         try:
             scores = made(torch.zeros(2, features))
         except Exception as error:
