@@ -54,7 +54,7 @@ _HOMES = {
 }
 
 
-_MODULES = ("accounting", "audit", "data", "models", "ship")
+_MODULES = ("accounting", "audit", "data", "models", "ship", "sklearn")
 
 
 def __getattr__(name: str) -> Any:
