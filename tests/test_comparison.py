@@ -16,7 +16,8 @@ from evenclip import DPSGD, DPSGDGlobalAdapt, comparison
 from evenclip.data import Dataset, Splits
 from evenclip.paper.settings import PUBLISHED
 from evenclip.protocol import LEARNING_RATES, for_table
-from evenclip.runs import Store
+from evenclip.report.page import page
+from evenclip.runs import Store, risk
 
 
 def part(n, seed, K=2):
@@ -141,6 +142,30 @@ def test_the_same_comparison_is_not_trained_again(found, splits, root):
         splits, seeds=3, epochs=4, batch_size=60, epsilon=3.0, delta=1e-4, model="mlp:8", store=root, show=Nobody()
     )
     assert again.to_json() == found.to_json()
+
+
+def test_risk_is_looked_at_once_for_each_private_rule(splits, tmp_path, monkeypatch):
+    given = {
+        "seeds": 1,
+        "epochs": 2,
+        "batch_size": 60,
+        "delta": 1e-4,
+        "model": "mlp:8",
+        "store": tmp_path,
+        "risk": True,
+    }
+    rules = [evenclip.DPSGD(C0=0.05), evenclip.DPSGDGlobal(C0=0.05, Z=1e6)]
+    found = evenclip.compare(splits, rules, **given)
+    assert list(found.risk) == ["dpsgd", "dpsgd-global"]
+    for looks in found.risk.values():
+        assert [look["t"] for look in looks] == list(range(20))  # every step of 20
+        assert all(len(look[name]) == 2 for look in looks for name in ("dir", "mag"))
+    assert all(abs(value) < 1e-6 for look in found.risk["dpsgd-global"] for value in look["dir"])  # pure scaling
+    assert any(abs(value) > 1e-5 for look in found.risk["dpsgd"] for value in look["dir"])
+    assert "Risk by direction" in page(found.to_json())
+    monkeypatch.setattr(risk, "watched", None)  # what is there is not looked at again
+    assert evenclip.compare(splits, rules, **given).risk == found.risk
+    assert "risk" not in evenclip.compare(splits, rules, **given | {"risk": False}).to_json()
 
 
 def test_one_seed_has_no_standard_error(splits, root):

@@ -42,6 +42,7 @@ from evenclip.runs.parts import (
     named_rule,
     save_splits,
 )
+from evenclip.runs.risk import looks
 from evenclip.runs.store import default_root
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class Comparison:
         notes: what else should be known, sentences.
         small: groups too small to judge.
         n: training records, by seed.
+        risk: rule -> looks at the first seed's run (see `evenclip.runs.risk`), if they were asked for.
     """
 
     dataset: str
@@ -112,6 +114,7 @@ class Comparison:
     notes: tuple[str, ...]
     small: tuple[str, ...]
     n: tuple[int, ...]
+    risk: Mapping[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Outcome:
         return next(outcome for outcome in self.outcomes if outcome.name == name)
@@ -179,6 +182,7 @@ class Comparison:
             "not_covered_by_epsilon": list(self.uncovered),
             "small_groups": list(self.small),
             "notes": list(self.notes),
+            **({} if self.risk is None else {"risk": dict(self.risk)}),
             "warning": "Group figures are measured on test data and are not differentially private.",
         }
 
@@ -247,6 +251,7 @@ def compare(
     model: str | None = None,
     match: bool = False,
     rows: int | None = None,
+    risk: bool = False,
     device: str = "cpu",
     options: Mapping[str, Any] | None = None,
     data_dir: str | os.PathLike[str] | None = None,
@@ -272,6 +277,7 @@ def compare(
         model: "mlp", "mlp:128,64", "linear", "cnn" or "file.py:function"; published, or an MLP 256-256.
         match: on the paper's datasets, the matched protocol instead of the published settings.
         rows: a sample of so many training rows at the most, and of as many test rows: for a look.
+        risk: whether to look, in one more run of each rule, at what direction and magnitude cost each group.
         device: where to train.
         options: further options of the dataset; for a table those of `evenclip.data.table.table`.
         data_dir: where files of datasets are; EVENCLIP_DATA unless given.
@@ -314,7 +320,12 @@ def compare(
     settings["rows"] = rows
     says = _says(plan, [f"{name} {value}" for name, value in settings.items() if value is not None])
     notes = (*loaded.notes, *skipped, *_doubts(plan, len(train)), *_unsound(plan))
-    return _comparison(plan, replace(loaded, notes=notes), chosen, results, says)
+    found = _comparison(plan, replace(loaded, notes=notes), chosen, results, says)
+    if not risk:
+        return found
+    private = [spec for spec, method in zip(specs, plan.methods, strict=False) if method.name != REFERENCE]
+    names = [method.name for method in plan.methods if method.name != REFERENCE]
+    return replace(found, risk=dict(zip(names, looks(private, kept, workers), strict=True)))
 
 
 # --- what is compared -------------------------------------------------------------------------------------------------

@@ -37,6 +37,10 @@ def compare(
     lr: Annotated[float | None, typer.Option(help="One learning rate for all rules.")] = None,
     model: Annotated[str | None, typer.Option(help="mlp, mlp:128,64, linear, cnn, or file.py:function.")] = None,
     match: Annotated[bool, typer.Option("--match", help="The matched protocol on the paper's datasets.")] = False,
+    risk: Annotated[
+        bool,
+        typer.Option("--risk", help="Also what direction and magnitude cost each group; one more run of each rule."),
+    ] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     test: Annotated[Path | None, typer.Option(help="A file with the test rows.")] = None,
     schema: Annotated[
@@ -72,7 +76,7 @@ def compare(
     with kept(), watching() as show:
         found = comparison.compare(
             data, names, seeds, target=target, group=columns, epsilon=epsilon, delta=delta, epochs=epochs,
-            batch_size=batch_size, lr=lr, model=model, match=match, device=device, options=options,
+            batch_size=batch_size, lr=lr, model=model, match=match, risk=risk, device=device, options=options,
             data_dir=data_dir, store=None if out is None else out / "runs", workers=workers, show=show,
         )  # fmt: skip
     text = json.dumps(found.to_json() | {"command": shlex.join(["evenclip", *sys.argv[1:]])}, indent=1)

@@ -167,7 +167,7 @@ def _pictures(results: Mapping[str, Any]) -> str:
     figures = "".join(_figure(title, svg) for title, svg in drawn if svg)
     return (
         f'<section aria-labelledby="pictures"><h2 id="pictures">Pictures</h2>{less}{charts.legend(names)}{figures}'
-        f"{''.join(_figure(*one) for one in _of_rules(results))}{_risk(results)}</section>"
+        f"{''.join(_figure(*one) for one in _of_rules(results))}{_risk(results, shown)}</section>"
     )
 
 
@@ -246,7 +246,7 @@ def _of_rules(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             )  # fmt: skip
 
 
-def _risk(results: Mapping[str, Any]) -> str:
+def _risk(results: Mapping[str, Any], groups: Sequence[int]) -> str:
     """What clipping's direction and its magnitude cost each group, where it was measured."""
     risk = results.get("risk")
     if not risk:
@@ -254,12 +254,17 @@ def _risk(results: Mapping[str, Any]) -> str:
     found = ""
     for name, title in (("dir", "Risk by direction"), ("mag", "Risk by magnitude")):
         panels = [
-            Course(display(rule), [[look[name][k] for look in looks] for k in range(len(results["groups"]))])
-            for rule, looks in risk.items()
+            Course(display(rule), [[look[name][k] for look in looks] for k in groups]) for rule, looks in risk.items()
         ]
-        svg = charts.courses(title, "A panel for each rule, a line for each group.", "look", panels)
-        found += _figure(title, svg, "Change of the group's loss by one step, to second order; see docs/risk.md.")
+        svg = charts.courses(title, "A panel for each rule, a line for each group, over training.", "look", panels)
+        found += _figure(title, svg, _RISKS[name])
     return found
+
+
+_RISKS = {
+    "dir": "How much one step's loss of the group is changed because clipping turned the step, to second order.",
+    "mag": "The same because clipping shortened it. The first seed's run, looked at about 20 times.",
+}
 
 
 # --- the privacy statement --------------------------------------------------------------------------------------------

@@ -1,0 +1,76 @@
+"""What the steps of a run cost each group, and by what: the run trained once more, and looked at now and then.
+
+Looking changes nothing, so it is the run of the tables. What is seen lies in the store beside its result. Private.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+from evenclip.runs.spec import Spec
+from evenclip.runs.store import Store
+
+__all__ = ["LOOKS", "looks"]
+
+LOOKS = 20
+"""How often a run is looked at, about."""
+
+# Samples of each group that are looked at, at the most.
+_SAMPLE = 1024
+
+Look = dict[str, Any]  # t; dir and mag by group; None where nothing is known
+
+
+def looks(specs: Sequence[Spec], store: Store, workers: int | None = None) -> list[list[Look]]:
+    """Of every run, what was seen of its steps; what the store has is not looked at again."""
+    folder = store.root / "risk"
+    folder.mkdir(parents=True, exist_ok=True)
+    places = [folder / f"{spec.hash}.json" for spec in specs]
+    todo = [(spec, place) for spec, place in zip(specs, places, strict=True) if not place.is_file()]
+    if todo:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        spawn = multiprocessing.get_context("spawn")  # a process that has a GPU cannot be forked
+        with ProcessPoolExecutor(
+            min(workers or cores, len(todo)), mp_context=spawn, initializer=partial(torch.set_num_threads, 1)
+        ) as pool:
+            for (_, place), found in zip(todo, pool.map(watched, [spec for spec, _ in todo]), strict=True):
+                scratch = place.with_suffix(f".writing-{os.getpid()}")
+                scratch.write_text(json.dumps(found) + "\n")
+                scratch.replace(place)
+    return [json.loads(place.read_text()) for place in places]
+
+
+def watched(spec: Spec) -> list[Look]:
+    """Train it, and what was seen."""
+    from evenclip.audit import RiskTerms
+    from evenclip.run import Performance
+    from evenclip.runs.work import prepared
+
+    _, run = prepared(spec, Performance())
+    every = max(1, run.settings.steps // LOOKS)
+    risk = RiskTerms(run.data, spec.lr, every=every, probes=0, sample=_SAMPLE, seed=spec.seed)
+    found: list[Look] = []
+    with run.listening():
+        while run.t < run.settings.steps:
+            step = run.step()
+            record = risk(step)
+            if record is not None:
+                found.append(
+                    {"t": run.t} | {name: _by_group(record, name, run.settings.groups) for name in ("dir", "mag")}
+                )
+            run.update(step)
+    return found
+
+
+def _by_group(record: dict[str, Any], name: str, groups: int) -> list[float | None]:
+    """A term of every group; None of those that nobody is in."""
+    known = {part["group"]: float(f"{part['terms'][name][0]:.4g}") for part in record["risk"]}
+    return [known.get(k) for k in range(groups)]
