@@ -125,6 +125,8 @@ def test_of_many_groups_the_pair_or_those_that_pay_least_and_most(results):
     assert "costs b 1.0 points of accuracy and d 9.0;" in words.answer(results)[0]
     results["small_groups"] = ["d"]
     assert "costs b 1.0 points of accuracy and a 5.0;" in words.answer(results)[0]
+    named = json.loads(json.dumps(results).replace('"b"', '"8"'))
+    assert "costs group 8 1.0 points of accuracy and a 5.0;" in words.answer(named)[0]
     results["pair"] = ["c", "d"]
     assert "costs c 3.0 points of accuracy and d 9.0;" in words.answer(results)[0]
 

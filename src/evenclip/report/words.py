@@ -57,7 +57,7 @@ def answer(results: Mapping[str, Any]) -> list[str]:
     groups = _two(results, costs[first])
     named = [first] if best is None else [first, best]
     parts = [f"{display(first)} costs " + " and ".join(
-        f"{group} {points(costs[first][group])}{'' if k else ' points of accuracy'}" for k, group in enumerate(groups)
+        f"{_called(group)} {points(costs[first][group])}{'' if k else ' points of accuracy'}" for k, group in enumerate(groups)
     )]  # fmt: skip
     if best is not None:
         known = [points(costs[best].get(group)) for group in groups]
@@ -127,6 +127,11 @@ def _two(results: Mapping[str, Any], costs: Mapping[str, float]) -> list[str]:
         return judged
     ordered = sorted(judged, key=lambda group: costs[group])
     return [ordered[0], ordered[-1]]
+
+
+def _called(group: str) -> str:
+    """A group whose name is a number is said to be a group."""
+    return f"group {group}" if group[:1].isdigit() else group
 
 
 def _epsilons(results: Mapping[str, Any], rules: Sequence[str]) -> str:
