@@ -308,6 +308,21 @@ def test_many_groups_are_not_drawn_on_top_of_each_other(results):
     assert f'class="g{charts.MOST_GROUPS} ' not in drawn
 
 
+def test_many_groups_stand_below_each_other(results):
+    names = list("abcdefgh")
+    for i, row in enumerate(results["table"].values()):
+        row["accuracy"] = {name: {"mean": 10.0 * i + k, "se": None} for k, name in enumerate(names)}
+        row["loss"] = row["privacy_cost"] = row["accuracy"]
+    for course in results["course"].values():
+        course |= {"loss": [[1.0] * 8] * 3, "gradient_norm": [[1.0] * 8] * 3, "state": None}
+    results["groups"] = names
+    table = re.search(r"Accuracy on test records.*?</table>", page(results), re.S)[0]
+    assert '<th scope="col">Group</th><th scope="col">Non-private</th><th scope="col">DPSGD</th>' in table
+    private = "<td>10.0</td><td>20.0</td><td>30.0</td><td><strong>40.0</strong></td>"
+    assert f'<tr><th scope="row">a</th><td>0.0</td>{private}</tr>' in table
+    assert table.count('scope="row"') == 8
+
+
 # --- pictures ---
 
 

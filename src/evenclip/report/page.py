@@ -106,18 +106,27 @@ def _block(results: Mapping[str, Any], metric: str, caption: str, digits: int, b
     columns: list[tuple[str, Any]] = [(group, lambda row, g=group: row[metric].get(g)) for group in results["groups"]]
     if any(f"{metric}_gap" in row for row in rows.values()):
         columns.append(("gap", lambda row: row.get(f"{metric}_gap")))
-    head = "".join(f'<th scope="col">{_text(_marked(results, name))}</th>' for name, _ in columns)
     bests = [_best(results, [(rule, cell(row)) for rule, row in rows.items()], best) for _, cell in columns]
-    body = ""
-    for rule, row in rows.items():
-        cells = "".join(
-            _cell(cell(row), digits, strong=rule in found) for (_, cell), found in zip(columns, bests, strict=True)
-        )
-        body += f'<tr><th scope="row">{_text(display(rule))}</th>{cells}</tr>'
+    cells = [
+        [_cell(cell(row), digits, strong=rule in found) for (_, cell), found in zip(columns, bests, strict=True)]
+        for rule, row in rows.items()
+    ]  # [rule][group]
+    names, across = [display(rule) for rule in rows], [_marked(results, name) for name, _ in columns]
+    corner = "Rule"
+    if len(across) > _ACROSS:  # groups below each other: the page is as wide as it is
+        names, across, cells, corner = across, names, [list(row) for row in zip(*cells, strict=True)], "Group"
+    head = "".join(f'<th scope="col">{_text(name)}</th>' for name in across)
+    body = "".join(
+        f'<tr><th scope="row">{_text(name)}</th>{"".join(row)}</tr>' for name, row in zip(names, cells, strict=True)
+    )
     return (
         f'<div class="wide" role="region" aria-label="{_text(caption)}" tabindex="0"><table><caption>{_text(caption)}'
-        f'</caption><thead><tr><th scope="col">Rule</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        f'</caption><thead><tr><th scope="col">{corner}</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
+
+
+# Columns of groups that a page has room for.
+_ACROSS = 5
 
 
 def _marked(results: Mapping[str, Any], name: str) -> str:
@@ -130,7 +139,7 @@ def _best(results: Mapping[str, Any], cells: Sequence[tuple[str, Any]], best: An
         rule: cell["mean"] for rule, cell in cells
         if cell is not None and cell["mean"] is not None and results["privacy"][rule]["epsilon_pld"] is not None
     }  # fmt: skip
-    if len(private) < 2:
+    if len(set(private.values())) < 2:
         return set()
     return {rule for rule, mean in private.items() if mean == best(private.values())}
 

@@ -56,9 +56,9 @@ def answer(results: Mapping[str, Any]) -> list[str]:
     best = min(others, key=lambda rule: _gap(results, rule) or 0.0, default=None)
     groups = _two(results, costs[first])
     named = [first] if best is None else [first, best]
-    parts = [f"{display(first)} costs " + " and ".join(
-        f"{_called(group)} {points(costs[first][group])}{'' if k else ' points of accuracy'}" for k, group in enumerate(groups)
-    )]  # fmt: skip
+    own = [f"{_called(group)} {points(costs[first][group])}" for group in groups]
+    own[0] += " points of accuracy"
+    parts = [f"{display(first)} costs {' and '.join(own)}"]
     if best is not None:
         known = [points(costs[best].get(group)) for group in groups]
         parts.append(f"{display(best)} costs {' and '.join(known)}")
