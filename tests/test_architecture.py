@@ -18,7 +18,7 @@ ROOT = Path(evenclip.__file__).parent
 ORDER = [
     ["cli"],
     ["paper"],
-    ["comparison", "ship"],
+    ["comparison", "ship", "opacus"],
     ["report"],
     ["runs"],
     ["paper.settings"],
