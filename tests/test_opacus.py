@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import opacus
 import pytest
 import torch
 from hypothesis import given
@@ -19,9 +24,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+import evenclip
 import evenclip.opacus.optimizer as adapter
 from evenclip import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate
 from evenclip.accounting import epsilon
+from evenclip.data import digits
+from evenclip.models import mlp
 from evenclip.opacus import EvenOptimizer, EvenPrivacyEngine, even
 from evenclip.opacus.clipping import joint
 from evenclip.release import Entry, Ledger
@@ -163,6 +171,7 @@ def test_a_step_is_the_weighted_sum_by_hand(mode, rule, net, by, silent):
     expected = torch.tensor(weights, dtype=torch.float64) @ g / 10  # the loader's batch size, not the 40 samples
     torch.testing.assert_close(run.gradient, expected, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(run.parameters, before - 0.1 * expected, rtol=1e-4, atol=1e-6)
+    assert list(run.engine.accountant.history) == [(joint(rule), 1 / 4, 1)]
     if isinstance(rule, DPSGDGlobalAdapt):
         b = np.mean(np.array(norms) > rule.tau * rule.Z0) * 40 / 10
         assert pytest.approx(rule.Z0 * math.exp(-rule.eta_Z + b)) == run.Z
@@ -246,6 +255,21 @@ def test_no_sample_moves_the_sum_by_more_than_S(rule, rows):
             assert not alone.any()
     moved = clipped(rule, rows) - clipped(rule, rows[1:])
     assert moved.norm() <= S * (1 + 1e-6 * len(rows))  # the sum itself is rounded
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30, 3e37])
+def test_a_finite_gradient_is_clipped_and_not_dropped(size):
+    """Its square is no float32."""
+    row = torch.tensor([size, -size, size], dtype=torch.float64)
+    expected = row if size < 1 else row / row.norm()
+    torch.testing.assert_close(clipped(DPSGD(C0=1.0), [row.tolist()]), expected, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("C0", [1e-3, 1e-5, 1e-6])
+def test_a_weight_that_has_lost_its_digits_is_none(C0):
+    """C0/‖g‖ is no normal float32 here: rounded to the nearest number, it could be half as large again."""
+    for size in np.geomspace(1e37, 3.4e38, 50):
+        assert clipped(DPSGD(C0=C0), [[size, 0.0, 0.0]]).norm() <= C0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -726,6 +750,16 @@ def test_no_gradient_is_used_twice(mode):
         run.optimizer.step()
 
 
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_no_gradient_is_added_twice_to_a_logical_batch(mode):
+    run = Private(RULES[2], mode)
+    run.optimizer.signal_skip_step(True)
+    run.optimizer.signal_skip_step(True)
+    run.step(run.x, run.y)
+    with pytest.raises(ValueError, match=r"Gradients haven't been cleared|There is no gradient to step with"):
+        run.optimizer.step()
+
+
 def test_in_ghost_mode_a_second_backward_replaces_the_first_and_its_count(silent):
     run, other = Private(RULES[2], "ghost"), Private(RULES[2], "ghost")
     run.loss(run.model(run.x[:20]), run.y[:20]).backward()
@@ -806,3 +840,118 @@ def test_frozen_parameters_are_left_alone(silent):
     optimizer.step()
     assert torch.equal(net[1].weight, before)
     assert len(silent.asked) == 3
+
+
+# --- importing ---
+
+
+def fresh(code):
+    """What a new Python prints."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_without_opacus_the_import_says_what_to_install():
+    printed = fresh(
+        "import sys; sys.modules['opacus'] = None\n"
+        "try:\n"
+        "    import evenclip.opacus\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+    )
+    assert printed.strip().endswith("run `pip install 'evenclip[opacus]'`.")
+
+
+def test_the_package_itself_does_not_import_opacus():
+    assert fresh("import sys, evenclip; evenclip.fit, evenclip.DPSGD; print('opacus' in sys.modules)") == "False\n"
+
+
+# --- whole trainings ---
+
+
+def accuracy(model, test):
+    with torch.no_grad():
+        return (model(test.x).argmax(dim=1) == test.y).double().mean().item()
+
+
+def test_an_opacus_loop_with_one_changed_line_learns_what_fit_learns():
+    """The digits, four seeds, same q, B, steps, rule and learning rate: the same accuracy within noise, the same ε."""
+    train, test, _ = digits()
+    rule = DPSGDGlobalAdapt(C0=1.0, sigma=0.8, Z0=5.0)
+    found, epsilons = {"opacus": [], "fit": [], "opacus alone": []}, set()
+    for seed in range(4):
+        result = evenclip.fit(
+            mlp_of_digits(seed), (train.x, train.y), rule=rule, epochs=12, batch_size=62, q=1 / 21, lr=1.0, seed=seed,
+            delta=1e-4,
+        )  # fmt: skip
+        found["fit"].append(accuracy(result.model, test))
+        for name in ("opacus", "opacus alone"):
+            network = mlp_of_digits(seed)
+            torch.manual_seed(seed)
+            engine = PrivacyEngine(accountant="prv")
+            model, optimizer, loader = engine.make_private(
+                module=network, optimizer=torch.optim.SGD(network.parameters(), lr=1.0), max_grad_norm=1.0,
+                data_loader=DataLoader(TensorDataset(train.x, train.y), batch_size=64), noise_multiplier=0.8,
+            )  # fmt: skip
+            if name == "opacus":
+                optimizer = even(optimizer, rule)  # the one changed line
+            for _ in range(12):
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    cross_entropy(model(x), y).backward()
+                    optimizer.step()
+            found[name].append(accuracy(network, test))
+            if name == "opacus":
+                assert optimizer.expected_batch_size == 62
+                epsilons.add((engine.get_epsilon(1e-4), result.epsilon()))
+    means = {name: np.mean(values) for name, values in found.items()}
+    assert means["fit"] > 0.8
+    assert means["opacus"] == pytest.approx(means["fit"], abs=0.03), found
+    ((theirs, ours),) = epsilons
+    assert theirs == pytest.approx(ours, abs=0.02)
+    assert found["opacus"] != found["opacus alone"]
+
+
+def mlp_of_digits(seed):
+    return nn.Sequential(nn.Flatten(), mlp(64, 10, (32,), seed=seed))
+
+
+@pytest.mark.skipif("EVENCLIP_DATA" not in os.environ, reason="MNIST is not here: EVENCLIP_DATA is not set")
+def test_the_example_runs_on_a_little_of_mnist():
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "opacus_mnist.py", "--epochs", "1", "--records", "600"],
+        capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    epsilons = re.findall(r"accuracy .* ε (\d+\.\d+)", done.stdout)
+    assert len(epsilons) == 2
+    assert float(epsilons[0]) == pytest.approx(float(epsilons[1]), abs=0.02)
+
+
+# --- the page ---
+
+
+@pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha:UserWarning")
+def test_the_code_of_the_page_runs(capsys):
+    """All of it, one block after the other, as a reader would."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "opacus.md").read_text(), re.DOTALL)
+    assert len(blocks) == 4
+    names = {}
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"docs/opacus.md, block {number}", "exec"), names)
+    assert names["run"].t == names["run"].settings.steps
+    assert isinstance(names["optimizer"], EvenOptimizer)
+    assert "DPSGDGlobalAdapt(C0=1.0, sigma=" in capsys.readouterr().out
+
+
+def test_the_page_names_what_there_is():
+    """Every name of Opacus's in the left column of the table is one that Opacus has."""
+    page = (ROOT / "docs" / "opacus.md").read_text()
+    table = page.split("| Opacus | evenclip | |")[1].split("\n\n")[0]
+    left = [row.split("|")[1] for row in table.splitlines()[2:]]
+    source = "".join(path.read_text() for path in Path(opacus.__file__).parent.rglob("*.py"))
+    for name in re.findall(r"`([A-Za-z_.]+)", " ".join(left)):
+        assert name.split(".")[-1] in source, name
