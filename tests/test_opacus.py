@@ -142,6 +142,7 @@ class Silent:
         self.asked = []
 
     def __call__(self, *, std, reference, generator, secure_mode):
+        assert reference.dtype == torch.float64  # float32 normals have no tail
         self.asked.append((std, tuple(reference.shape)))
         return torch.zeros_like(reference)
 
@@ -231,15 +232,16 @@ NUMBERS = st.one_of(
 )
 
 
-def clipped(rule, rows):
+def clipped(rule, rows, dtype=torch.float32):
     """Σ γ_i g_i of arbitrary per-sample gradients, as they would lie there after backward()."""
-    p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(()))
+    wide = max((len(row) for row in rows), default=3)
+    p, q = nn.Parameter(torch.zeros(wide - 1, dtype=dtype)), nn.Parameter(torch.zeros((), dtype=dtype))
     inner = torch.optim.SGD([p, q], lr=1.0)
     optimizer = EvenOptimizer(
         DPOptimizer(inner, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1, loss_reduction="sum"), rule
     )
-    table = torch.tensor(rows, dtype=torch.float32).reshape(-1, 3)
-    p.grad_sample, q.grad_sample = table[:, :2], table[:, 2]
+    table = torch.tensor(np.array(rows), dtype=torch.float64).reshape(-1, wide).to(dtype)
+    p.grad_sample, q.grad_sample = table[:, :-1], table[:, -1]
     optimizer.clip_and_accumulate()
     return flat([p.summed_grad, q.summed_grad])
 
@@ -263,6 +265,26 @@ def test_a_finite_gradient_is_clipped_and_not_dropped(size):
     row = torch.tensor([size, -size, size], dtype=torch.float64)
     expected = row if size < 1 else row / row.norm()
     torch.testing.assert_close(clipped(DPSGD(C0=1.0), [row.tolist()]), expected, rtol=1e-5, atol=0.0)
+
+
+def test_a_gradient_whose_square_vanishes_has_a_norm_all_the_same():
+    found = clipped(DPSGD(C0=1e-25), [[1e-24, 1e-24, 0.0]])
+    assert found.norm().item() == pytest.approx(1e-25, rel=1e-5)
+    assert found.norm() <= 1e-25
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [2, 64, 65, 66, 1000])
+def test_the_bound_holds_in_every_precision_and_width(width, dtype):
+    """Widths around the block whose squares are summed in float32."""
+    random = np.random.default_rng(width)
+    for scale in (1e-2, 1.0, 300.0):
+        row = random.normal(size=width) * scale
+        found = clipped(DPSGD(C0=0.1), [row], dtype)
+        exact = torch.tensor(row).to(dtype).double()
+        assert found.norm() <= 0.1
+        expected = exact * min(1.0, 0.1 / exact.norm().item())
+        torch.testing.assert_close(found, expected, rtol=20 * torch.finfo(dtype).eps + 1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("C0", [1e-3, 1e-5, 1e-6])

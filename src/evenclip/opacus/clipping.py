@@ -20,6 +20,9 @@ from evenclip.rules import Guarded, Rule
 
 __all__ = ["Clipper", "Formed", "Ghost", "joint"]
 
+_BLOCK = 64  # squares that are summed in float32
+# A float32 below 2⁻⁶³ has no square. In a norm above this, so many of them are missing as a rounding would take away.
+_SHORT = 2.0**-24
 _GHOSTS = GradSampleModuleFastGradientClipping, GradSampleHooksFastGradientClipping
 
 
@@ -220,22 +223,49 @@ def _samples(p: nn.Parameter) -> Tensor:
 
 
 def _norms(samples: list[Tensor]) -> Tensor:
-    """‖g_i‖ over all parameters: in float64, where no square of a float32 overflows or vanishes.  # [sample]"""
-    first = samples[0].device
-    each = [torch.linalg.vector_norm(_flat(g), dim=1, dtype=torch.float64).to(first) for g in samples]
-    found: Tensor = torch.linalg.vector_norm(torch.stack(each), dim=0)
+    """‖g_i‖ over all parameters, up to the roundings that `_rounding_up` allows for.  # [sample], float64
+
+    In float32 where a square is one, which is thirty times quicker; a row that is too long or too short for that is
+    measured in float64, whatever the others are like.
+    """
+    norms = _joined([_quick_norms(_flat(g)) for g in samples])
+    unsure = ~(torch.isfinite(norms) & (norms > _SHORT))
+    if bool(unsure.any()):
+        rows = [_flat(g)[unsure.to(g.device)] for g in samples]
+        norms[unsure] = _joined([torch.linalg.vector_norm(g, dim=1, dtype=torch.float64) for g in rows])
+    return norms
+
+
+def _quick_norms(g: Tensor) -> Tensor:
+    """The norms of rows: blocks in their own precision (at least float32), then in float64.  # [sample]"""
+    samples, d = g.shape
+    g, whole = _wide(g), d - d % _BLOCK
+    blocks = torch.linalg.vector_norm(g[:, :whole].view(samples, d // _BLOCK, _BLOCK), dim=2).double()
+    rest = torch.linalg.vector_norm(g[:, whole:], dim=1).double()
+    return torch.hypot(torch.linalg.vector_norm(blocks, dim=1), rest)
+
+
+def _joined(norms: list[Tensor]) -> Tensor:
+    """One norm of the parts of a gradient.  # [sample]"""
+    found: Tensor = torch.linalg.vector_norm(torch.stack([part.to(norms[0].device) for part in norms]), dim=0)
     return found
 
 
 def _weighted_sum(weights: Tensor, g: Tensor) -> Tensor:
     """Σ w_i g_i.  # shape of one sample's"""
-    summed: Tensor = _representable(weights, g.dtype).to(g.device) @ _flat(g)
-    return summed.view(g.shape[1:])
+    rows = _wide(_flat(g))
+    summed: Tensor = _representable(weights, rows.dtype).to(g.device) @ rows
+    return summed.view(g.shape[1:]).to(g.dtype)
 
 
 def _flat(g: Tensor) -> Tensor:
     """[sample, number]; a batch may be empty, and a parameter may be a single number."""
     return g.flatten(1) if g.ndim > 1 else g.unsqueeze(1)
+
+
+def _wide(g: Tensor) -> Tensor:
+    """In float32 at least: a weight of 1e-5 is no number in float16."""
+    return g if g.dtype == torch.float64 else g.float()
 
 
 def _kept(g: Tensor, keep: Tensor) -> Tensor:
@@ -249,7 +279,10 @@ def _representable(weights: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rounding_up(params: list[nn.Parameter]) -> float:
-    """What makes a norm an upper bound on what the rounded product with its weight adds: sixteen unit roundoffs, of
-    TF32 where somebody has allowed that.
+    """What makes a norm an upper bound on what its gradient, times the weight, adds to a sum.
+
+    A block of squares is summed in float32 with as many roundings as it is long, of which the root keeps half; the
+    product with the weight is given sixteen unit roundoffs, of TF32 where somebody has allowed that.
     """
-    return 1 + 16 * max(max(torch.finfo(p.dtype).eps / 2, operands(p)) for p in params)
+    product = max(max(torch.finfo(p.dtype).eps / 2, operands(p)) for p in params)
+    return 1 + _BLOCK * 2.0**-24 + 16 * product
