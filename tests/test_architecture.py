@@ -18,7 +18,7 @@ ROOT = Path(evenclip.__file__).parent
 ORDER = [
     ["cli"],
     ["paper"],
-    ["comparison", "ship", "sklearn"],
+    ["comparison", "ship", "sklearn", "opacus"],
     ["report"],
     ["runs"],
     ["paper.settings"],
