@@ -14,11 +14,12 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 
 HERE = Path(__file__).parent
+OPTIONAL = ("sklearn", "opacus")  # pages of parts that may not be there
 OUTSIDE = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#]+)\)")
 
 project = "evenclip"
 author = "The evenclip authors"
-copyright = "The evenclip authors"  # noqa: A001
+copyright = "The evenclip authors"
 try:
     release = metadata.version("evenclip")
 except metadata.PackageNotFoundError:  # a checkout that was never installed
@@ -27,8 +28,6 @@ except metadata.PackageNotFoundError:  # a checkout that was never installed
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
-suppress_warnings = ["toc.empty_glob"]  # a page of an optional part may not be there
-myst_enable_extensions = ["substitution"]
 myst_heading_anchors = 3
 
 html_theme = "furo"
@@ -58,7 +57,9 @@ def _downloads(app: Sphinx, name: str, source: list[str]) -> None:
         text, path = found.groups()
         target = HERE / path
         if target.is_dir():
-            target = next((target / index for index in ("index.html", "README.md") if (target / index).exists()), target)
+            target = next(
+                (target / index for index in ("index.html", "README.md") if (target / index).exists()), target
+            )
         if not target.exists():
             _log.warning("%s links to %s, which is not there", name, path)
         if not target.is_file():
@@ -69,10 +70,16 @@ def _downloads(app: Sphinx, name: str, source: list[str]) -> None:
     source[0] = OUTSIDE.sub(replaced, source[0])
 
 
-def _as_restructured(
-    app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
-) -> None:  # fmt: skip
-    """Docstrings are Markdown in places: |γ| is no substitution, and a * no emphasis."""
+def _present(app: Sphinx, name: str, source: list[str]) -> None:
+    """Pages of parts that are not there are taken from the list of pages."""
+    del app
+    if name == "index":
+        missing = [page for page in OPTIONAL if not (HERE / f"{page}.md").exists()]
+        source[0] = "\n".join(line for line in source[0].split("\n") if line not in missing)
+
+
+def _as_restructured(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Docstrings are Markdown in places: |γ| is no substitution."""
     del app, what, name, obj, options
     lines[:] = [line.replace("|", r"\|") for line in lines]
 
@@ -80,4 +87,5 @@ def _as_restructured(
 def setup(app: Sphinx) -> None:
     """What Sphinx calls."""
     app.connect("source-read", _downloads)
+    app.connect("source-read", _present)
     app.connect("autodoc-process-docstring", _as_restructured)
