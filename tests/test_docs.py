@@ -165,6 +165,18 @@ def test_every_block_says_what_it_is():
     assert sum(block.language == "python" for block in every_block()) > 30
 
 
+@pytest.mark.parametrize("page", PAGES, ids=names)
+def test_links_to_files_lead_somewhere(page):
+    """As a Git host follows them; Sphinx checks those of its own site."""
+    linked = re.findall(r"\]\(([^)#\s]+)[^)]*\)", FENCE.sub("", page.read_text(encoding="utf-8")))
+    here = [link for link in linked if not re.match(r"[a-z]+:", link)]
+    assert not [link for link in here if not (page.parent / link).exists()]
+
+
+def test_the_picture_of_the_report_is_small():
+    assert (ROOT / "docs" / "_static" / "report.png").stat().st_size < 250_000
+
+
 def test_a_mistake_in_a_page_is_found(tmp_path, folder):
     """What the tests above lean on."""
     page = tmp_path / "page.md"
