@@ -40,6 +40,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_inherit_docstrings = False
+autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
@@ -79,13 +80,28 @@ def _present(app: Sphinx, name: str, source: list[str]) -> None:
 
 
 def _as_restructured(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Docstrings are Markdown in places: |γ| is no substitution."""
+    """Docstrings are Markdown in places: |γ| is no substitution, and an indented block is code or a formula."""
     del app, what, name, obj, options
-    lines[:] = [line.replace("|", r"\|") for line in lines]
+    found: list[str] = []
+    margin, blank, code = (
+        0,
+        False,
+        False,
+    )  # of the last line with text; whether an empty one followed; inside of a block
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        if line.strip():
+            if blank and margin == 0 and indent >= 4:
+                found += [".. code-block:: text", ""]
+                code = True
+            code, margin = code and indent >= 4, indent
+        blank = not line.strip()
+        found.append(line if code else line.replace("|", r"\|"))
+    lines[:] = found
 
 
 def setup(app: Sphinx) -> None:
     """What Sphinx calls."""
     app.connect("source-read", _downloads)
     app.connect("source-read", _present)
-    app.connect("autodoc-process-docstring", _as_restructured)
+    app.connect("autodoc-process-docstring", _as_restructured, priority=400)  # before napoleon takes it apart
