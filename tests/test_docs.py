@@ -173,6 +173,14 @@ def test_links_to_files_lead_somewhere(page):
     assert not [link for link in here if not (page.parent / link).exists()]
 
 
+def test_the_step_times_beside_the_neighbours_are_those_of_the_table():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| one step, Adult's MLP.*$", text, re.M)
+    (measured,) = re.findall(r"^\| Adult, MLP 256-256 .*$", text, re.M)
+    said = re.findall(r"\d+\.\d+", row)
+    assert said == re.findall(r"\d+\.\d+", measured)[-len(said) :]  # the last columns: ours, compiled, Opacus's two
+
+
 def test_the_picture_of_the_report_is_small():
     assert (ROOT / "docs" / "_static" / "report.png").stat().st_size < 250_000
 
