@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint browser bench format clean
+.PHONY: demo test lint docs browser bench format clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -24,6 +24,10 @@ browser: $(READY)  ## the report in a real browser; needs Chromium and npm
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'
 	npm install --silent --no-fund --no-audit --prefix .browser axe-core
 	$(BIN)/python -m pytest tests/browser
+
+docs: $(READY)  ## the documentation as a site, in build/docs; a warning is an error
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .
