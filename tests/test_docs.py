@@ -24,6 +24,7 @@ import torch
 import typer
 
 import evenclip
+from evenclip import logs, opacus, sklearn
 from evenclip.cli import app, main
 from evenclip.gradients import per_sample_gradients
 from evenclip.rules import Guarded, Rule
@@ -145,6 +146,10 @@ def run_command(words: list[str]) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=names)
 @pytest.mark.filterwarnings("ignore:delta is")
+@pytest.mark.filterwarnings("ignore:Secure RNG turned off")  # this and the next are Opacus's own
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed")
+@pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:opacus")
 def test_a_page_runs_from_top_to_bottom(page, folder):
     run_page(page, folder)
 
@@ -257,7 +262,9 @@ def test_the_notebook_runs_from_top_to_bottom(folder, capsys):
 # The reference --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("package", [evenclip, evenclip.audit], ids=lambda package: package.__name__)
+@pytest.mark.parametrize(
+    "package", [evenclip, evenclip.audit, logs, sklearn, opacus], ids=lambda package: package.__name__
+)
 def test_the_reference_has_every_public_name(package):
     text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     documented = re.findall(rf"^\.\. auto(?:class|function|exception|data):: {package.__name__}\.(\w+)$", text, re.M)
