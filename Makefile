@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)  ## what privacy costs women and men on Adult: five rules, three seeds
-	$(BIN)/evenclip compare --seeds 3
+	$(BIN)/evenclip compare --seeds 3 --out demo
 
 test: $(READY)  ## the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
@@ -45,4 +45,4 @@ bench: $(READY)  ## step time beside plain SGD and Opacus, floors, growth; fills
 	$(BIN)/python benchmarks/page.py
 
 clean:
-	rm -rf $(VENV) .browser build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .browser demo build dist .pytest_cache .mypy_cache .ruff_cache

@@ -66,7 +66,7 @@ def test_the_answer_is_one_sentence_with_its_interval(results):
     )
     assert second == (
         "The gap between the groups is 6.8 points smaller with DPSGD-Global-Adapt than with DPSGD "
-        "(95 % interval 5.7 to 7.9, over 3 seeds)."
+        "(95\u00a0% interval 5.7 to 7.9, over 3 seeds)."
     )
 
 
@@ -84,8 +84,8 @@ def test_an_epsilon_is_never_rounded_down(results):
         ({"reads": "too few seeds to tell", "low": None, "high": None},
          "Whether the gap of DPSGD-Global-Adapt differs from DPSGD's: too few seeds to tell (3 seeds)."),
         ({"mean": 2.0, "reads": "larger by 2 (1 to 3)", "low": 1.0, "high": 3.0},
-         "The gap between the groups is 2.0 points larger with DPSGD-Global-Adapt than with DPSGD (95 % interval 1.0 "
-         "to 3.0, over 3 seeds)."),
+         "The gap between the groups is 2.0 points larger with DPSGD-Global-Adapt than with DPSGD (95\u00a0% interval "
+         "1.0 to 3.0, over 3 seeds)."),
     ],
 )  # fmt: skip
 def test_what_is_not_shown_is_not_said(results, verdict, sentence):

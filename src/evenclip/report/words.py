@@ -87,7 +87,7 @@ def _verdict(results: Mapping[str, Any], best: str, verdict: Mapping[str, Any]) 
     way = "smaller" if verdict["mean"] < 0 else "larger"
     return (
         f"The gap between the groups is {points(abs(verdict['mean']))} points {way} with {display(best)} than with "
-        f"DPSGD (95 % interval {points(ends[0])} to {points(ends[1])}, over {seeds})."
+        f"DPSGD (95\u00a0% interval {points(ends[0])} to {points(ends[1])}, over {seeds})."
     )
 
 
