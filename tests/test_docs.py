@@ -269,3 +269,37 @@ def test_the_reference_has_every_public_name(package):
     text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     documented = re.findall(rf"^\.\. auto(?:class|function|exception|data):: {package.__name__}\.(\w+)$", text, re.M)
     assert sorted(documented) == sorted(package.__all__)
+
+
+# Names that nobody calls: what others are made of or say, and what needs a package that is not a part of this one.
+WITHOUT_EXAMPLE = {
+    "NAMES",
+    "PRIVATE",
+    "Log",
+    "EXPECTED_FAILED_CHECKS",
+    "TuningWarning",
+    "TensorBoard",
+    "MLflow",
+    "Rule",
+}
+
+
+@pytest.mark.parametrize(
+    "package", [evenclip, evenclip.audit, logs, sklearn, opacus], ids=lambda package: package.__name__
+)
+def test_every_public_name_has_an_example_that_is_run(package):
+    """In its docstring, or in a block of the reference, which the tests above run."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), re.S)
+    shown = set(re.findall(r"\w+", " ".join(blocks)))
+    without = {
+        name for name in package.__all__
+        if name not in shown and not isinstance(getattr(package, name), types.ModuleType)
+        and ">>>" not in _documentation(getattr(package, name))
+    }  # fmt: skip
+    assert without <= WITHOUT_EXAMPLE
+
+
+def _documentation(thing):
+    """Its docstring and, of a class, those of its methods."""
+    methods = vars(thing).values() if isinstance(thing, type) else ()
+    return " ".join(str(getattr(part, "__doc__", "")) for part in (thing, *methods))

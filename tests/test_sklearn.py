@@ -18,7 +18,7 @@ import pandas as pd
 import pytest
 import sklearn
 import torch
-from fairlearn.metrics import MetricFrame
+from fairlearn.metrics import MetricFrame, demographic_parity_difference, plot_model_comparison
 from scipy import sparse
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
@@ -568,6 +568,28 @@ def test_fairlearn_takes_its_predictions():
     ).by_group
     table = classifier.audit(frame, hired, sensitive_features=sex)
     np.testing.assert_allclose(found.to_numpy(), table["accuracy"].to_numpy())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pandas', matplotlib's and Fairlearn's, of each other
+def test_fairlearn_plots_its_predictions():
+    """Where somebody draws classifiers beside each other, ours is one of them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    frame, hired, sex = people()
+    predicted = {f"ε = {epsilon}": Quick(epsilon).fit(frame, hired).predict(frame) for epsilon in (1.0, 3.0)}
+    codes = (hired == "yes").astype(int)
+    predicted = {name: (found == "yes").astype(int) for name, found in predicted.items()}
+    axes = plot_model_comparison(
+        x_axis_metric=accuracy_score, y_axis_metric=demographic_parity_difference, y_true=codes,
+        y_preds=predicted, sensitive_features=sex,
+    )  # fmt: skip
+    (drawn,) = axes.collections
+    expected = [
+        (accuracy_score(codes, p), demographic_parity_difference(codes, p, sensitive_features=sex))
+        for p in predicted.values()
+    ]
+    np.testing.assert_allclose(drawn.get_offsets(), expected)
 
 
 def test_every_rule_has_its_name_here():
