@@ -157,7 +157,7 @@ def test_the_matched_reference_is_watched_at_the_rate_that_its_table_chose(tmp_p
 def test_what_was_watched_is_not_watched_again(tmp_path, monkeypatch):
     given = Watch("adult", "dpsgd", epochs=1, every=90, sample=32, probes=2)
     first = list(watched.carry_out([given], tmp_path, workers=1))
-    monkeypatch.setattr(watched, "ProcessPoolExecutor", None)  # would raise if anybody wanted it
+    monkeypatch.setattr("evenclip.runs.apart.ProcessPoolExecutor", None)  # would raise if anybody wanted it
     assert list(watched.carry_out([given], tmp_path, workers=1)) == first
     other = Watch("adult", "dpsgd", epochs=1, every=90, sample=33, probes=2)
     assert watched.read(tmp_path, other) is None

@@ -243,6 +243,7 @@ def test_a_rule_without_an_epsilon_has_none_and_says_why(results):
     }  # fmt: skip
     statement = page(results).split('id="statement"')[1].split("</section>")[0]
     assert '<th scope="row">ε, by PLD</th><td>none</td>' in statement
+    assert '<th scope="row">δ</th><td>–</td><td>0.0001</td>' in statement
     assert "it was invented for this test" in statement
 
 

@@ -24,8 +24,11 @@ _KEY = "evenclip"  # where a checkpoint of the optimiser has the rule's state
 def even(optimizer: DPOptimizer, rule: Rule, criterion: Any = None) -> EvenOptimizer:
     """The optimiser that Opacus's `make_private` returned, weighting samples by `rule` from here on.
 
-    Noise and bound are the rule's: `noise_multiplier` and `max_grad_norm` of `make_private` are not used any more. Make
-    schedulers and `BatchMemoryManager` with what this returns.
+    Noise and bound are the rule's: `noise_multiplier` and `max_grad_norm` of `make_private` are not used any more. A
+    rule that counts releases its count as well, so ε is larger than Opacus planned for the same σ; `get_epsilon` says
+    how large, and `EvenPrivacyEngine.make_private_with_epsilon` reaches a given one.
+
+    Make schedulers and `BatchMemoryManager` with what this returns.
 
     Args:
         optimizer: as `make_private` returned it, for flat clipping on one device.

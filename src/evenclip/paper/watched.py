@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from evenclip.paper.settings import PUBLISHED, SETTINGS, quick_rows
 from evenclip.protocol import Method, Protocol
 from evenclip.rules import NonPrivate
 from evenclip.run import Performance
+from evenclip.runs.apart import apart, write_whole
 from evenclip.runs.parts import load_data, make_model
 from evenclip.runs.spec import code
 from evenclip.step import Step
@@ -224,21 +223,10 @@ def carry_out(
             todo.append(given)
         else:
             yield given, known
-    if not todo:
-        return
     where = None if data_dir is None else str(data_dir)
-    at_once = workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    spawn = multiprocessing.get_context("spawn")  # a process that has a GPU cannot be forked
-    with ProcessPoolExecutor(min(at_once, len(todo)), mp_context=spawn, initializer=torch.set_num_threads,
-                             initargs=(1,)) as pool:  # fmt: skip
-        running = {pool.submit(watch, given, where): given for given in todo}
-        for future in as_completed(running):
-            given, found = running[future], future.result()
-            path = folder / f"{given.name}.json"
-            scratch = path.with_suffix(f".writing-{os.getpid()}")
-            scratch.write_text(json.dumps(found) + "\n")
-            scratch.replace(path)
-            yield given, found
+    for i, found in apart(partial(watch, data_dir=where), todo, workers):
+        write_whole(folder / f"{todo[i].name}.json", json.dumps(found) + "\n")
+        yield todo[i], found
 
 
 def read(folder: Path, given: Watch) -> dict[str, Any] | None:

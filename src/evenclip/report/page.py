@@ -23,8 +23,8 @@ NEEDED = ("dataset", "groups", "seeds", "protocol", "privacy", "table", "setting
 """What results.json must have."""
 
 WARNING = (
-    "The figures by group on this page are measured on test records, and losses and norms on training records, without "
-    "noise. They are not differentially private: who may not see those records may not see these figures."
+    "The figures by group on this page are measured on test records, and losses, norms and risk on training records, "
+    "without noise. They are not differentially private: who may not see those records may not see these figures."
 )
 
 
@@ -72,7 +72,7 @@ def _head(results: Mapping[str, Any], title: str) -> str:
     not_said = "".join(f"<li>{_text(sentence)}</li>" for sentence in words.limits(results))
     return (
         f'<header><p class="what">{_text(title)}</p><h1>{_unbroken(first)}</h1>{said}'
-        f"<p>{len(results['seeds'])} seeds, {known} training records.</p></header>"
+        f"<p>{words.count(len(results['seeds']), 'seed')}, {known} training records.</p></header>"
         f'<aside class="warning" role="note"><strong>Not differentially private.</strong> {_text(WARNING)}</aside>'
         f'<section aria-labelledby="limits"><h2 id="limits">What this does not say</h2><ul>{not_said}</ul></section>'
     )
@@ -312,7 +312,7 @@ def _statement(results: Mapping[str, Any]) -> str:
     for name, label in _FIELDS:
         if all(s.get(name) in (None, "") for s in statements.values()) and name != "epsilon":
             continue
-        cells = "".join(f"<td>{_constant(name, s.get(name))}</td>" for s in statements.values())
+        cells = "".join(f"<td>{_constant(name, _valid(s, name))}</td>" for s in statements.values())
         rows += f'<tr><th scope="row">{_text(label)}</th>{cells}</tr>'
     return (
         f'<section aria-labelledby="statement"><h2 id="statement">Privacy statement</h2><dl>{common}</dl>'
@@ -320,6 +320,11 @@ def _statement(results: Mapping[str, Any]) -> str:
         f"<caption>Of the first seed's run; the ε of all seeds are in results.json.</caption>"
         f'<thead><tr><th scope="col">Constant</th>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>'
     )
+
+
+def _valid(statement: Mapping[str, Any], name: str) -> Any:
+    """A field of the statement; without an ε there is no δ that would mean anything."""
+    return None if name.startswith("delta") and statement.get("epsilon") is None else statement.get(name)
 
 
 def _value(value: Any, results: Mapping[str, Any] | None = None) -> str:

@@ -132,7 +132,7 @@ def _verdict(found: Comparison, width: int) -> list[str]:
     least = statistics.smallest_p(len(found.seeds))
     says = (
         f"In brackets 95 % intervals; p by one-sided Wilcoxon signed rank and Holm, never below {least:.2g} with "
-        f"{len(found.seeds)} seeds."
+        f"{len(found.seeds)} seed{'s' if len(found.seeds) > 1 else ''}."
     )
     lines.append(textwrap.fill(says, width, initial_indent="  ", subsequent_indent="  "))
     return ["\n".join(lines)]

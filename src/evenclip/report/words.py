@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["METHODS", "answer", "display", "limits", "points"]
+__all__ = ["METHODS", "answer", "count", "display", "limits", "points"]
 
 _NAMES = {
     "non-private": "Non-private", "dpsgd": "DPSGD", "dpsgd-f": "DPSGD-F", "fairlens": "FairLens",
@@ -72,11 +72,11 @@ def answer(results: Mapping[str, Any]) -> list[str]:
 def _without_reference(results: Mapping[str, Any], private: Sequence[str]) -> str:
     if not private:
         return "No rule of this comparison has a valid ε, so there is no price of privacy to tell."
-    return f"{_count(len(private), 'private rule')} on {results['dataset']}, without a reference to measure cost by."
+    return f"{count(len(private), 'private rule')} on {results['dataset']}, without a reference to measure cost by."
 
 
 def _verdict(results: Mapping[str, Any], best: str, verdict: Mapping[str, Any]) -> str:
-    reads, seeds = verdict["reads"], _count(len(results["seeds"]), "seed")
+    reads, seeds = verdict["reads"], count(len(results["seeds"]), "seed")
     if reads == "no difference shown":
         return f"Between the gaps of {display(best)} and DPSGD no difference is shown with {seeds}."
     if verdict["low"] is None:
@@ -99,7 +99,7 @@ def limits(results: Mapping[str, Any]) -> list[str]:
             "So a part of what differs between the rules is how far they step, and not how they clip; the matched "
             "protocol tells them apart."
         )
-    seeds = _count(len(results["seeds"]), "seed")
+    seeds = count(len(results["seeds"]), "seed")
     found.append(
         f"It is one dataset and {seeds}. Intervals are over seeds (split, initialisation, batches and noise); they do "
         "not cover other data, models or settings."
@@ -142,5 +142,6 @@ def _epsilons(results: Mapping[str, Any], rules: Sequence[str]) -> str:
     return "ε = " + " and ".join(shown)
 
 
-def _count(number: int, what: str) -> str:
+def count(number: int, what: str) -> str:
+    """1 seed, 2 seeds."""
     return f"{number} {what}{'' if number == 1 else 's'}"

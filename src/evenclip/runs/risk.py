@@ -6,15 +6,10 @@ Looking changes nothing, so it is the run of the tables. What is seen lies in th
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from typing import Any
 
-import torch
-
+from evenclip.runs.apart import apart, write_whole
 from evenclip.runs.spec import Spec
 from evenclip.runs.store import Store
 
@@ -35,16 +30,8 @@ def looks(specs: Sequence[Spec], store: Store, workers: int | None = None) -> li
     folder.mkdir(parents=True, exist_ok=True)
     places = [folder / f"{spec.hash}.json" for spec in specs]
     todo = [(spec, place) for spec, place in zip(specs, places, strict=True) if not place.is_file()]
-    if todo:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        spawn = multiprocessing.get_context("spawn")  # a process that has a GPU cannot be forked
-        with ProcessPoolExecutor(
-            min(workers or cores, len(todo)), mp_context=spawn, initializer=partial(torch.set_num_threads, 1)
-        ) as pool:
-            for (_, place), found in zip(todo, pool.map(watched, [spec for spec, _ in todo]), strict=True):
-                scratch = place.with_suffix(f".writing-{os.getpid()}")
-                scratch.write_text(json.dumps(found) + "\n")
-                scratch.replace(place)
+    for i, found in apart(watched, [spec for spec, _ in todo], workers):
+        write_whole(todo[i][1], json.dumps(found) + "\n")
     return [json.loads(place.read_text()) for place in places]
 
 

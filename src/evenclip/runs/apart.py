@@ -1,0 +1,39 @@
+"""One thing done to several, each in a process of its own with one thread."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+__all__ = ["apart", "write_whole"]
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def apart(work: Callable[[S], T], items: Sequence[S], workers: int | None = None) -> Iterator[tuple[int, T]]:
+    """(place, work(item)) of every item, as they end; so many at a time, one per core unless given."""
+    if not items:
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    spawn = multiprocessing.get_context("spawn")  # a process that has a GPU cannot be forked
+    with ProcessPoolExecutor(
+        min(workers or cores, len(items)), mp_context=spawn, initializer=partial(torch.set_num_threads, 1)
+    ) as pool:
+        running = {pool.submit(work, item): place for place, item in enumerate(items)}
+        for future in as_completed(running):
+            yield running[future], future.result()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A file that appears whole or not at all."""
+    scratch = path.with_suffix(f".writing-{os.getpid()}")
+    scratch.write_text(text)
+    scratch.replace(path)
