@@ -32,7 +32,7 @@ ORDER = [
     ["step", "checkpoint", "privacy", "progress", "update"],
     ["rules", "gradients", "data", "models", "sampling"],
     ["accounting"],
-    ["release", "noise", "compiler", "recording", "check"],
+    ["release", "noise", "noise_cuda", "compiler", "recording", "check"],
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 HEAVY = ["matplotlib", "pandas", "scipy", "dp_accounting", "typer", "rich", "sklearn", "pyarrow"]

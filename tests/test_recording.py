@@ -40,8 +40,9 @@ class Steps:
     """A computation that notes what it was given, and moves a sum on."""
 
     def __init__(self, width=8, steps=5, record=recorder):
-        self.t, self.total = torch.zeros((), dtype=torch.int64), torch.zeros(3, dtype=torch.float64)
-        self.reel = Reel(self.act, RUNS, [self.total], self.t, steps, width, record)
+        clock, self.total = torch.zeros(2, dtype=torch.int64), torch.zeros(3, dtype=torch.float64)
+        self.t = clock[0]
+        self.reel = Reel(self.act, RUNS, [self.total], clock, steps, width, record)
 
     def act(self, feeds):
         found, place = [], 0

@@ -11,6 +11,7 @@ that cannot be traced, or draws random numbers of its own, has no program (`NoPr
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -44,6 +45,10 @@ _log = logging.getLogger(__name__)
 _FEW = 6
 # Batches are filled up to a multiple of this: on a GPU each size is recorded once, the first time it comes.
 _STRIDE = 8
+
+
+# What `_take_in_parts` takes: rows of at least this length, with at most so many columns, in parts of this length.
+_LONG, _FEW_COLUMNS, _PART = 2048, 32, 256
 
 
 class NoProgram(RuntimeError):  # noqa: N818  # it is no error, there is another road
@@ -171,7 +176,8 @@ class Engine:
 
     Attributes:
         compiled: whether a compiler was there.
-        t: number of the step: what noise on a GPU is drawn by.  # []
+        clock: number of the step, and a number that counts along with it.  # [2], int64
+        t: the first of them: what noise on a GPU is drawn by.  # []
     """
 
     def __init__(self, program: Program, data: Samples, inputs: Sequence[Inputs], *, compile: bool) -> None:
@@ -190,7 +196,8 @@ class Engine:
         self._symbolic = all(_is_unmapped(kind) for kind in program.kinds)  # vmap has no symbols for sizes
         self._samples, self._spec = data, tree_flatten(data)[1]
         self._data = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
-        self.t = torch.zeros((), dtype=torch.int64, device=self._data[0].device)
+        self.clock = torch.zeros(2, dtype=torch.int64, device=self._data[0].device)
+        self.t = self.clock[0]
         self._draw = [_Draw(kind, given.vector.dtype) for kind, given in zip(program.kinds, inputs, strict=True)]
         self._run, self.compiled = _known(self, self._drawn(inputs), compile=compile)
 
@@ -244,6 +251,8 @@ class Engine:
             raise NoProgram(f"the model draws random numbers ({random})")
         if shapes.replacements:
             raise NoProgram("the number of rows was taken for a constant")
+        if self.t.is_cuda:
+            _take_in_parts(graph)
         return graph
 
     def _of_tensors(self, *flat: Tensor) -> list[Tensor]:
@@ -327,6 +336,15 @@ def _stand_in(fake: FakeTensorMode, tensor: Tensor, rows: int | None) -> Tensor:
     return fake.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
 
 
+def _own_normals(size: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """The kernel, where there is one."""
+    if dtype != torch.float32 or importlib.util.find_spec("triton") is None:
+        return None
+    from evenclip import noise_cuda  # triton comes with torch for CUDA
+
+    return partial(noise_cuda.normal, size=size)
+
+
 class _Draw:
     """Draws the noise of one kind's runs on a GPU, from their keys and the number of the step."""
 
@@ -345,13 +363,42 @@ class _Draw:
 
 @lru_cache(maxsize=32)
 def _normals(size: int, dtype: torch.dtype, runs: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    """`noise.normal` for so many keys, compiled where that is possible."""
+    """`noise.normal` for so many keys: by our own kernel, or compiled, or as it is."""
     each = torch.func.vmap(partial(noise.normal, size=size, dtype=dtype), in_dims=(0, None))
-    keys, t = torch.zeros(runs, 2, dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
+    keys, t = torch.arange(2 * runs, device=device).view(runs, 2), torch.ones((), dtype=torch.int64, device=device)
+    own = _own_normals(size, dtype)
+    if own is not None and torch.allclose(own(keys, t), each(keys, t), rtol=1e-4, atol=1e-5):
+        return own
     graph: GraphModule = make_fx(lambda *given: [each(*given)])(keys, t)
     made = compiled(graph, [[keys, t]])
     run = graph if made is None else made
     return lambda *given: run(*given)[0]
+
+
+def _take_in_parts(graph: GraphModule) -> None:
+    """Products of long rows with few columns (a last layer) by many blocks of the GPU: libraries give them to a few."""
+    for node in list(graph.graph.nodes):
+        if node.target not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            continue
+        a, b = node.args[-2:]
+        length, columns = b.meta["val"].shape
+        if length < _LONG or columns > _FEW_COLUMNS or node.kwargs:
+            continue
+        with graph.graph.inserting_before(node):
+            found = graph.graph.call_function(_in_parts, (a, b))
+            if len(node.args) == 3:
+                found = graph.graph.call_function(torch.add, (found, node.args[0]))
+        node.replace_all_uses_with(found)
+        graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _in_parts(a: Tensor, b: Tensor) -> Tensor:
+    """The product as the sum of the products of parts.  a: [row, long], b: [long, column]"""
+    length, columns = b.shape
+    parts = max(count for count in range(1, length // _PART + 1) if length % count == 0)
+    rows = a.view(-1, parts, length // parts).transpose(0, 1)
+    return torch.bmm(rows, b.mT.view(columns, parts, length // parts).permute(1, 2, 0)).sum(dim=0)
 
 
 def _is_random(node: Any) -> bool:

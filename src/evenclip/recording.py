@@ -143,22 +143,22 @@ class Reel(Generic[F]):
     """
 
     def __init__(
-        self, act: Callable[[Sequence[Feed]], Sequence[F]], runs: Sequence[int], moved: Sequence[Tensor], t: Tensor,
+        self, act: Callable[[Sequence[Feed]], Sequence[F]], runs: Sequence[int], moved: Sequence[Tensor], clock: Tensor,
         steps: int, width: int, recorder: Callable[[], Record],
     ) -> None:  # fmt: skip
         """Nothing is recorded yet.
 
         Args:
-            act: one step of all runs; reads the number of the step from `t`.
+            act: one step of all runs; reads the number of the step from `clock`.
             runs: how many, of each kind.
             moved: what it changes in place.
-            t: number of the step, counted on by the recording.  # []
+            clock: number of the step, and its place among the loaded ones: counted on by the recording.  # [2], int64
             steps: most that are loaded at once.
             width: most rows that a batch is expected to have.
             recorder: makes one.
         """
-        self._act, self._runs, self._moved, self._t = act, list(runs), list(moved), t
-        self._steps, self._device, self._record = steps, t.device, recorder
+        self._act, self._runs, self._moved, self._clock = act, list(runs), list(moved), clock
+        self._at, self._steps, self._device, self._record = clock[1:], steps, clock.device, recorder
         self.last: Sequence[F] = ()
         self._make(width)
 
@@ -167,7 +167,6 @@ class Reel(Generic[F]):
         total, device = sum(self._runs), self._device
         self.width, self._recorder = width, self._record()
         self._recorded: dict[int, Callable[[], Sequence[F]]] = {}
-        self._at = torch.zeros(1, dtype=torch.int64, device=device)
         # Size, B, places: in one table, which is read at once.
         self._fed = torch.zeros(self._steps, total, _HEAD + width, dtype=torch.int64, device=device)
         self._seen: list[list[Tensor]] = []  # of each kind: now, seen, flags  [step, run, ...]
@@ -191,15 +190,13 @@ class Reel(Generic[F]):
             for batch, row, offset in zip(step, places, offsets, strict=True):
                 np.add(batch.numpy(), offset, out=row[: len(batch)])
         self._fed[: len(batches)].copy_(sent(torch.from_numpy(fed), self._device))
-        self._at.zero_()
-        self._t.fill_(t)
+        self._clock.copy_(sent(torch.tensor([t, 0]), self._device))
 
     def step(self, rows: int) -> None:
         """The next of the loaded steps, with so many rows of every batch."""
         rows = min(rows, self.width)
         if rows not in self._recorded:
-            moved = [self._at, self._t, *self._moved]
-            self._recorded[rows] = self._recorder(lambda: self._one(rows), moved)
+            self._recorded[rows] = self._recorder(lambda: self._one(rows), [self._clock, *self._moved])
         self.last = self._recorded[rows]()
 
     def seen(self, steps: int) -> Callable[[], list[Seen]]:
@@ -227,8 +224,7 @@ class Reel(Generic[F]):
             for table, part in zip(seen, (of.now, of.seen, of.flags), strict=True):
                 where = table if table.shape[1:] == part.shape else table.narrow(-1, 0, part.shape[-1])
                 where.index_copy_(0, self._at, part.unsqueeze(0))
-        self._at.add_(1)
-        self._t.add_(1)
+        self._clock.add_(1)
         return found
 
     def _tables(self, of: F) -> list[Tensor]:

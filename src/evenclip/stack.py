@@ -276,7 +276,7 @@ class _Reeled:
         sizes = [len(m.runs) for m in members]
         engine = stack._engine
         recorder = partial(Recorder, stack._stream)
-        self.reel = Reel(self._act, sizes, moved, engine.t, steps, engine.rows(room), recorder)
+        self.reel = Reel(self._act, sizes, moved, engine.clock, steps, engine.rows(room), recorder)
 
     def load(self, block: Sequence[Batches]) -> None:
         runs = self._stack.runs

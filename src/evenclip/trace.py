@@ -15,6 +15,7 @@ One row per epoch:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -61,10 +62,11 @@ class Trace:
         """Sums over the epoch, by group."""
         sizes = torch.tensor([step[0].shape[0] for step in steps])
         columns = zip(*(step[:3] for step in steps), strict=True)
-        losses, norms, weights = (torch.cat(column).cpu() for column in columns)
+        losses, norms, weights = (_joined(column) for column in columns)
         several = self._groups > 1
-        group = torch.cat([step[3] for step in steps]).cpu() if several else torch.zeros(len(losses), dtype=torch.int64)
-        resting = self._guard.resting(torch.stack([step[6] for step in steps]), self._groups).cpu()  # [step, group]
+        group = _joined([step[3] for step in steps]) if several else torch.zeros(len(losses), dtype=torch.int64)
+        now = _joined([step[6].unsqueeze(0) for step in steps])  # [step, ...]
+        resting = self._guard.resting(now, self._groups)  # [step, group]
         own = resting.repeat_interleave(sizes, dim=0)  # of each sample's step  [sample, group]
         clipped = weights < (own.gather(1, group.unsqueeze(1))[:, 0] if several else own[:, 0])
         seen, finite = len(losses), _finite(steps)
@@ -99,9 +101,15 @@ class Trace:
         self._open = [tuple(step) for step in state["open"]]
 
 
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """End to end on the CPU, wherever each lies: steps that were resumed, or taken in a stack, lie there already."""
+    each = [torch.cat(list(some)).cpu() for _, some in groupby(parts, key=lambda part: part.device)]
+    return each[0] if len(each) == 1 else torch.cat(each)
+
+
 def _count(masks: Sequence[Tensor]) -> int:
     """How often any of them is True."""
-    return int(torch.cat(list(masks)).sum()) if masks else 0
+    return int(_joined(masks).sum()) if masks else 0
 
 
 def _finite(steps: Sequence[_Columns]) -> Tensor | None:
@@ -111,4 +119,4 @@ def _finite(steps: Sequence[_Columns]) -> Tensor | None:
         return None
     pairs = zip(steps, masks, strict=True)
     filled = [torch.ones_like(step[0], dtype=torch.bool) if mask is None else mask for step, mask in pairs]
-    return torch.cat(filled).cpu()
+    return _joined(filled)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from evenclip.gradients import plan
+from evenclip.noise import Noise
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -76,3 +78,42 @@ def test_recurrent_layers(make, made, numbers, tokens, alone, same):
     expected = alone(model, F.cross_entropy, x, y)
     torch.testing.assert_close(found.per_sample(), expected, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(found.norms(), expected.norm(dim=1))
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 300])
+@pytest.mark.parametrize("columns", [1, 16, 33, 4608])
+def test_rows_of_weight_0_count_for_nothing_whatever_stands_in_them(n, columns, numbers):
+    from evenclip.gradients.layers.formed_cuda import weighted_rows
+
+    rows, weights = numbers(0, n, columns), numbers(1, n)
+    weights[::3] = 0
+    expected = weights @ rows
+    rows[::3] = torch.tensor([float("nan"), float("inf"), -float("inf")])[torch.arange(len(rows[::3])) % 3].unsqueeze(1)
+    found = weighted_rows(rows.float().cuda(), weights.float().cuda())
+    assert torch.allclose(found.cpu().double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 17, 1025, 97115])
+def test_the_kernel_draws_the_noise_of_the_cpu(size):
+    from evenclip import noise_cuda
+
+    noises = [Noise(np.random.SeedSequence(seed)) for seed in range(3)]
+    keys = torch.stack([noise.key for noise in noises]).cuda()
+    for t in (0, 1, 2**33):
+        drawn = noise_cuda.normal(keys, torch.tensor(t).cuda(), size).cpu()
+        expected = torch.cat([noise.normal(t, size) for noise in noises])
+        assert torch.allclose(drawn, expected, rtol=1e-5, atol=2e-6), (size, t)
+
+
+def test_the_kernel_has_the_tail():
+    """Further bits go in where u < 2⁻²⁰: among twenty million pairs, about twenty times."""
+    from evenclip import noise_cuda
+
+    noise, size = Noise(np.random.SeedSequence(5)), 4_000_001
+    far = 0
+    for t in range(10):
+        drawn = noise_cuda.normal(noise.key.cuda().unsqueeze(0), torch.tensor(t).cuda(), size)[0].cpu()
+        expected = noise.normal(t, size)[0]
+        far += int((expected.abs() > 5.2).sum())
+        assert torch.allclose(drawn, expected, rtol=1e-5, atol=2e-6)
+    assert far > 3

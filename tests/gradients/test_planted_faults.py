@@ -73,7 +73,7 @@ FAULTS = {  # the fault: the layer, one sample's input, how it is planted
     "the Gram form is not in float64": (
         lambda: nn.Linear(6, 6), (4, 6), (linear, "_gram_square_norms", with_float32_gram)),
     "the weights are forgotten": (
-        lambda: nn.LayerNorm(3), (4, 3), (layer, "_contract", lambda weights, each: each.sum(dim=0))),
+        lambda: nn.LayerNorm(3), (4, 3), (layer, "_contract", lambda weights, each, keep: each.sum(dim=0))),
 }  # fmt: skip
 
 

@@ -18,7 +18,6 @@ a convolution. There are four ways to form them, quickest first where they apply
 from __future__ import annotations
 
 import copy
-import importlib.util
 import itertools
 import math
 from collections.abc import Collection, Iterator
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from evenclip.gradients.layers.layer import Formed, LayerGradient, kept, operand_roundoff, sum_square_norms
+from evenclip.gradients.layers.layer import Formed, LayerGradient, has_kernels, kept, operand_roundoff, sum_square_norms
 from evenclip.gradients.layers.linear import product_square_norms
 
 __all__ = ["Convolution", "gradient"]
@@ -118,7 +117,7 @@ class Shifts:
 
         module = self.module
         sides = list(module.kernel_size), list(module.stride), list(module.dilation)
-        each: Tensor = weight_gradients(self.a, self.delta, *sides)
+        each: Tensor = weight_gradients(self.a, self.delta, *sides, exact=_operands(self.a) == 0)
         return each.reshape(self.n, *module.weight.shape)
 
     def by_unfolding(self) -> Tensor:
@@ -197,15 +196,8 @@ def _has_onednn(like: Tensor) -> bool:
 
 
 def _has_kernel(module: Convolution, like: Tensor) -> bool:
-    """Whether `convolution_cuda` takes it; not where it is mapped over runs."""
-    return (
-        like.is_cuda
-        and like.dtype == torch.float32
-        and like.ndim == 4
-        and module.groups == 1
-        and importlib.util.find_spec("triton") is not None
-        and not torch._C._functorch.is_functorch_wrapped_tensor(like)
-    )
+    """Whether `convolution_cuda` takes it."""
+    return like.ndim == 4 and module.groups == 1 and has_kernels(like)
 
 
 def _operands(like: Tensor) -> float:

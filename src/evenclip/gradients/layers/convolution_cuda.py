@@ -3,7 +3,9 @@
 Of sample i it is the matrix product δ_i [out, position] · windows_i [position, in · offset]. Libraries want the windows
 in memory, nine times the activations for a 3×3 kernel, and reading them back is most of the time that takes. Here they
 are addressed in place, as the library's own convolutions do for the summed gradient. Products are taken on the tensor
-cores in three parts (3xTF32), which is as exact as float32: both operands are split into two numbers of 11 bits.
+cores in three parts (3xTF32), which is as exact as float32: both operands are split into two numbers of 11 bits. Where
+the user has allowed TF32, in one: what is measured and summed afterwards are the gradients that come out, so that no
+norm is too small for it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ __all__ = ["weight_gradients"]
 
 
 @torch.library.custom_op("evenclip::weight_gradients", mutates_args=())
-def weight_gradients(a: Tensor, delta: Tensor, kernel: list[int], stride: list[int], dilation: list[int]) -> Tensor:
+def weight_gradients(
+    a: Tensor, delta: Tensor, kernel: list[int], stride: list[int], dilation: list[int], exact: bool
+) -> Tensor:
     """Every sample's gradient of the weight of a convolution in two dimensions, without channel groups.
 
     Args:
@@ -26,6 +30,7 @@ def weight_gradients(a: Tensor, delta: Tensor, kernel: list[int], stride: list[i
         kernel: its height and width.
         stride: along both.
         dilation: along both.
+        exact: whether operands have all their bits, or eleven.
 
     Returns:
         [sample, out, in · kernel height · kernel width]
@@ -39,14 +44,14 @@ def weight_gradients(a: Tensor, delta: Tensor, kernel: list[int], stride: list[i
     grid = (n, triton.cdiv(size, block_size), triton.cdiv(p, block_p))
     _weight_gradient[grid](
         a, delta, out, c, height, width, p, rows, columns, kernel[0], kernel[1], stride[0], stride[1], dilation[0],
-        dilation[1], block_p, block_size, 32, num_warps=2, num_stages=3,
+        dilation[1], block_p, block_size, 32, "tf32x3" if exact else "tf32", num_warps=2, num_stages=3,
     )  # fmt: skip
     return out
 
 
 @weight_gradients.register_fake
-def _(a: Tensor, delta: Tensor, kernel: list[int], stride: list[int], dilation: list[int]) -> Tensor:
-    del stride, dilation
+def _(a: Tensor, delta: Tensor, kernel: list[int], stride: list[int], dilation: list[int], exact: bool) -> Tensor:
+    del stride, dilation, exact
     return a.new_empty(a.shape[0], delta.shape[1], a.shape[1] * kernel[0] * kernel[1])
 
 
@@ -56,7 +61,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]  # noqa: ANN202
     height: tl.constexpr, width: tl.constexpr, p: tl.constexpr,
     rows: tl.constexpr, columns: tl.constexpr, kernel_h: tl.constexpr, kernel_w: tl.constexpr,
     stride_h: tl.constexpr, stride_w: tl.constexpr, dilation_h: tl.constexpr, dilation_w: tl.constexpr,
-    block_p: tl.constexpr, block_size: tl.constexpr, block_t: tl.constexpr,
+    block_p: tl.constexpr, block_size: tl.constexpr, block_t: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
     # One block of one sample's gradient: [block_p of out, block_size of in · offset].
     sample = tl.program_id(0).to(tl.int64)
@@ -75,6 +80,6 @@ def _weight_gradient(  # type: ignore[no-untyped-def]  # noqa: ANN202
         at = (t // columns) * stride_h * width + (t % columns) * stride_w
         d = tl.load(signal[:, None] + t[None, :], mask=(outs < p)[:, None] & there[None, :], other=0.0)
         x = tl.load(window[None, :] + at[:, None], mask=there[:, None] & (places < size)[None, :], other=0.0)
-        total = tl.dot(d, x, total, input_precision="tf32x3")
+        total = tl.dot(d, x, total, input_precision=precision)
     target = out + sample * p * size + outs[:, None] * size + places[None, :]
     tl.store(target, total, mask=(outs < p)[:, None] & (places < size)[None, :])

@@ -15,6 +15,7 @@ they are not, sums over positions may cancel, and the bound on their rounding is
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
@@ -25,6 +26,7 @@ from torch import Tensor
 __all__ = [
     "Formed",
     "LayerGradient",
+    "has_kernels",
     "kept",
     "operand_roundoff",
     "rounding",
@@ -61,20 +63,21 @@ class LayerGradient(ABC):
 class Formed(LayerGradient):
     """Gradients that stand in memory for every sample: small layers, shared parameters, layers without a formula."""
 
-    def __init__(self, each: dict[str, Tensor]) -> None:
-        self._each = each  # name -> [sample, *parameter]
+    def __init__(self, each: dict[str, Tensor], keep: Tensor | None = None) -> None:
+        self._each, self._keep = each, keep  # name -> [sample, *parameter]; those that count, None: all
 
     def square_norms(self) -> Tensor:  # noqa: D102
-        return torch.stack([square_sums(g) for g in self._each.values()]).sum(dim=0)
+        return torch.stack([square_sums(g) for g in self.per_sample().values()]).sum(dim=0)
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:  # noqa: D102
-        return {name: _contract(weights, g) for name, g in self._each.items()}
+        return {name: _contract(weights, g, self._keep) for name, g in self._each.items()}
 
     def per_sample(self) -> dict[str, Tensor]:  # noqa: D102
-        return self._each
+        keep = self._keep
+        return self._each if keep is None else {name: kept(g, keep) for name, g in self._each.items()}
 
     def masked(self, keep: Tensor) -> Formed:  # noqa: D102
-        return Formed({name: kept(g, keep) for name, g in self._each.items()})
+        return Formed(self._each, keep if self._keep is None else self._keep & keep)
 
 
 def square_sums(x: Tensor) -> Tensor:
@@ -133,7 +136,23 @@ def wanted(parts: dict[str, Tensor], names: Collection[str]) -> dict[str, Tensor
     return {name: part for name, part in parts.items() if name in names}
 
 
-def _contract(weights: Tensor, each: Tensor) -> Tensor:
-    """Σ_i weights_i · each_i."""
-    flat = each.reshape(each.shape[0], -1)
-    return torch.mv(flat.T, weights.to(flat.dtype)).reshape(each.shape[1:])
+def has_kernels(like: Tensor) -> bool:
+    """Whether kernels of our own take such numbers: float32 on a GPU, and not mapped over runs."""
+    return (
+        like.is_cuda
+        and like.dtype == torch.float32
+        and importlib.util.find_spec("triton") is not None
+        and not torch._C._functorch.is_functorch_wrapped_tensor(like)
+    )
+
+
+def _contract(weights: Tensor, each: Tensor, keep: Tensor | None) -> Tensor:
+    """Σ_i weights_i · each_i over those that count."""
+    flat, weights = each.reshape(each.shape[0], -1), weights.to(each.dtype)
+    if has_kernels(flat) and has_kernels(weights):
+        from evenclip.gradients.layers.formed_cuda import weighted_rows  # triton comes with torch for CUDA
+
+        found: Tensor = weighted_rows(flat, weights if keep is None else torch.where(keep, weights, 0.0))
+    else:
+        found = torch.mv((flat if keep is None else kept(flat, keep)).T, weights)
+    return found.reshape(each.shape[1:])
