@@ -33,8 +33,18 @@ def test_a_redraw_of_the_record_is_the_kept_table(name, tmp_path):
     assert len(record["seeds"]) == 5
 
 
-def published():
-    return [name for name in RECORDS if name in TABLES and not TABLES[name].match]
+def published(*, partial=False):
+    """Tables with the published settings; of the whole data, unless the partial ones are asked for."""
+    names = [name for name in RECORDS if name in TABLES and not TABLES[name].match]
+    records = {name: json.loads((KEPT / "tables" / f"{name}.json").read_text()) for name in names}
+    return [name for name in names if (records[name].get("partial") is not None) == partial]
+
+
+@pytest.mark.parametrize("name", published(partial=True))
+def test_a_partial_table_says_so(name):
+    assert "**Partial: " in (KEPT / "tables" / f"{name}.md").read_text()
+    (paragraph,) = [part for part in PAGE.read_text().split("\n\n") if f"tables/{name}.md" in part]
+    assert "Partial: " in paragraph
 
 
 @pytest.mark.parametrize("name", published())
