@@ -24,6 +24,7 @@ from evenclip.data import Dataset, MapDataset
 from evenclip.data.dataset import Samples
 from evenclip.gradients import Tape, WholeTape, plan
 from evenclip.gradients.losses import Loss
+from evenclip.gradients.precision import precision
 from evenclip.noise import Ahead, Noise
 from evenclip.recording import sent
 from evenclip.release import Ledger, Releases
@@ -145,8 +146,7 @@ class Run:
         self.state = settings.rule.init(settings.groups).to(device)
         self.ledger, self.trace, self.t = Ledger(), Trace(self.guard, settings.groups), 0
         _check_tape(settings.rule, performance)
-        with _precision(performance.tf32):
-            self.tape = settings.rule.tape(_tape(model, loss, data))
+        self.tape = settings.rule.tape(_tape(model, loss, data))
         streams = _streams(settings, model, data)
         self._move = Update(model, self.tape.layout, optimizer, settings.lr)
         self.optimizer = self._move.optimizer
@@ -177,7 +177,7 @@ class Run:
     def listening(self) -> Iterator[Self]:
         """Where steps can be taken: the tape listens, and torch's global generator is put back afterwards."""
         devices = [self.device] if self.device.type == "cuda" else []
-        with _precision(self.performance.tf32), torch.random.fork_rng(devices=devices), self.tape.listening():
+        with precision(self.performance.tf32), torch.random.fork_rng(devices=devices), self.tape.listening():
             if self.performance.compile and self._quick is None:
                 self._quick = self._compiled()
             yield self
@@ -251,7 +251,7 @@ class Run:
 
     def precision(self) -> AbstractContextManager[None]:
         """Where products have the precision that was asked for."""
-        return _precision(self.performance.tf32)
+        return precision(self.performance.tf32)
 
     def take_over(self, t: int, vector: Tensor, state: Tensor, seen: Sequence[Sequence[Tensor]]) -> None:
         """Steps that were taken, and written to the ledger, for this run elsewhere: up to step t, the end of an epoch
@@ -345,20 +345,6 @@ class Run:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(secret["scheduler"])
         self.trace.set_state(secret["trace"])
-
-
-@contextmanager
-def _precision(tf32: bool) -> Iterator[None]:
-    """float32 products on a GPU as they are, or with operands of 11 bits; as before afterwards."""
-    settings: Any = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
-    before = [setting.fp32_precision for setting in settings]
-    try:
-        for setting in settings:
-            setting.fp32_precision = "tf32" if tf32 else "ieee"
-        yield
-    finally:
-        for setting, was in zip(settings, before, strict=True):
-            setting.fp32_precision = was
 
 
 def _check_tape(rule: Rule, performance: Performance) -> None:

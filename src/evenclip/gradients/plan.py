@@ -30,6 +30,7 @@ from evenclip.gradients.anylayer import Mode
 from evenclip.gradients.axis import Axis
 from evenclip.gradients.layers import formula
 from evenclip.gradients.losses import Loss, per_sample
+from evenclip.gradients.precision import precision
 from evenclip.gradients.tape import Layout, Tape, Unit, WholeTape, call, count
 
 __all__ = ["ModelError", "plan"]
@@ -262,8 +263,12 @@ class _Noting:
 # ------------------------------------------------------------------------------------------------------------
 
 
+@precision(tf32=False)
 def _agrees(tape: Tape | WholeTape, model: nn.Module, loss: Loss, x: Any, y: Any) -> bool:
-    """Whether the tape's gradients are autograd's, sample by sample, on the same forward pass."""
+    """Whether the tape's gradients are autograd's, sample by sample, on the same forward pass.
+
+    With all the bits of float32: what is compared are formulas, and eleven bits would not tell a wrong one.
+    """
     expected = _autograd(model, loss, x, y, tape.layout)
     try:
         _same_draws()
