@@ -37,7 +37,7 @@ from evenclip.data.encoder import JOIN, MOST_VALUES, Codes, Encoder, Labels, fit
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["LEAST_TEST", "Encoder", "Tabled", "read", "table"]
+__all__ = ["LEAST_TEST", "Encoder", "Tabled", "groups_of", "labels_of", "read", "table"]
 
 SEPARATORS = ",;\t|"
 ABSENT = ("", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "<NA>", "#N/A", "?")
@@ -234,11 +234,11 @@ def table(
     found, uncovered, said = _columns(frame, rows.train, used, keep, entries)
     notes += said
     everyone = [(each, _with_target(each, target, "", [])) for each in frames]  # whatever the seed, and the unit
-    labels, looked = _labels(everyone, target, group, group_bins, entries or {})
+    labels, looked = labels_of(everyone, target, group, group_bins, entries or {})
     uncovered += looked
     if unit is not None:
         uncovered.append(f"the choice of one row for each person, by the column {unit!r}")
-    encoder = Encoder(found, labels[0], labels[1:], _groups(everyone, labels[1:], entries or {}))
+    encoder = Encoder(found, labels[0], labels[1:], groups_of(everyone, labels[1:], entries or {}))
     splits = Splits(
         train=_dataset(encoder, frame, rows.train, name),
         test=_dataset(encoder, frames[-1], rows.test, name),
@@ -366,7 +366,7 @@ def _columns(
     return tuple(found), uncovered, notes
 
 
-def _labels(
+def labels_of(
     used: list[tuple[pd.DataFrame, Codes]], target: str, group: tuple[str, ...], bins: int | None,
     entries: dict[str, Any],
 ) -> tuple[tuple[Labels, ...], list[str]]:  # fmt: skip
@@ -416,7 +416,7 @@ def _classes(series: pd.Series, entry: dict[str, Any] | None) -> tuple[Labels, l
     ]
 
 
-def _groups(
+def groups_of(
     used: list[tuple[pd.DataFrame, Codes]], labels: tuple[Labels, ...], entries: dict[str, Any]
 ) -> tuple[str, ...]:
     """The combinations of labels that occur; all of them where all labels are public."""
