@@ -143,7 +143,7 @@ class Parquet(Streamed):
     def ahead(self, batches: Iterator[Tensor], readers: int) -> Feed:
         """The rows of these batches, read a window at a time by a thread, whatever the number of readers."""
         del readers
-        each = 4 * len(self.encoder.features) + 40  # bytes: features, class, group; index, order, place
+        each = 4 * len(self.encoder.features) + 16 + 72  # bytes of features, class and group; of places while reading
         return _Placed(Windows(self._gather, batches, max(1, self.memory // 2 // each)), self.device)
 
     def fingerprints(self) -> tuple[str, ...]:
@@ -164,7 +164,7 @@ class Parquet(Streamed):
         outside = dict.fromkeys(self.entries or (), 0)
         for file in self.files:
             first = 1
-            for frame in self._frames(file, range(len(file.sizes))):
+            for frame in self._frames(file):
                 try:
                     for name, count in self._check(frame, first).items():
                         outside[name] += count
@@ -229,16 +229,14 @@ class Parquet(Streamed):
         hit, rank = np.unique(own, return_inverse=True)
         before = np.cumsum([0, *np.array(file.sizes)[hit]])  # rows that are decoded before each row group
         decoded = wanted - begins[own] + before[rank]  # place among the rows that are decoded
-        at = 0
-        for batch in self._batches(file, hit.tolist()):
-            start, end = np.searchsorted(decoded, [at, at + len(batch)])
-            if end > start:
-                yield slice(start, end), _frame(batch.take(_arrow(decoded[start:end] - at)))
-            at += len(batch)
+        done = 0
+        for table in _together(_chosen(self._batches(file, hit.tolist()), decoded)):
+            yield slice(done, done + len(table)), _frame(table)
+            done += len(table)
 
-    def _frames(self, file: _File, groups: Sequence[int]) -> Iterator[pd.DataFrame]:
-        """The rows of whole row groups, some at a time."""
-        return (_frame(batch) for batch in self._batches(file, list(groups)))
+    def _frames(self, file: _File) -> Iterator[pd.DataFrame]:
+        """All rows of a file, some at a time."""
+        return (_frame(table) for table in _together(self._batches(file, list(range(len(file.sizes))))))
 
     def _batches(self, file: _File, groups: list[int]) -> Iterator[Any]:
         """The columns that are used, as Arrow's record batches."""
@@ -397,16 +395,36 @@ def _batches(file: _File, groups: list[int], names: list[str]) -> Iterator[Any]:
             raise ValueError(f"{file.path} cannot be read to its end ({said}); write it again.") from error
 
 
-def _frame(batch: Any) -> pd.DataFrame:
-    """A record batch as the encoder takes it."""
-    found: pd.DataFrame = batch.to_pandas()
-    return found
-
-
-def _arrow(rows: Rows) -> Any:
+def _chosen(batches: Iterator[Any], rows: Rows) -> Iterator[Any]:
+    """The rows at these places of consecutive record batches; they ascend and may repeat."""
     import pyarrow as pa
 
-    return pa.array(rows)
+    at = 0
+    for batch in batches:
+        start, end = np.searchsorted(rows, [at, at + len(batch)])
+        if end > start:
+            yield batch.take(pa.array(rows[start:end] - at))
+        at += len(batch)
+
+
+def _together(batches: Iterator[Any]) -> Iterator[Any]:
+    """Record batches joined to tables of at least `CHUNK` rows, but for the last: encoding few rows takes as long."""
+    import pyarrow as pa
+
+    held: list[Any] = []
+    for batch in batches:
+        held.append(batch)
+        if sum(len(each) for each in held) >= CHUNK:
+            yield pa.Table.from_batches(held)
+            held = []
+    if held:
+        yield pa.Table.from_batches(held)
+
+
+def _frame(table: Any) -> pd.DataFrame:
+    """A table as the encoder takes it."""
+    found: pd.DataFrame = table.unify_dictionaries().to_pandas()
+    return found
 
 
 def _features(samples: Samples) -> Tensor:
@@ -479,7 +497,7 @@ def _as_it_is(file: _File, name: str) -> Column:
     kind = _types(file)[name]
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         raise ValueError(
-            f"Column {name!r} is {kind} and no number; give a schema, which says how it becomes features "
+            f"Column {name!r} is of type {kind}, which is no number; give a schema, which says how it becomes features "
             "(`evenclip data schema` proposes one), or name the columns to learn from as features."
         )
     return Number(name, 0.0, 1.0, LARGEST, missing=False)
@@ -541,8 +559,8 @@ def _different(files: Sequence[_File], names: list[str], target: str) -> Iterato
 
     found, told = pd.DataFrame(columns=names), False
     for file in files:
-        for batch in _batches(file, list(range(len(file.sizes))), names):
-            frame = _plain(_frame(batch).dropna(subset=[target]).drop_duplicates())
+        for table in _together(_batches(file, list(range(len(file.sizes))), names)):
+            frame = _plain(_frame(table).dropna(subset=[target]).drop_duplicates())
             found = frame if len(found) == 0 else pd.concat([found, frame]).drop_duplicates()
             if len(found) > LOOKED_AT and not told:
                 told = True

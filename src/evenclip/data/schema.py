@@ -149,10 +149,10 @@ def count_outside(name: str, entry: dict[str, Any], series: pd.Series, first: in
             )
         outside = _outside(entry, values) if "range" in entry else 0
     if absent.any() and not entry.get("missing", True):
+        row = int(np.flatnonzero(absent)[0])
         raise ValueError(
-            f"Column {name!r} misses {int(absent.sum())} of {len(absent)} values, and the schema says that none is "
-            f'missing (the first in row {int(np.flatnonzero(absent)[0]) + first}); set "missing": true, or fill them '
-            "in."
+            f"Column {name!r} has no value in row {row + first}, and the schema says that none is missing; "
+            'set "missing": true, or fill it in.'
         )
     return outside
 

@@ -49,6 +49,10 @@ MOST_LABELS = 200  # classes or groups; with more, the column is something else
 STREAM = int.from_bytes(b"table", "big")  # so that no other user of the same seed draws the same numbers
 
 
+class TooLarge(ValueError):  # noqa: N818 - reads as what it says
+    """A table that does not fit in memory."""
+
+
 @dataclass(frozen=True)
 class Tabled:
     """A table made ready for training.
@@ -171,10 +175,45 @@ def _stored(file: Path, suffix: str) -> pd.DataFrame:
     import pandas as pd
 
     try:
+        if suffix == ".parquet":
+            _check_room(file)
         return pd.read_parquet(file) if suffix == ".parquet" else pd.read_feather(file)
+    except TooLarge:
+        raise
     except (ValueError, OSError) as error:
         said = " ".join(str(error).split()).rstrip(".")
         raise ValueError(f"{file} is no {suffix[1:].capitalize()} file ({said}); write it again.") from error
+
+
+def _check_room(file: Path) -> None:
+    """Raise for a Parquet file that would take more than half of the memory there is."""
+    from pyarrow import parquet as pq
+
+    metadata, available = pq.read_metadata(file), _available()
+    stored = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    needed = max(
+        stored, 8 * metadata.num_rows * metadata.num_columns
+    )  # a value takes 8 bytes, however few it is stored in
+    if available is not None and needed > available / 2:
+        raise TooLarge(
+            f"{file} has {metadata.num_rows} rows, which take about {_size(needed)} of memory as a table, and "
+            f"{_size(available)} are available; train on it without reading it whole, with evenclip.data.parquet and "
+            "evenclip.fit, or take a sample of its rows."
+        )
+
+
+def _available() -> int | None:
+    """Bytes of memory that are free or can be; None where nobody says."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _size(size: float) -> str:
+    """In words."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
