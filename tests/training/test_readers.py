@@ -128,7 +128,7 @@ def dies(item):
 def test_a_reader_that_dies(toy):
     data = MapDataset(Rows(toy.data(), 30, dies), NAMES)
     with pytest.raises(
-        RuntimeError, match=r"A process that reads the dataset has ended \(.+\); if it ran out of memory, "
+        RuntimeError, match=r"A process that reads the dataset has ended before its time \(.+\) If it ran out"
     ):
         fit(toy.mlp(), data, **given(DPSGD(), 1, epochs=9))
     assert nobody_is_left()
@@ -187,3 +187,17 @@ def test_ctrl_c_saves_and_leaves_no_process_behind(tmp_path):
     assert list((tmp_path / "saved").iterdir())
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
+
+
+def test_readers_end_with_a_process_that_is_killed(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, str(tmp_path / "saved")], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True, start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stdout.readline().startswith("step")
+    process.kill()
+    process.communicate(timeout=60)
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
