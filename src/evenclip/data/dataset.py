@@ -159,14 +159,15 @@ class MapDataset(Streamed):
 
     def take(self, indices: Tensor) -> Samples:
         """The rows at `indices` [row] int64, collated; there may be none."""
-        return self.read(indices.tolist()).to(self.device)
+        found = self.read(indices.tolist()).to(self.device)
+        return found._replace(x=_each(_floats, found.x))
 
     def read(self, rows: list[int]) -> Samples:
-        """The same on the CPU, which is where other processes read."""
+        """The same on the CPU and with bytes left as they are, which is how other processes send them."""
         if not rows:  # the shapes of no rows are those of one row, cut to length 0
             return self.read([0]).cut(0, 0)
         columns = torch_data.default_collate([_item(self.source, i) for i in rows])
-        x = _each(_floats, tuple(columns[0]) if isinstance(columns[0], list) else columns[0])
+        x = tuple(columns[0]) if isinstance(columns[0], list) else columns[0]
         samples = Samples(x, _whole(columns[1]), _whole(columns[2]) if len(columns) == 3 else None)
         _check_groups(samples.group, self.group_names)
         _check_classes(samples.y, self.class_names)

@@ -28,7 +28,7 @@ class Feed(Protocol):
     """The rows of one batch after the other, read ahead."""
 
     def of(self, batch: Tensor) -> Samples:
-        """The rows of the next batch, which must be this one.  # [sample] int64"""
+        """The rows of the next batch, which must be this one; to be taken from, since bytes may be bytes still."""
 
     def close(self) -> None:
         """Nothing more is read; threads and processes end."""
