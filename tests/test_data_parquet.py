@@ -490,7 +490,8 @@ def changed(tmp_path, column, row, value, first=100) -> Parquet:
          "the schema or the value."),
     ],
 )  # fmt: skip
-def test_rows_that_do_not_fit_are_refused_by_file_and_row(tmp_path, column, value, message):
+def test_rows_that_do_not_fit_are_refused_by_file_and_row(tmp_path, monkeypatch, column, value, message):
+    monkeypatch.setattr(MODULE, "CHUNK", 20)
     data = changed(tmp_path, column, 90, value)
     assert refusal(ValueError, lambda: trained(data)) == f"{tmp_path / 'part1.parquet'}: {message}"
 

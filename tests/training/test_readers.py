@@ -121,6 +121,33 @@ def test_a_label_that_the_loss_ignores(toy):
     assert fit(toy.mlp(), data, **given(NonPrivate())).ledger.steps == 10
 
 
+def interrupted(item):
+    os.kill(os.getpid(), signal.SIGINT)
+    return item
+
+
+def test_readers_do_not_hear_ctrl_c(toy, one_stream):
+    """A terminal sends it to them too; the step under way needs its rows all the same. In a loop of one's own, since
+    `fit` has a handler, which they inherit.
+    """
+    data = MapDataset(Rows(toy.data(), 30, interrupted), NAMES)
+    run = prepare(toy.mlp(), data, **given(DPSGD(), 2))
+    with run.listening():
+        while run.t < run.settings.steps:
+            run.update(run.step())
+    assert torch.equal(run.vector, toy.vector(fit(toy.mlp(), toy.data(), **given(DPSGD())).model))
+
+
+def test_bytes_stay_bytes_until_they_are_taken(toy, one_stream):
+    x, y, group = toy.data()
+    x = (x * 20).clamp(0, 255).to(torch.uint8)
+    data = MapDataset(Rows((x, y, group)), NAMES)
+    models = [fit(toy.mlp(torch.float32), data, **given(DPSGD(), readers)).model for readers in (0, 2)]
+    models.append(fit(toy.mlp(torch.float32), (x, y, group), **given(DPSGD())).model)
+    assert toy.same(models[0], models[1])
+    assert toy.same(models[0], models[2])
+
+
 def dies(item):
     os.kill(os.getpid(), signal.SIGKILL)
 
