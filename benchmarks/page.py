@@ -164,9 +164,9 @@ def parquet_table(found: Found) -> str:
     rows = []
     for row in found["rows"]:
         for name, way in row["ways"].items():
-            figures = [number(way[key]) for key in ("open", "train", "rows/s", "ratio", "peak")]
+            figures = [number(way[key]) for key in ("open", "train", "cpu", "rows/s", "ratio", "peak")]
             rows.append([f"{row.get('model', 'items')}, {name}", f"{row['batch']:,}", *figures])
-    head = ["", "batch", "until the first step, s", "the epoch, s", "rows/s", "ratio", "peak, MiB"]
+    head = ["", "batch", "until the first step, s", "the epoch, s", "CPU, s", "rows/s", "ratio", "peak, MiB"]
     file = f"The file: {found['file']['rows']:,} rows, {found['file']['MiB']:.0f} MiB."
     return f"{grid(head, rows)}\n\n{file} {machine(found)}"
 

@@ -177,6 +177,13 @@ def test_the_tuple_of_arrays_trains_the_same(tmp_path):
     assert_identical(fit(linear, data, **given), fit(linear, arrays, **given))
 
 
+def test_what_was_an_index_is_a_column_as_others_are(tmp_path):
+    frame, path = numbers(), tmp_path / "indexed.parquet"
+    frame.astype({"y": "category", "k": "Int64"}).set_index("x1").to_parquet(path, row_group_size=50)
+    data = parquet(path, target="y", group="k", features=["x0", "x1"])
+    assert_identical(trained(data), trained(in_memory(data, frame)))
+
+
 def test_a_chunk_of_the_file_is_smaller_than_a_row_group(tmp_path, monkeypatch):
     monkeypatch.setattr(MODULE, "CHUNK", 10)
     frame = people()

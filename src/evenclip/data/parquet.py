@@ -423,7 +423,9 @@ def _together(batches: Iterator[Any]) -> Iterator[Any]:
 
 def _frame(table: Any) -> pd.DataFrame:
     """A table as the encoder takes it."""
-    found: pd.DataFrame = table.unify_dictionaries().to_pandas()
+    found: pd.DataFrame = table.unify_dictionaries().to_pandas(
+        ignore_metadata=True
+    )  # an index is a column as others are
     return found
 
 
