@@ -175,9 +175,7 @@ def taken_in_turn(ways: dict[str, dict[str, Any]], rounds: int, to: str) -> dict
         "same model": len(sums) == 1,
         "ways": {
             name: {
-                **{
-                    key: spread([measured[key] for measured in every])[1] for key in ("open", "train", "rows/s", "peak")
-                },
+                **{key: spread([measured[key] for measured in every])[1] for key in FIGURES},
                 "ratio": spread(ratios(rates[name], rates[to]))[1],
             }
             for name, every in found.items()
