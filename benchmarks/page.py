@@ -1,4 +1,4 @@
-"""Fill the tables of docs/performance.md and the README from benchmarks/results/*.json, so that no number is typed.
+"""Fill the tables of the pages below and the README from benchmarks/results/*.json, so that no number is typed.
 
     python benchmarks/page.py [--check] [--results FOLDER] [--pages FILE ...]
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PAGES = [HERE.parent / "docs" / "performance.md", HERE.parent / "README.md"]
+PAGES = [HERE.parent / "docs" / "performance.md", HERE.parent / "docs" / "scale.md", HERE.parent / "README.md"]
 TITLES = {
     "dutch": "Dutch, 120 parameters", "adult": "Adult, MLP 256-256", "mnist": "MNIST, CNN", "celeba": "CelebA, CNN",
     "vit": "transformer", "lstm": "LSTM",
@@ -159,6 +159,18 @@ def compare_table(found: Found) -> str:
     return f"{grid(['command', 'first time, s', 'again, s'], lines)}\n\n{machine(found)}"
 
 
+def parquet_table(found: Found) -> str:
+    """A file beside the memory, and items by their readers; rates as ratios to the last and to no reader."""
+    rows = []
+    for row in found["rows"]:
+        for name, way in row["ways"].items():
+            figures = [number(way[key]) for key in ("open", "train", "cpu", "rows/s", "ratio", "peak")]
+            rows.append([f"{row.get('model', 'items')}, {name}", f"{row['batch']:,}", *figures])
+    head = ["", "batch", "until the first step, s", "the epoch, s", "CPU, s", "rows/s", "ratio", "peak, MiB"]
+    file = f"The file: {found['file']['rows']:,} rows, {found['file']['MiB']:.0f} MiB."
+    return f"{grid(head, rows)}\n\n{file} {machine(found)}"
+
+
 # Name of each table -> the file it is made from, what makes it, and the command that writes that file.
 TABLES: dict[str, tuple[str, Callable[[Found], str], str]] = {
     "step": ("step.json", step_table, "step.py"),
@@ -182,6 +194,7 @@ TABLES: dict[str, tuple[str, Callable[[Found], str], str]] = {
     "scaling": ("scaling.json", scaling_table, "scaling.py"),
     "scaling-cuda": ("scaling-cuda.json", scaling_table, "scaling.py --device cuda --compiled"),
     "compare": ("compare.json", compare_table, "compare.py"),
+    "parquet": ("parquet.json", parquet_table, "parquet.py"),
     "compare-cuda": ("compare-cuda.json", compare_table, "compare.py --device cuda"),
 }
 

@@ -160,8 +160,8 @@ UNFIT = {
     ),
     "missing": (
         changed("job", missing=False),
-        "Column 'job' misses 5 of 400 values, and the schema says that none is missing; set \"missing\": true, or fill "
-        "them in.",
+        "Column 'job' has no value in row 1, and the schema says that none is missing; set \"missing\": true, or fill "
+        "it in.",
     ),
     "number": (
         changed("sex", kind="number", range=[0, 1], values=None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -20,8 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from evenclip import check, checkpoint
 from evenclip.checkpoint import Checkpoint, CheckpointError
-from evenclip.data import Dataset, MapDataset
+from evenclip.data import Dataset, Streamed
 from evenclip.data.dataset import Samples
+from evenclip.data.streamed import Bits, fingerprint
 from evenclip.gradients import Tape, WholeTape, plan
 from evenclip.gradients.losses import Loss
 from evenclip.gradients.precision import precision
@@ -35,6 +37,7 @@ from evenclip.trace import Trace
 from evenclip.update import Update
 
 if TYPE_CHECKING:
+    from evenclip.data.streamed import Feed
     from evenclip.program import Kind
     from evenclip.quick import Quick
 
@@ -54,14 +57,18 @@ class Performance:
         compile: whether the step is made one graph and compiled, on a GPU recorded as a CUDA graph. Worth it for many
             steps: compiling takes a quarter of a minute, once for a model. Plain where it cannot be done.
         tf32: whether a GPU may round the operands of products to 11 bits. Norms allow for it, and the report says it.
+        readers: processes that read the items of a map-style torch dataset ahead of training; 0: it reads them itself.
     """
 
     chunk: int | None = None
     pad: bool = False
     compile: bool = False
     tf32: bool = False
+    readers: int = 0
 
     def __post_init__(self) -> None:
+        if self.readers != 0:
+            check.natural(readers=self.readers)
         if self.chunk is not None:
             check.natural(chunk=self.chunk)
 
@@ -132,7 +139,7 @@ class Run:
     def __init__(
         self,
         model: nn.Module,
-        data: Dataset | MapDataset,
+        data: Dataset | Streamed,
         loss: Loss,
         settings: Settings,
         optimizer: Callable[..., Optimizer],
@@ -157,12 +164,14 @@ class Run:
         none = torch.zeros(0, dtype=torch.float64, device=device)
         self.counts = len(self.guard.statistics(none, none.long(), self.state, None))
         _check_counts(settings.rule, self.counts)
-        rows = max(settings.n, roomy(settings.B), performance.chunk or 0)  # the most that a chunk can have
+        most = settings.n if isinstance(data, Dataset) else 0  # data that are not in memory have more than fits
+        rows = max(most, roomy(settings.B), performance.chunk or 0)
         self.nobody = torch.zeros(rows, dtype=torch.int64, device=device)  # everybody's group, where there are none
         layout = self.tape.layout
         sizes = {"count": self.counts, "gradient": layout.size}
         self.noise = Ahead(Noise(streams["noise"]), sizes, layout.blank.dtype, device)
         self._quick: Quick | None = None
+        self._feed: Feed | None = None
 
     @property
     def ended(self) -> bool:
@@ -180,16 +189,20 @@ class Run:
         with precision(self.performance.tf32), torch.random.fork_rng(devices=devices), self.tape.listening():
             if self.performance.compile and self._quick is None:
                 self._quick = self._compiled()
-            yield self
+            try:
+                yield self
+            finally:
+                self._read_no_more()
 
     def step(self) -> Step:
         """Draw a batch, take one step of Algorithm 2, write the ledger."""
+        feed = self._reading()  # before the sampler moves on
         batch = self.sampler.next()
         B = self.sampler.expected_size(batch)
         if self._quick is not None and self._quick.takes(batch):
             return self._quick_step(self._quick, batch, B)
         release = Releases(self._draw())
-        found = step(self.tape, self.guard, self.state, self._chunks(batch), B, release, self.t)
+        found = step(self.tape, self.guard, self.state, self._chunks(batch, feed), B, release, self.t)
         self.ledger.write(self.sampler.q, release.multipliers)
         return found
 
@@ -283,21 +296,54 @@ class Run:
         """This step's noise."""
         return {} if self.settings.rule.sigma == 0 and self.counts == 0 else self.noise.of(self.t)
 
-    def _chunks(self, batch: Tensor) -> list[Chunk]:
+    def _reading(self) -> Feed | None:
+        """What reads ahead of the steps to come; None where the data are in memory.
+
+        It has a sampler of its own, which draws the same batches: the run's stands where the run does.
+        """
+        if isinstance(self.data, Dataset):
+            return None
+        if self._feed is None or self.t >= self.settings.steps:  # whoever goes on after T reads step by step
+            self._read_no_more()
+            ahead = copy.deepcopy(self.sampler)
+            batches = (ahead.next() for _ in range(max(1, self.settings.steps - self.t)))
+            self._feed = self.data.ahead(batches, self.performance.readers)
+        return self._feed
+
+    def _read_no_more(self) -> None:
+        """No thread or process reads ahead any longer."""
+        if self._feed is not None:
+            self._feed.close()
+        self._feed = None
+
+    def _chunks(self, batch: Tensor, feed: Feed | None) -> list[Chunk]:
         """The batch as the performance settings want it."""
         size = self.performance.chunk
         if self.performance.pad and size is None:
             size = roomy(self.settings.B)
-        pieces = chunks(batch, size, self.performance.pad)
-        return [self._chunk(rows, real, i) for i, (rows, real) in enumerate(pieces)]
+        if feed is None:
+            take, places = self.data.take, batch
+        else:
+            take, places = feed.of(batch).take, torch.arange(len(batch))
+        pieces = chunks(places, size, self.performance.pad)
+        return [self._chunk(rows, real, i, take) for i, (rows, real) in enumerate(pieces)]
 
-    def _chunk(self, rows: Tensor, real: Tensor | None, i: int) -> Chunk:
-        x, y, group = self.data.take(rows.to(self.device) if isinstance(self.data, Dataset) else rows)
+    def _chunk(
+        self, rows: Tensor, real: Tensor | None, i: int, take: Callable[[Tensor], Samples] | None = None
+    ) -> Chunk:
+        """These rows of the data, or of what was read of them."""
+        x, y, group = (take or self.data.take)(rows.to(self.device))
         if group is None:
-            group = self.nobody.narrow(0, 0, rows.shape[0])
+            group = self._nobody(rows.shape[0])
         # Odd multipliers: every (step, chunk) of a run has a seed of its own.
         seed = (self.dropout + 0x9E3779B97F4A7C15 * (self.t + 1) + 0xC2B2AE3D27D4EB4F * i) % 2**63
         return Chunk(x, y, group, None if real is None else real.to(self.device), seed)
+
+    def _nobody(self, rows: int) -> Tensor:
+        """Everybody's group, where there are none.  # [row]"""
+        if rows > len(self.nobody):
+            self.nobody = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        return self.nobody.narrow(0, 0, rows)
 
     # --- checkpoints ---
 
@@ -339,6 +385,7 @@ class Run:
         secret = found.secret
         self.noise.set_state(secret["noise"])
         self._quick = None  # it has the key
+        self._read_no_more()
         self.sampler.set_state(secret["batches"])
         self.dropout = secret["dropout"]
         self.optimizer.load_state_dict(secret["optimizer"])
@@ -367,7 +414,7 @@ def _check_counts(rule: Rule, counts: int) -> None:
         )
 
 
-def _tape(model: nn.Module, loss: Loss, data: Dataset | MapDataset) -> Tape | WholeTape:
+def _tape(model: nn.Module, loss: Loss, data: Dataset | Streamed) -> Tape | WholeTape:
     """The model taken apart, after a look at three samples, which are chosen among the first few."""
     if isinstance(data, Dataset):
         few = torch.arange(min(256, len(data)), device=data.y.device)
@@ -384,7 +431,7 @@ def _sampler(settings: Settings, seed: np.random.SeedSequence) -> Sampler:
     return Poisson(settings.n, settings.q, settings.B, seed)
 
 
-def _streams(settings: Settings, model: nn.Module, data: Dataset | MapDataset) -> dict[str, np.random.SeedSequence]:
+def _streams(settings: Settings, model: nn.Module, data: Dataset | Streamed) -> dict[str, np.random.SeedSequence]:
     """A random stream for each purpose, of this run alone: two models that shared noise would cancel it.
 
     A run is data, model, rule, settings and seed. All are mixed into the streams, so that no two runs draw the same
@@ -400,28 +447,21 @@ def _streams(settings: Settings, model: nn.Module, data: Dataset | MapDataset) -
 def _digest(value: Any) -> int:
     """A number that changes with every bit of the tensors in there, wherever and on however many threads it is made.
 
-    Of data that are read row by row only the first few rows count. Secret, like the streams it goes into.
+    Of a map-style dataset only the first few rows count. Secret, like the streams it goes into.
     """
-    if isinstance(value, MapDataset):
-        value = value.take(torch.arange(min(16, len(value))))
     if isinstance(value, Dataset):
         value = (value.x, value.y, value.group)
-    found = hashlib.sha256()
+    lines = value.fingerprints() if isinstance(value, Streamed) else _fingerprints(value)
+    return int.from_bytes(hashlib.sha256("".join(lines).encode()).digest()[:16])
+
+
+def _fingerprints(value: Any) -> Iterator[str]:
+    """A line for each tensor in there."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
-            found.update(f"{leaf.dtype} {list(leaf.shape)} {_bits(leaf)}".encode())
-    return int.from_bytes(found.digest()[:16])
-
-
-def _bits(x: Tensor) -> tuple[int, int]:
-    """Two sums over the bits of a tensor, plain and by place; whole numbers, so that their order does not matter."""
-    words = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    words = words.view(torch.int64) if words.numel() % 8 == 0 else words
-    plain, placed = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
-    for i, part in enumerate(torch.split(words, 2**20)):
-        plain += part.sum(dtype=torch.int64)
-        placed += torch.arange(part.numel()).add_(i * 2**20).mul_(2).add_(1).mul_(part).sum()
-    return int(plain), int(placed)
+            bits = Bits(leaf.numel() * leaf.element_size())
+            bits.add(leaf)
+            yield fingerprint(leaf.dtype, leaf.shape, bits)
 
 
 def _refuse_foreign(path: Path, theirs: dict[str, Any], ours: dict[str, Any], same_seed: bool) -> None:

@@ -26,6 +26,8 @@ from evenclip.step import Step
 
 __all__ = ["Trace"]
 
+AT_ONCE = 2**20  # samples that are added up together, so that an epoch of any length fits in memory
+
 Row = dict[str, Any]
 # losses, norms, weights, group, each [sample]; clamped (None: nowhere), finite (None: everywhere); the step's `now`
 _Columns = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]
@@ -38,9 +40,11 @@ class Trace:
         self.rows: list[Row] = []
         self._guard, self._groups = guard, groups
         self._open: list[_Columns] = []
+        self._held = 0  # samples in there
+        self._sums: list[Row] = []  # of the steps of this epoch that are added up already
 
     def add(self, step: Step) -> None:
-        """One step: cheap, because the arithmetic waits for the end of the epoch."""
+        """One step: cheap, because the arithmetic waits for the end of the epoch, or for very many samples."""
         self.note(step.losses, step.norms, step.weights, step.group, step.clamped, step.finite, step.public.now)
 
     def note(
@@ -49,17 +53,26 @@ class Trace:
     ) -> None:  # fmt: skip
         """The same by its columns."""
         self._open.append((losses, norms, weights, group, clamped, finite, now))
+        self._held += losses.shape[0]
+        if self._held >= AT_ONCE:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        self._sums.append(self._summed(self._open))
+        self._open, self._held = [], 0
 
     def close(self, state: Tensor, sensitivity: float) -> Row:
         """The epoch is over: its row."""
-        row = {"epoch": len(self.rows) + 1, "steps": len(self._open), **self._means(self._open)}
+        if self._open:
+            self._add_up()
+        row = {"epoch": len(self.rows) + 1, **_row(self._sums)}
         row |= {"state": state.tolist(), "sensitivity": sensitivity}
-        self._open = []
+        self._sums = []
         self.rows.append(row)
         return row
 
-    def _means(self, steps: Sequence[_Columns]) -> Row:
-        """Sums over the epoch, by group."""
+    def _summed(self, steps: Sequence[_Columns]) -> Row:
+        """Sums over some steps, by group."""
         sizes = torch.tensor([step[0].shape[0] for step in steps])
         columns = zip(*(step[:3] for step in steps), strict=True)
         losses, norms, weights = (_joined(column) for column in columns)
@@ -74,31 +87,54 @@ class Trace:
             losses, norms, clipped, group = losses[finite], norms[finite], clipped[finite], group[finite]
         counts = torch.bincount(group, minlength=self._groups) if several else torch.tensor([len(losses)])
         return {
+            "steps": len(steps),
             "samples": seen,
-            "loss": self._mean(losses, group, counts),
-            "gradient_norm": self._mean(norms, group, counts),
-            "group_samples": counts.tolist(),
-            "clip_fraction": int(clipped.sum()) / len(clipped) if len(clipped) else None,
-            "non_finite": seen - len(losses),
+            "loss": self._sum(losses, group),
+            "gradient_norm": self._sum(norms, group),
+            "group_samples": counts,
+            "clipped": int(clipped.sum()),
+            "finite": len(losses),
             "empty_batches": int((sizes == 0).sum()),
             "clamped": _count([step[4] for step in steps if step[4] is not None]),
         }
 
-    def _mean(self, values: Tensor, group: Tensor, counts: Tensor) -> list[float | None]:
+    def _sum(self, values: Tensor, group: Tensor) -> Tensor:
+        """By group.  # [group]"""
         if self._groups == 1:
-            sums = values.sum(dim=0, keepdim=True, dtype=torch.float64)
-        else:
-            sums = torch.bincount(group, weights=values, minlength=self._groups)  # added up in float64
-        return [float(s / n) if n else None for s, n in zip(sums, counts, strict=True)]
+            return values.sum(dim=0, keepdim=True, dtype=torch.float64)
+        return torch.bincount(group, weights=values, minlength=self._groups)
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint: private."""
-        return {"rows": self.rows, "open": [list(step) for step in self._open]}
+        return {"rows": self.rows, "open": [list(step) for step in self._open], "sums": self._sums}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self.rows = list(state["rows"])
         self._open = [tuple(step) for step in state["open"]]
+        self._held = sum(step[0].shape[0] for step in self._open)
+        self._sums = list(state["sums"])
+
+
+def _row(sums: Sequence[Row]) -> Row:
+    """The figures of an epoch."""
+    whole = {name: sum(part[name] for part in sums) for name in sums[0]}
+    counts, finite = whole["group_samples"], whole["finite"]
+    return {
+        "steps": whole["steps"],
+        "samples": whole["samples"],
+        "loss": _means(whole["loss"], counts),
+        "gradient_norm": _means(whole["gradient_norm"], counts),
+        "group_samples": counts.tolist(),
+        "clip_fraction": whole["clipped"] / finite if finite else None,
+        "non_finite": whole["samples"] - finite,
+        "empty_batches": whole["empty_batches"],
+        "clamped": whole["clamped"],
+    }
+
+
+def _means(sums: Tensor, counts: Tensor) -> list[float | None]:
+    return [float(s / n) if n else None for s, n in zip(sums, counts, strict=True)]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

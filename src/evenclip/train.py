@@ -30,7 +30,7 @@ from torch.optim import SGD, Optimizer
 from evenclip import check, checkpoint, privacy
 from evenclip.accounting import default_delta
 from evenclip.checkpoint import CheckpointError
-from evenclip.data import Dataset, MapDataset, as_dataset
+from evenclip.data import Dataset, Streamed, as_dataset
 from evenclip.gradients.losses import Loss, per_sample
 from evenclip.gradients.plan import refuse_stateful
 from evenclip.gradients.tape import call
@@ -111,7 +111,8 @@ def fit(
 
     Args:
         model: any module whose samples do not influence each other; it is copied and left as it was.
-        data: (x, y) or (x, y, group) of tensors or arrays, a `Dataset`, or a map-style torch dataset.
+        data: (x, y) or (x, y, group) of tensors or arrays, a `Dataset`, a map-style torch dataset, or what
+            `evenclip.data.parquet` opened.
         rule: how gradients are clipped; `DPSGDGlobalAdapt()` unless given.
         loss: loss(output, y); averaging, summing or per sample.
         epochs: T = epochs · ⌈n/B⌉ steps.
@@ -194,7 +195,7 @@ def prepare(
     model, place = _placed(model, device)
     settings = _settings(model, data, rule, epochs, batch_size, lr, delta, seed, optimizer, q, steps)
     data = data.to(place)
-    _check_inputs(model, loss, data, rule, place)
+    data = _checked(model, loss, data, rule, place)
     return Run(model, data, loss, settings, optimizer, scheduler, performance or Performance(), place)
 
 
@@ -286,7 +287,7 @@ def reeled(run: Run) -> Stack | None:
 
 
 def _settings(
-    model: nn.Module, data: Dataset | MapDataset, rule: Rule, epochs: int, batch_size: int, lr: float,
+    model: nn.Module, data: Dataset | Streamed, rule: Rule, epochs: int, batch_size: int, lr: float,
     delta: float | None, seed: int | None, optimizer: Callable[..., Optimizer], q: float | None, steps: int | None,
 ) -> Settings:  # fmt: skip
     """The public constants of the run, as Python's own numbers: numpy's are not written to JSON."""
@@ -379,8 +380,10 @@ def _placed(model: nn.Module, device: str | torch.device | None) -> tuple[nn.Mod
     return copy.deepcopy(model).to(place).train(), place
 
 
-def _check_inputs(model: nn.Module, loss: Loss, data: Dataset | MapDataset, rule: Rule, place: torch.device) -> None:
-    """Raise for data that this model, loss or rule cannot be trained on."""
+def _checked(
+    model: nn.Module, loss: Loss, data: Dataset | Streamed, rule: Rule, place: torch.device
+) -> Dataset | Streamed:
+    """The data, if this model, loss and rule can be trained on them; those not read yet are checked as they are."""
     some = data.take(torch.arange(min(3, len(data)), device=place if isinstance(data, Dataset) else "cpu"))
     if rule.uses_groups and some.group is None:
         raise ValueError(
@@ -390,12 +393,15 @@ def _check_inputs(model: nn.Module, loss: Loss, data: Dataset | MapDataset, rule
     refuse_stateful(model)
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), torch.no_grad():
         output = _tried(f"The model does not take this input, of shape {_shapes(some.x)}", call, model, some.x)
-        _check_labels(output, loss, data.y if isinstance(data, Dataset) else some.y)
+        known = _known_labels(output, loss, some.y)
+        if known is not None:
+            _check_labels(data.y if isinstance(data, Dataset) else some.y, *known)
         _tried(
             f"The loss does not take the model's output, of shape {_shapes(output)}, with these targets, of shape "
             f"{_shapes(some.y)}",
             per_sample(loss), output, some.y,
         )  # fmt: skip
+    return data if known is None or isinstance(data, Dataset) else data.labelled(*known)
 
 
 def _tried(complaint: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -409,19 +415,23 @@ def _tried(complaint: str, function: Callable[..., Any], *arguments: Any) -> Any
         raise ValueError(f"{complaint}; torch says: {error}") from error
 
 
-def _check_labels(output: Any, loss: Loss, y: Any) -> None:
-    """Raise for class labels that the model has no output for."""
+def _known_labels(output: Any, loss: Loss, y: Any) -> tuple[int, int] | None:
+    """How many labels the model knows, and which one the loss ignores; None where y is no class label."""
     if not (loss is cross_entropy or isinstance(loss, nn.CrossEntropyLoss)):
-        return
+        return None
     if not isinstance(output, Tensor) or output.ndim < 2 or y.is_floating_point():
-        return
-    ignored = getattr(loss, "ignore_index", -100)
+        return None
+    return output.shape[1], int(getattr(loss, "ignore_index", -100))
+
+
+def _check_labels(y: Tensor, outputs: int, ignored: int) -> None:
+    """Raise for class labels that the model has no output for."""
     labels = y[y != ignored]
-    if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= output.shape[1]):
+    if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= outputs):
         raise ValueError(
             f"The labels run from {int(labels.min())} to {int(labels.max())} and the model has "
-            f"{output.shape[1]} outputs, for the labels 0 to {output.shape[1] - 1}; number the classes from 0, or give "
-            "the model more outputs."
+            f"{outputs} outputs, for the labels 0 to {outputs - 1}; number the classes from 0, or give the model more "
+            "outputs."
         )
 
 

@@ -7,6 +7,8 @@ from evenclip.data.dataset import Dataset, Inputs, MapDataset, Samples, Splits, 
 from evenclip.data.digits import digits
 from evenclip.data.dutch import dutch
 from evenclip.data.mnist import mnist
+from evenclip.data.parquet import Parquet, parquet
+from evenclip.data.streamed import Streamed
 from evenclip.data.toy import toy
 
 __all__ = [
@@ -15,9 +17,11 @@ __all__ = [
     "File",
     "Inputs",
     "MapDataset",
+    "Parquet",
     "Samples",
     "Source",
     "Splits",
+    "Streamed",
     "adult",
     "as_dataset",
     "celeba",
@@ -25,5 +29,6 @@ __all__ = [
     "digits",
     "dutch",
     "mnist",
+    "parquet",
     "toy",
 ]

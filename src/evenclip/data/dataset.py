@@ -6,15 +6,15 @@ Poisson sampling may draw any row at any step, so everything here has a length a
     data.K              number of groups, 1 where there is no group
     data.take(indices)  those rows as Samples(x, y, group)
 
-`Dataset` holds tensors and is strict; `MapDataset` reads its rows from a torch dataset when they are needed;
-`as_dataset` makes one of the two from what users have. Images may be kept as bytes, a quarter of the memory:
-`take` gives uint8 features as float32 in [0, 1].
+`Dataset` holds tensors and is strict; `MapDataset` reads its rows from a torch dataset when they are needed, as
+`evenclip.data.parquet` does from files; `as_dataset` makes one of the first two from what users have. Images may be
+kept as bytes, a quarter of the memory: `take` gives uint8 features as float32 in [0, 1].
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import data as torch_data
+
+from evenclip.data.streamed import Bits, Feed, Streamed, fingerprint
 
 __all__ = ["Dataset", "Inputs", "MapDataset", "Samples", "Splits", "as_dataset"]
 
@@ -46,6 +48,11 @@ class Samples(NamedTuple):
         """The rows at `indices` [row] int64, bytes as floats."""
         group = None if self.group is None else self.group.index_select(0, indices)
         return Samples(_each(_taken, self.x, indices), self.y.index_select(0, indices), group)
+
+    def cut(self, start: int, end: int) -> Samples:
+        """The rows from one to before another, not copied."""
+        group = None if self.group is None else self.group[start:end]
+        return Samples(_each(Tensor.narrow, self.x, 0, start, end - start), self.y[start:end], group)
 
     def to(self, device: torch.device | str) -> Samples:
         """The same rows on a device."""
@@ -111,7 +118,7 @@ class Dataset:
 
 
 @dataclass(frozen=True, eq=False)
-class MapDataset:
+class MapDataset(Streamed):
     """Samples that a map-style torch dataset reads when they are needed; nothing is kept in memory.
 
     A row is (x, y) or (x, y, group), converted as `as_dataset` converts arrays, so that `take` gives what a
@@ -125,9 +132,10 @@ class MapDataset:
         class_names: as in `Dataset`.
         name: for reports.
         device: where `take` puts the rows.
+        labels: number of labels that the model knows, and the one that its loss ignores; None: not known yet.
 
     Raises:
-        ValueError: no samples, rows of another form, or groups without names.
+        ValueError: no samples, rows of another form, rows that cannot be read, or groups without names.
         TypeError: a source without a length, or a value that is no number.
     """
 
@@ -136,6 +144,7 @@ class MapDataset:
     class_names: tuple[str, ...] = ()
     name: str = "data"
     device: torch.device | str = "cpu"
+    labels: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if len(self) == 0:
@@ -148,27 +157,41 @@ class MapDataset:
             raise TypeError(f"{kind} has no length, and the sampling rate is q = B/n; give it a __len__.")
         return len(self.source)
 
-    @property
-    def K(self) -> int:
-        """Number of groups; 1 where there is no group."""
-        return max(1, len(self.group_names))
-
     def take(self, indices: Tensor) -> Samples:
         """The rows at `indices` [row] int64, collated; there may be none."""
-        rows = indices.tolist()
+        found = self.read(indices.tolist()).to(self.device)
+        return found._replace(x=_each(_floats, found.x))
+
+    def read(self, rows: list[int]) -> Samples:
+        """The same on the CPU and with bytes left as they are, which is how other processes send them."""
         if not rows:  # the shapes of no rows are those of one row, cut to length 0
-            x, y, group = self.take(torch.tensor([0]))
-            return Samples(_each(Tensor.narrow, x, 0, 0, 0), y[:0], None if group is None else group[:0])
-        columns = torch_data.default_collate([_row(self.source[i]) for i in rows])
-        x = _each(_floats, tuple(columns[0]) if isinstance(columns[0], list) else columns[0])
+            return self.read([0]).cut(0, 0)
+        columns = torch_data.default_collate([_item(self.source, i) for i in rows])
+        x = tuple(columns[0]) if isinstance(columns[0], list) else columns[0]
         samples = Samples(x, _whole(columns[1]), _whole(columns[2]) if len(columns) == 3 else None)
         _check_groups(samples.group, self.group_names)
         _check_classes(samples.y, self.class_names)
-        return samples.to(self.device)
+        if self.labels is not None:
+            _check_labels(samples.y, rows, *self.labels)
+        return samples
 
     def to(self, device: torch.device | str) -> MapDataset:
         """The same data, whose rows are put on a device when they are taken."""
         return dataclasses.replace(self, device=device)
+
+    def labelled(self, outputs: int, ignored: int) -> MapDataset:
+        """The same data; a row whose label the model has no output for is refused when it is read."""
+        return dataclasses.replace(self, labels=(outputs, ignored))
+
+    def fingerprints(self) -> list[str]:
+        """Of the first few rows: finding those of all would mean reading everything."""
+        return [_fingerprint(tensor) for tensor in _tensors(self.take(torch.arange(min(16, len(self)))))]
+
+    def ahead(self, batches: Iterator[Tensor], readers: int) -> Feed:
+        """The rows of these batches, read by so many processes; by this one when they are asked for if there are 0."""
+        from evenclip.data.readers import Processes, Untimely
+
+        return Processes(self, batches, readers) if readers else Untimely(self)
 
 
 class Splits(NamedTuple):
@@ -179,7 +202,7 @@ class Splits(NamedTuple):
     validation: Dataset | None = None
 
 
-def as_dataset(data: Any, *, group_names: Sequence[str] = ()) -> Dataset | MapDataset:
+def as_dataset(data: Any, *, group_names: Sequence[str] = ()) -> Dataset | Streamed:
     """What users have, in the form that training takes.
 
     Floating numpy arrays become torch's default dtype; tensors and integer features stay as they are.
@@ -189,7 +212,8 @@ def as_dataset(data: Any, *, group_names: Sequence[str] = ()) -> Dataset | MapDa
 
     Args:
         data: (x, y) or (x, y, group) of tensors or numpy arrays, where x may be a tuple or dict of them; a
-            `Dataset` or `MapDataset`; or a map-style torch dataset with such rows.
+            `Dataset` or `MapDataset`; or a map-style torch dataset with such rows. What `evenclip.data.parquet`
+            opened is left as it is.
         group_names: the groups, public. Without them those of an array are read from the data, which ε does
             not cover: its sorted strings, or "0" to "K−1" for codes that are all in use.
 
@@ -204,6 +228,8 @@ def as_dataset(data: Any, *, group_names: Sequence[str] = ()) -> Dataset | MapDa
     names = tuple(group_names)
     if isinstance(data, Dataset | MapDataset):
         return dataclasses.replace(data, group_names=names) if names else data
+    if isinstance(data, Streamed):
+        return data
     if isinstance(data, torch_data.TensorDataset):
         return as_dataset(data.tensors, group_names=names)
     if isinstance(data, torch_data.IterableDataset):
@@ -265,6 +291,17 @@ def _coded(name: str, values: Any, names: tuple[str, ...]) -> tuple[Tensor, tupl
     return torch.from_numpy(positions[codes]), names
 
 
+def _item(source: Any, i: int) -> tuple[Inputs | Tensor, ...]:
+    """One row of a torch dataset."""
+    try:
+        item = source[i]
+    except Exception as error:
+        raise ValueError(
+            f"Item {i} of the dataset cannot be read ({type(error).__name__}: {error}); correct it, or leave it out."
+        ) from error
+    return _row(item)
+
+
 def _row(item: Any) -> tuple[Inputs | Tensor, ...]:
     """One item of a torch dataset with its parts as tensors."""
     if not isinstance(item, tuple | list) or len(item) not in (2, 3):
@@ -309,6 +346,19 @@ def _taken(values: Tensor, indices: Tensor) -> Tensor:
 def _floats(values: Tensor) -> Tensor:
     """Bytes as float32 in [0, 1]; anything else as it is."""
     return values if values.dtype is not torch.uint8 else values.to(torch.float32).div_(255)
+
+
+def _tensors(samples: Samples) -> list[Tensor]:
+    """All of them, in one order."""
+    found = list(_named(*samples).values())
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+
+
+def _fingerprint(tensor: Tensor) -> str:
+    """A line that changes with every bit, wherever and on however many threads it is made."""
+    bits = Bits(tensor.numel() * tensor.element_size())
+    bits.add(tensor)
+    return fingerprint(tensor.dtype, tensor.shape, bits)
 
 
 def _named(x: Any, y: Any, group: Any) -> dict[str, Any]:
@@ -367,6 +417,20 @@ def _check_classes(y: Tensor, class_names: tuple[str, ...]) -> None:
     """Raise if y holds codes that have no name, where the classes have names."""
     if class_names and not y.is_floating_point():
         _check_codes("y", y, "class_names", class_names)
+
+
+def _check_labels(y: Tensor, rows: list[int], outputs: int, ignored: int) -> None:
+    """Raise for a class label that the model has no output for."""
+    if y.is_floating_point():
+        return
+    wrong = ((y < 0) | (y >= outputs)) & (y != ignored)
+    if wrong.any():
+        place = wrong.nonzero()[0]
+        raise ValueError(
+            f"Item {rows[int(place[0])]} of the dataset has the label {int(y[tuple(place)])} and the model has "
+            f"{outputs} outputs, for the labels 0 to {outputs - 1}; number the classes from 0, or give the model more "
+            "outputs."
+        )
 
 
 def _check_codes(name: str, codes: Tensor, names_field: str, names: tuple[str, ...]) -> None:

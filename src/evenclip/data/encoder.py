@@ -123,8 +123,8 @@ class Encoder:
             column.fill(_taken(frame, column.column, rows), out[:, ends[i] : ends[i + 1]])
         return torch.from_numpy(out)
 
-    def target_of(self, frame: pd.DataFrame, rows: Codes | None = None) -> Tensor:
-        """Each row's class.  # [row] int64
+    def target_of(self, frame: pd.DataFrame, rows: Codes | None = None, first: int = 1) -> Tensor:
+        """Each row's class; `first` numbers the first row in messages.  # [row] int64
 
         Raises:
             ValueError: the column is not there, a value is missing or is no class.
@@ -132,11 +132,11 @@ class Encoder:
         self._check_columns(frame, [self.target.column])
         series = _taken(frame, self.target.column, rows)
         codes = self.target.of(series)
-        _check_known(codes, series, "class", self.classes)
+        _check_known(codes, series, "class", self.classes, first)
         return torch.from_numpy(codes)
 
-    def group_of(self, frame: pd.DataFrame, rows: Codes | None = None) -> Tensor:
-        """Each row's group.  # [row] int64
+    def group_of(self, frame: pd.DataFrame, rows: Codes | None = None, first: int = 1) -> Tensor:
+        """Each row's group; `first` numbers the first row in messages.  # [row] int64
 
         Raises:
             ValueError: a column is not there, or a row belongs to no group.
@@ -147,14 +147,16 @@ class Encoder:
         for labels in self.group:
             series = _taken(frame, labels.column, rows)
             part = labels.of(series)
-            _check_known(part, series, "group", labels.names)
+            _check_known(part, series, "group", labels.names, first)
             names = [f"{name}{JOIN}{label}" if name else label for name in names for label in labels.names]
             codes = codes * len(labels.names) + part
         position = {name: code for code, name in enumerate(self.groups)}
         codes = np.array([position.get(name, -1) for name in names], dtype=np.int64)[codes]
         if (codes < 0).any():
             row = int(np.flatnonzero(codes < 0)[0])
-            raise ValueError(f"Row {row + 1} belongs to none of the groups {listed(self.groups, 20)}; leave it out.")
+            raise ValueError(
+                f"Row {row + first} belongs to none of the groups {listed(self.groups, 20)}; leave it out."
+            )
         return torch.from_numpy(codes)
 
     def to_json(self) -> dict[str, Any]:
@@ -331,14 +333,14 @@ def _taken(frame: pd.DataFrame, name: str, rows: Codes | None) -> pd.Series:
     return frame[name] if rows is None else frame[name].iloc[rows]
 
 
-def _check_known(codes: Codes, series: pd.Series, what: str, names: Sequence[str]) -> None:
+def _check_known(codes: Codes, series: pd.Series, what: str, names: Sequence[str], first: int) -> None:
     """Raise for a row that has no label."""
     if (codes < 0).any():
         row = int(np.flatnonzero(codes < 0)[0])
         value = None if series.isna().iloc[row] else columns.text(series.iloc[row])
         raise ValueError(
             f"Column {str(series.name)!r} has {'no value' if value is None else f'the value {value!r}'} in row "
-            f"{row + 1}, which is no {what} of this encoder; it knows {listed(names, 20)}."
+            f"{row + first}, which is no {what} of this encoder; it knows {listed(names, 20)}."
         )
 
 

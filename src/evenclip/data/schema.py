@@ -32,7 +32,7 @@ from evenclip.data.columns import Category, Column, Date, Flag, Number, listed
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["check", "column", "load", "propose", "validated"]
+__all__ = ["check", "column", "count_outside", "load", "note_outside", "propose", "validated"]
 
 VERSION = 1
 WARNING = (
@@ -117,8 +117,49 @@ def check(schema: dict[str, Any], frame: pd.DataFrame) -> tuple[str, ...]:
             f"The schema has the column {absent[0]!r} and the table does not; its columns are "
             f"{listed(list(here), 20)}: add the column, or take it out of the schema."
         )
-    notes = [_checked(name, entry, frame[here[name]]) for name, entry in used.items()]
-    return tuple(note for note in notes if note is not None)
+    outside = {name: count_outside(name, entry, frame[here[name]]) for name, entry in used.items()}
+    return tuple(note_outside(name, count) for name, count in outside.items() if count)
+
+
+def count_outside(name: str, entry: dict[str, Any], series: pd.Series, first: int = 1) -> int:
+    """Raise unless the values fit the entry; how many lie outside of its range. `first` numbers the first row.
+
+    Raises:
+        ValueError: a value of another kind, outside of the categories, or missing where none may be.
+    """
+    kind, absent = entry["kind"], series.isna().to_numpy()
+    outside = 0
+    if kind == "category":
+        codes, names = columns.factor(series)
+        absent = codes < 0
+        unknown = [] if entry.get("other", False) else [value for value in names if value not in entry["values"]]
+        if unknown:
+            raise ValueError(
+                f"Column {name!r} has the value {unknown[0]!r}, which is not among the schema's "
+                f'{listed(entry["values"], 20)}; add it to them, or set "other": true.'
+            )
+    else:
+        values = _values(kind, entry, series)
+        wrong = np.isnan(values) & ~absent
+        if wrong.any():
+            row = int(np.flatnonzero(wrong)[0])
+            raise ValueError(
+                f"Column {name!r} has the value {columns.text(series.iloc[row])!r} in row {row + first}, and the "
+                f"schema says it is a {kind}; correct the schema or the value."
+            )
+        outside = _outside(entry, values) if "range" in entry else 0
+    if absent.any() and not entry.get("missing", True):
+        row = int(np.flatnonzero(absent)[0])
+        raise ValueError(
+            f"Column {name!r} has no value in row {row + first}, and the schema says that none is missing; "
+            'set "missing": true, or fill it in.'
+        )
+    return outside
+
+
+def note_outside(name: str, count: int) -> str:
+    """What the reader should know about values outside of the range."""
+    return f"{count} values of {name!r} lie outside of the schema's range and count as its nearer end."
 
 
 def column(name: str, entry: dict[str, Any]) -> Column:
@@ -242,46 +283,12 @@ def _quoted(fields: set[str]) -> str:
 # --- checking rows ---------------------------------------------------------------------------------------------------
 
 
-def _checked(name: str, entry: dict[str, Any], series: pd.Series) -> str | None:
-    """Raise unless the values fit the entry; a note on those outside of the range."""
-    kind, absent = entry["kind"], series.isna().to_numpy()
-    note = None
-    if kind == "category":
-        codes, names = columns.factor(series)
-        absent = codes < 0
-        unknown = [] if entry.get("other", False) else [value for value in names if value not in entry["values"]]
-        if unknown:
-            raise ValueError(
-                f"Column {name!r} has the value {unknown[0]!r}, which is not among the schema's "
-                f'{listed(entry["values"], 20)}; add it to them, or set "other": true.'
-            )
-    else:
-        values = _values(kind, entry, series)
-        wrong = np.isnan(values) & ~absent
-        if wrong.any():
-            row = int(np.flatnonzero(wrong)[0])
-            raise ValueError(
-                f"Column {name!r} has the value {columns.text(series.iloc[row])!r} in row {row + 1}, and the schema "
-                f"says it is a {kind}; correct the schema or the value."
-            )
-        note = _outside(name, entry, values) if "range" in entry else None
-    if absent.any() and not entry.get("missing", True):
-        raise ValueError(
-            f"Column {name!r} misses {int(absent.sum())} of {len(absent)} values, and the schema says that none is "
-            'missing; set "missing": true, or fill them in.'
-        )
-    return note
-
-
 def _values(kind: str, entry: dict[str, Any], series: pd.Series) -> columns.Values:
     if kind == "number":
         return columns.numbers(series)
     return columns.days(series, entry.get("format", columns.ISO)) if kind == "date" else columns.flags(series)
 
 
-def _outside(name: str, entry: dict[str, Any], values: columns.Values) -> str | None:
+def _outside(entry: dict[str, Any], values: columns.Values) -> int:
     low, high = _range(entry)
-    outside = int(((values < low) | (values > high)).sum())
-    if outside == 0:
-        return None
-    return f"{outside} values of {name!r} lie outside of the schema's range and count as its nearer end."
+    return int(((values < low) | (values > high)).sum())

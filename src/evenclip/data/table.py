@@ -37,7 +37,7 @@ from evenclip.data.encoder import JOIN, MOST_VALUES, Codes, Encoder, Labels, fit
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["LEAST_TEST", "Encoder", "Tabled", "read", "table"]
+__all__ = ["LEAST_TEST", "Encoder", "Tabled", "groups_of", "labels_of", "read", "table"]
 
 SEPARATORS = ",;\t|"
 ABSENT = ("", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "<NA>", "#N/A", "?")
@@ -47,6 +47,10 @@ LEAST_ROWS = 10
 LEAST_TEST = 30  # rows of a group, below which its figures say nothing
 MOST_LABELS = 200  # classes or groups; with more, the column is something else
 STREAM = int.from_bytes(b"table", "big")  # so that no other user of the same seed draws the same numbers
+
+
+class TooLarge(ValueError):  # noqa: N818 - reads as what it says
+    """A table that does not fit in memory."""
 
 
 @dataclass(frozen=True)
@@ -171,10 +175,45 @@ def _stored(file: Path, suffix: str) -> pd.DataFrame:
     import pandas as pd
 
     try:
+        if suffix == ".parquet":
+            _check_room(file)
         return pd.read_parquet(file) if suffix == ".parquet" else pd.read_feather(file)
+    except TooLarge:
+        raise
     except (ValueError, OSError) as error:
         said = " ".join(str(error).split()).rstrip(".")
         raise ValueError(f"{file} is no {suffix[1:].capitalize()} file ({said}); write it again.") from error
+
+
+def _check_room(file: Path) -> None:
+    """Raise for a Parquet file that would take more than half of the memory there is."""
+    from pyarrow import parquet as pq
+
+    metadata, available = pq.read_metadata(file), _available()
+    stored = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    needed = max(
+        stored, 8 * metadata.num_rows * metadata.num_columns
+    )  # a value takes 8 bytes, however few it is stored in
+    if available is not None and needed > available / 2:
+        raise TooLarge(
+            f"{file} has {metadata.num_rows} rows, which take about {_size(needed)} of memory as a table, and "
+            f"{_size(available)} are available; train on it without reading it whole, with evenclip.data.parquet and "
+            "evenclip.fit, or take a sample of its rows."
+        )
+
+
+def _available() -> int | None:
+    """Bytes of memory that are free or can be; None where nobody says."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _size(size: float) -> str:
+    """In words."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -234,11 +273,11 @@ def table(
     found, uncovered, said = _columns(frame, rows.train, used, keep, entries)
     notes += said
     everyone = [(each, _with_target(each, target, "", [])) for each in frames]  # whatever the seed, and the unit
-    labels, looked = _labels(everyone, target, group, group_bins, entries or {})
+    labels, looked = labels_of(everyone, target, group, group_bins, entries or {})
     uncovered += looked
     if unit is not None:
         uncovered.append(f"the choice of one row for each person, by the column {unit!r}")
-    encoder = Encoder(found, labels[0], labels[1:], _groups(everyone, labels[1:], entries or {}))
+    encoder = Encoder(found, labels[0], labels[1:], groups_of(everyone, labels[1:], entries or {}))
     splits = Splits(
         train=_dataset(encoder, frame, rows.train, name),
         test=_dataset(encoder, frames[-1], rows.test, name),
@@ -366,7 +405,7 @@ def _columns(
     return tuple(found), uncovered, notes
 
 
-def _labels(
+def labels_of(
     used: list[tuple[pd.DataFrame, Codes]], target: str, group: tuple[str, ...], bins: int | None,
     entries: dict[str, Any],
 ) -> tuple[tuple[Labels, ...], list[str]]:  # fmt: skip
@@ -416,7 +455,7 @@ def _classes(series: pd.Series, entry: dict[str, Any] | None) -> tuple[Labels, l
     ]
 
 
-def _groups(
+def groups_of(
     used: list[tuple[pd.DataFrame, Codes]], labels: tuple[Labels, ...], entries: dict[str, Any]
 ) -> tuple[str, ...]:
     """The combinations of labels that occur; all of them where all labels are public."""

@@ -1,0 +1,649 @@
+"""A Parquet file trains the model that the same rows in memory train, to the last bit, whatever the window; in bounded
+memory; and what cannot be trained on is refused in words.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet as pq
+from torch import nn
+
+from evenclip import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate, Performance, audit, fit, prepare
+from evenclip.data import Dataset, Parquet, as_dataset, parquet
+from evenclip.data import schema as schemas
+from evenclip.data.dataset import Samples
+from evenclip.data.parquet import CHUNK
+from evenclip.data.streamed import Bits, Windows
+from evenclip.data.table import read
+
+MODULE = sys.modules["evenclip.data.parquet"]  # the function has the same name
+N = 403  # no multiple of a row group
+RULES = [NonPrivate(), DPSGD(sigma=0.8), DPSGDF(sigma=0.8), DPSGDGlobal(sigma=0.8), DPSGDGlobalAdapt(sigma=0.8)]
+SCHEMA = {
+    "evenclip_schema": 1,
+    "columns": {
+        "age": {"kind": "number", "range": [20, 60]},
+        "income": {"kind": "number", "range": [0, 100], "missing": False},
+        "since": {"kind": "date", "range": ["2000-01-01", "2019-12-31"]},
+        "member": {"kind": "boolean"},
+        "job": {"kind": "category", "values": ["baker", "miller"], "other": True},
+        "id": {"kind": "ignore"},
+        "sex": {"kind": "category", "values": ["f", "m"]},
+        "hired": {"kind": "category", "values": ["no", "yes"], "missing": False},
+    },
+}
+
+
+def people(n: int = N, seed: int = 0) -> pd.DataFrame:
+    """Every kind of column; values outside of the range, gaps, and a group of those who have none."""
+    random = np.random.default_rng(seed)
+    return pd.DataFrame(
+        {
+            "id": [f"P{i}" for i in range(n)],
+            "age": np.where(random.random(n) < 0.1, np.nan, random.integers(15, 70, n)),
+            "income": random.random(n) * 100,
+            "since": pd.Timestamp("2000-06-01") + pd.to_timedelta(random.integers(0, 6000, n), unit="D"),
+            "member": random.random(n) < 0.5,
+            "job": random.choice(np.array(["baker", "miller", "smith", None], dtype=object), n),
+            "sex": random.choice(np.array(["f", "m", None], dtype=object), n, p=[0.5, 0.4, 0.1]),
+            "hired": random.choice(["no", "yes"], n),
+        }
+    )
+
+
+def numbers(n: int = N, features: int = 4) -> pd.DataFrame:
+    random = np.random.default_rng(1)
+    frame = pd.DataFrame({f"x{i}": random.standard_normal(n).astype(np.float32) for i in range(features)})
+    return frame.assign(y=random.integers(0, 3, n), k=random.integers(0, 2, n))
+
+
+def written(frame: pd.DataFrame, folder: Path, cuts: tuple[int, ...] = (), size: int = 37) -> list[Path]:
+    """The rows in files cut at these places, with small row groups."""
+    ends = [0, *cuts, len(frame)]
+    paths = [folder / f"part{i}.parquet" for i in range(len(ends) - 1)]
+    for path, start, end in zip(paths, ends, ends[1:], strict=False):
+        frame.iloc[start:end].to_parquet(path, row_group_size=size, index=False)
+    return paths
+
+
+def in_memory(data: Parquet, frame: pd.DataFrame) -> Dataset:
+    """The same rows by the encoder at once."""
+    encoder = data.encoder
+    group = encoder.group_of(frame) if encoder.group else None
+    return Dataset(encoder.encode(frame), encoder.target_of(frame), group, encoder.groups, encoder.classes)
+
+
+def opened(paths, **more) -> Parquet:
+    return parquet(paths, **{"target": "hired", "group": "sex", "schema": SCHEMA, **more})
+
+
+def model(data) -> nn.Module:
+    torch.manual_seed(0)
+    some = data.take(torch.arange(1))
+    return nn.Sequential(nn.Linear(some.x.shape[1], 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, len(data.class_names)))
+
+
+def trained(data, rule=None, **more):
+    rule = DPSGDGlobalAdapt(sigma=0.8) if rule is None else rule
+    return fit(model(data), data, **{"rule": rule, "batch_size": 16, "epochs": 2, "lr": 0.2, "seed": 3, **more})
+
+
+def assert_identical(one, other) -> None:
+    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert one.trace == other.trace
+    assert one.ledger == other.ledger
+    assert torch.equal(one.state, other.state)
+
+
+def no_reader() -> bool:
+    return not [thread for thread in threading.enumerate() if thread.name == "evenclip reader"]
+
+
+# --- the same as in memory --------------------------------------------------------------------------------------------
+
+
+def test_rows_by_index_are_those_of_the_table(tmp_path):
+    frame = people()
+    data = opened(written(frame, tmp_path, (100, 101, 300)))
+    assert (len(data), data.K, data.row_groups) == (N, 3, 3 + 1 + 6 + 3)
+    assert data.group_names == ("f", "m", "missing")
+    same = in_memory(data, frame)
+    for indices in (range(N), [], [0], [N - 1, 0, 36, 37, 99, 100, 101, 36, 36], [*range(36, 39), 299, 300]):
+        places = torch.tensor(list(indices), dtype=torch.int64)
+        one, other = data.take(places), same.take(places)
+        assert torch.equal(one.x, other.x)
+        assert torch.equal(one.y, other.y)
+        assert torch.equal(one.group, other.group)
+    with pytest.raises(IndexError, match=f"Rows 0 to {N} are asked for, and there are {N}."):
+        data.take(torch.tensor([0, N]))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_training_is_that_in_memory_to_the_last_bit(tmp_path, rule):
+    frame = people()
+    data = opened(written(frame, tmp_path, (150,)), memory=20_000)
+    assert_identical(trained(data, rule), trained(in_memory(data, frame), rule))
+    assert no_reader()
+
+
+@pytest.mark.parametrize(
+    "performance",
+    [Performance(chunk=5), Performance(chunk=7, pad=True), Performance(pad=True), Performance(compile=True)],
+)
+def test_how_it_is_computed(tmp_path, performance):
+    frame = people()
+    data = opened(written(frame, tmp_path), memory=30_000)
+    plain = Performance() if performance.compile else performance  # what is compiled is in memory
+    assert_identical(trained(data, performance=performance), trained(in_memory(data, frame), performance=plain))
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    memory=st.integers(1, 200_000), size=st.integers(1, N), cut=st.integers(1, N - 1), batch=st.integers(1, 60),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_neither_windows_nor_row_groups_nor_files_matter(tmp_path, memory, size, cut, batch, seed):
+    frame = numbers()
+    paths = written(frame, tmp_path, (cut,), size)
+    data = parquet(paths, target="y", group="k", memory=memory)
+    given = {"rule": DPSGDF(), "batch_size": batch, "steps": 9, "seed": seed}
+    assert_identical(trained(data, **given), trained(in_memory(data, frame), **given))
+
+
+def test_the_tuple_of_arrays_trains_the_same(tmp_path):
+    """Numbers are taken as they are, so that a file is no other run than its arrays."""
+    frame = numbers()
+    data = parquet(written(frame, tmp_path), target="y", group="k", features=["x2", "x0"])
+    arrays = (frame[["x2", "x0"]].to_numpy(), frame["y"].to_numpy(), frame["k"].to_numpy())
+    torch.manual_seed(0)
+    linear = nn.Linear(2, 3)
+    given = {"rule": DPSGD(), "batch_size": 20, "seed": 0}
+    assert_identical(fit(linear, data, **given), fit(linear, arrays, **given))
+
+
+def test_what_was_an_index_is_a_column_as_others_are(tmp_path):
+    frame, path = numbers(), tmp_path / "indexed.parquet"
+    frame.astype({"y": "category", "k": "Int64"}).set_index("x1").to_parquet(path, row_group_size=50)
+    data = parquet(path, target="y", group="k", features=["x0", "x1"])
+    assert_identical(trained(data), trained(in_memory(data, frame)))
+
+
+def test_a_chunk_of_the_file_is_smaller_than_a_row_group(tmp_path, monkeypatch):
+    monkeypatch.setattr(MODULE, "CHUNK", 10)
+    frame = people()
+    data = opened(written(frame, tmp_path, size=1000), memory=20_000)
+    assert data.row_groups == 1
+    assert_identical(trained(data), trained(in_memory(data, frame)))
+
+
+def test_one_record_more_is_another_run(tmp_path):
+    """Its noise must not cancel that of the neighbour."""
+    (first,), frame = written(numbers(), tmp_path), numbers()
+    frame.loc[N - 1, "x0"] += 1
+    (tmp_path / "other").mkdir()
+    (other,) = written(frame, tmp_path / "other")
+    runs = [
+        prepare(nn.Linear(4, 3), parquet(path, target="y", features=["x0", "x1", "x2", "x3"]), seed=0)
+        for path in (first, other)
+    ]
+    assert not torch.equal(*[run.noise.row(0)[:10] for run in runs])
+
+
+def test_digests_do_not_hang_on_where_they_are_cut():
+    random = torch.Generator().manual_seed(0)
+    for shape in ((7, 3), (8, 3), (5, 1)):
+        rows = torch.randn(shape, generator=random)
+        found = set()
+        for size in (1, 2, 3, 8):
+            bits = Bits(rows.numel() * 4)
+            for part in torch.split(rows, size):
+                bits.add(part)
+            found.add(bits.sums)
+        assert len(found) == 1
+
+
+def test_measured_as_in_memory(tmp_path):
+    frame = people()
+    data = opened(written(frame, tmp_path, (77,)))
+    linear = model(data)
+    assert torch.equal(audit.scores(linear, data, rows=50), audit.scores(linear, in_memory(data, frame), rows=50))
+
+
+# --- resuming ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [NonPrivate(), DPSGDF()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("after", [1, 7, 26, 30])
+def test_resuming_in_the_middle_of_a_window(tmp_path, after, rule):
+    frame = people()
+    data = opened(written(frame, tmp_path), memory=60_000)
+    whole = trained(data, rule)
+
+    def stop(found):
+        if found.t == after - 1:
+            raise RuntimeError("stopped here")
+
+    with pytest.raises(RuntimeError, match="stopped here"):
+        trained(data, rule, checkpoint=tmp_path / "saved", checkpoint_every=1, observers=[stop])
+    assert no_reader()
+    if after > 1:
+        assert_identical(trained(data, rule, checkpoint=tmp_path / "saved", resume=True), whole)
+        (tmp_path / "saved").rename(tmp_path / "done")
+    again = trained(in_memory(data, frame), rule, checkpoint=tmp_path / "memory")
+    assert_identical(again, whole)
+
+
+def test_a_checkpoint_of_a_file_goes_on_in_memory(tmp_path):
+    """What is saved is where the run stands, not how far it has read."""
+    frame = people()
+    data = opened(written(frame, tmp_path), memory=10**6)
+    given = {"rule": DPSGDF(), "batch_size": 16, "epochs": 2, "lr": 0.2, "seed": 3}
+    runs = [prepare(model(data), each, **given) for each in (data, in_memory(data, frame))]
+    for t in (11, 40):
+        for run in runs:
+            with run.listening():
+                while run.t < t:
+                    run.update(run.step())
+        assert runs[0].sampler.state() == runs[1].sampler.state()
+    runs[0].save(tmp_path / "saved")
+    (saved,) = (tmp_path / "saved").iterdir()
+    fresh = prepare(model(data), in_memory(data, frame), **given)
+    fresh.restore(saved)
+    for run in (fresh, runs[1]):
+        with run.listening():
+            while run.t < run.settings.steps:
+                run.update(run.step())
+    assert torch.equal(fresh.vector, runs[1].vector)
+
+
+def test_beyond_the_last_step_and_back(tmp_path):
+    """In a loop of one's own: further steps, and a restored checkpoint while rows are being read."""
+    frame = people()
+    data = opened(written(frame, tmp_path))
+    runs = [
+        prepare(model(data), each, rule=DPSGDF(), batch_size=16, steps=4, seed=3)
+        for each in (data, in_memory(data, frame))
+    ]
+    for run in runs:
+        with run.listening():
+            for _ in range(3):
+                run.update(run.step())
+            run.save(tmp_path / f"saved{run is runs[0]}")
+            for _ in range(4):
+                run.update(run.step())
+            run.restore(next((tmp_path / f"saved{run is runs[0]}").iterdir()))
+            for _ in range(5):
+                run.update(run.step())
+    assert torch.equal(runs[0].vector, runs[1].vector)
+    assert no_reader()
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_group_is_decoded_once_for_a_window(tmp_path, monkeypatch):
+    """As many passes as the rows of the epoch need windows, and no more."""
+    (path,) = written(numbers(), tmp_path, size=10)
+    data = parquet(path, target="y", group="k", memory=2 * 104 * 100)  # two windows of 100 rows of 104 bytes
+    data.fingerprints()
+    passes = []
+    batches = Parquet._batches
+    monkeypatch.setattr(
+        Parquet, "_batches", lambda self, file, groups: passes.append(groups) or batches(self, file, groups)
+    )
+    run = prepare(model(data), data, rule=DPSGD(), batch_size=20, seed=0, epochs=2)
+    passes.clear()
+    with run.listening():
+        while run.t < run.settings.steps:
+            run.update(run.step())
+    assert all(len(set(groups)) == len(groups) for groups in passes)
+    assert sum(row["samples"] for row in run.trace.rows) / 100 <= len(passes) <= 12
+
+
+def test_windows_hold_two_at_most_and_deal_in_order():
+    batches = [torch.arange(i, i + size) for i, size in enumerate([3, 0, 4, 9, 1, 1, 1, 2, 1])]
+    window_of = [0, 0, 1, 2, 3, 3, 3, 3, 4]
+    asked: list[int] = []
+
+    def read_rows(indices, stopped):
+        asked.append(len(indices))
+        return Samples(indices.unsqueeze(1).float(), indices, None)
+
+    feed = Windows(read_rows, iter(batches), rows=5)
+    for batch, window in zip(batches, window_of, strict=True):
+        assert torch.equal(feed.of(batch).y, batch)
+        time.sleep(0.01)
+        assert len(asked) <= window + 2
+    assert asked == [3, 4, 9, 5, 1]
+    with pytest.raises(IndexError, match="All batches that were to be read ahead are taken"):
+        feed.of(batches[0])
+    feed.close()
+    first = Windows(read_rows, iter(batches), rows=5)
+    first.of(batches[0])
+    with pytest.raises(AssertionError, match="another, of 0, was read ahead"):
+        first.of(batches[0])
+    first.close()
+    assert no_reader()
+
+
+PEAK = """
+import json, resource, sys
+import torch, evenclip, pandas, pyarrow.parquet
+from torch import nn
+path, memory = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(1)
+data = evenclip.data.parquet(path, target="y", memory=memory)
+def trained(**more):
+    evenclip.fit(nn.Linear(40, 2), data, rule=evenclip.DPSGD(), batch_size=512, seed=0, **more)
+trained(steps=2)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+trained(epochs=1)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    """600,000 rows of 40 features and a class."""
+    n, path, random = 600_000, tmp_path_factory.mktemp("large") / "large.parquet", np.random.default_rng(0)
+    writer = None
+    for _ in range(6):
+        table = pa.table({f"x{i}": random.random(n // 6) for i in range(40)} | {"y": random.integers(0, 2, n // 6)})
+        writer = writer or pq.ParquetWriter(path, table.schema)
+        writer.write_table(table, row_group_size=50_000)
+    writer.close()
+    return path
+
+
+def grown(path: Path, memory: int) -> float:
+    """MiB by which the peak of a process grows during an epoch, after two steps."""
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(path), str(memory)], capture_output=True, text=True, check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
+    )  # fmt: skip
+    before, after = map(float, done.stdout.split())
+    return after - before
+
+
+def test_memory_is_bounded_by_the_window_and_not_by_the_file(large):
+    """An epoch's rows take 115 MiB when they are encoded, and the file 190."""
+    small, whole = grown(large, 2**25), grown(large, 2**29)
+    assert small < 96
+    assert whole > 2 * small  # so that there was something to save
+
+
+def test_an_epoch_of_any_length_is_added_up_in_parts(tmp_path, monkeypatch):
+    """The trace holds so many samples at most, and a checkpoint in between is exact."""
+    frame = people()
+    data = in_memory(opened(written(frame, tmp_path)), frame)
+    whole = trained(data)
+    monkeypatch.setattr("evenclip.trace.AT_ONCE", 50)
+    parts = trained(data)
+    for one, other in zip(whole.trace, parts.trace, strict=True):
+        assert one["group_samples"] == other["group_samples"]
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+        assert one["clip_fraction"] == other["clip_fraction"]
+
+    def stop(found):
+        if found.t == 17:
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        trained(data, checkpoint=tmp_path / "saved", checkpoint_every=1, observers=[stop])
+    assert trained(data, checkpoint=tmp_path / "saved", resume=True).trace == parts.trace
+
+
+# --- classes, groups, what is public ----------------------------------------------------------------------------------
+
+
+def test_what_epsilon_does_not_cover(tmp_path):
+    (path,) = written(people(), tmp_path)
+    checked = "a check that every row can be used, which only ever stops training"
+    assert opened(path).uncovered == (checked,)
+    found = parquet(path, target="hired", group="sex", features=["income", "member"])
+    assert found.uncovered == (
+        checked,
+        "the names of the classes of 'hired', which are those found in the data",
+        "the names of the groups of 'sex', which are those found in the data",
+    )
+    assert (found.class_names, found.group_names) == (("no", "yes"), ("f", "m", "missing"))
+    assert found.encoder.features == ("income", "member")
+
+
+def test_with_a_schema_no_row_is_looked_at_before_training(tmp_path, monkeypatch):
+    (path,) = written(people(), tmp_path)
+    monkeypatch.setattr(MODULE, "_batches", None)
+    assert opened(path).class_names == ("no", "yes")
+
+
+def test_groups_are_combinations_and_bins(tmp_path):
+    frame = people()
+    (path,) = written(frame, tmp_path)
+    found = opened(path, group=["sex", "member"], exclude_group=True)
+    assert len(found.group_names) == 9
+    assert not [name for name in found.encoder.features if name.startswith(("sex", "member"))]
+    bins = opened(path, group="age", group_bins=2)
+    assert bins.group_names == ("< 40", "≥ 40", "missing")
+    assert_identical(trained(bins), trained(in_memory(bins, frame)))
+    several = parquet(path, target="hired", group=["sex", "member"], features=["income"])
+    assert several.group_names == (
+        "f × False",
+        "f × True",
+        "m × False",
+        "m × True",
+        "missing × False",
+        "missing × True",
+    )
+
+
+def test_values_outside_of_the_range_are_told(tmp_path):
+    frame = people()
+    data = opened(written(frame, tmp_path, (200,)))
+    outside = int(((frame["age"] < 20) | (frame["age"] > 60)).sum())
+    assert data.notes == (f"{outside} values of 'age' lie outside of the schema's range and count as its nearer end.",)
+    assert data.notes == schemas.check(SCHEMA, frame)
+
+
+def test_files_by_pattern_and_by_folder(tmp_path):
+    frame = numbers()
+    paths = written(frame, tmp_path, (100, 200))
+    by_pattern, by_folder = (parquet(where, target="y") for where in (str(tmp_path / "part*.parquet"), tmp_path))
+    assert [file.path for file in by_pattern.files] == [file.path for file in by_folder.files] == paths
+    assert as_dataset(by_folder) is by_folder
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refusal(error, call) -> str:
+    with pytest.raises(error) as raised:
+        call()
+    return str(raised.value)
+
+
+def changed(tmp_path, column, row, value, first=100) -> Parquet:
+    """Two files; the value lies in the second, in a later row group."""
+    frame = people()
+    frame.loc[first + row - 1, column] = value
+    return opened(written(frame, tmp_path, (first,)))
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("hired", None, "Column 'hired' has no value in row 90, and the schema says that none is missing; set "
+         '"missing": true, or fill it in.'),
+        ("hired", "perhaps", "Column 'hired' has the value 'perhaps', which is not among the schema's 'no', 'yes'; add "
+         'it to them, or set "other": true.'),
+        ("income", None, "Column 'income' has no value in row 90, and the schema says that none is missing; set "
+         '"missing": true, or fill it in.'),
+        ("income", np.inf, "Column 'income' has the value 'inf' in row 90, and the schema says it is a number; correct "
+         "the schema or the value."),
+    ],
+)  # fmt: skip
+def test_rows_that_do_not_fit_are_refused_by_file_and_row(tmp_path, monkeypatch, column, value, message):
+    monkeypatch.setattr(MODULE, "CHUNK", 20)
+    data = changed(tmp_path, column, 90, value)
+    assert refusal(ValueError, lambda: trained(data)) == f"{tmp_path / 'part1.parquet'}: {message}"
+
+
+def test_rows_without_target_or_numbers_and_no_schema(tmp_path):
+    frame = numbers().astype({"y": "Int64"})
+    frame.loc[50, "y"] = None
+    (path,) = written(frame, tmp_path)
+    assert refusal(ValueError, lambda: trained(parquet(path, target="y", group="k"))) == (
+        f"{path}: Column 'y' has no value in row 51, which is no class of this encoder; it knows '0', '1', '2'."
+    )
+    frame = numbers()
+    frame.loc[52, "x1"] = np.nan
+    (path,) = written(frame, tmp_path)
+    assert refusal(ValueError, lambda: trained(parquet(path, target="y", group="k"))) == (
+        f"{path}: Column 'x1' has no number in row 53 (missing, or infinite); leave such rows out of the file, or give "
+        "a schema, which has an indicator for them."
+    )
+    frame["y"] = None
+    (path,) = written(frame, tmp_path)
+    assert refusal(ValueError, lambda: parquet(path, target="y", group="k")) == (
+        "The target 'y' is missing in every row; choose another column."
+    )
+
+
+def test_names(tmp_path):
+    (path,) = written(people(), tmp_path)
+    there = "its columns are 'id', 'age', 'income', 'since', 'member', 'job', 'sex', 'hired'."
+    assert refusal(ValueError, lambda: opened(path, target="Hire")) == (
+        f"There is no column 'Hire' in {path}; did you mean 'hired'? {there}"
+    )
+    assert refusal(ValueError, lambda: opened(path, features=["zzz"])) == f"There is no column 'zzz' in {path}; {there}"
+    assert refusal(ValueError, lambda: opened(path, group="hired")) == (
+        "target and group are both 'hired'; predict one column and compare the groups of another."
+    )
+    assert refusal(ValueError, lambda: opened(path, features=["age", "age"])) == (
+        "features names a column twice, 'age', 'age'; name each once."
+    )
+    assert refusal(ValueError, lambda: opened(path, features=["hired"])) == (
+        "The target 'hired' is among the features; leave it out of them."
+    )
+    assert refusal(ValueError, lambda: opened(path, schema=None)) == (
+        "Column 'id' is of type large_string, which is no number; give a schema, which says how it becomes features "
+        "(`evenclip data schema` proposes one), or name the columns to learn from as features."
+    )
+    less = {**SCHEMA, "columns": {name: entry for name, entry in SCHEMA["columns"].items() if name != "age"}}
+    assert refusal(ValueError, lambda: opened(path, schema=less, features=["age"])) == (
+        "The feature 'age' is not in the schema; say there what is public about it."
+    )
+    more = {**SCHEMA, "columns": {**SCHEMA["columns"], "height": {"kind": "number", "range": [0, 1]}}}
+    assert refusal(ValueError, lambda: opened(path, schema=more)) == (
+        f"The schema has the column 'height' and {path} does not; {there[:-1]}: add the column, or take it out of the "
+        "schema."
+    )
+    assert refusal(ValueError, lambda: parquet(path, target="income", features=["age"])) == (
+        f"The target 'income' is a number with {N} different values; this is classification, with at most 20 numbers "
+        "as classes: cut it into classes first (for example income > 50000)."
+    )
+    assert refusal(
+        ValueError, lambda: parquet(path, target="hired", group="age", group_bins=3, features=["income"])
+    ).startswith("group_bins cuts 'age' at quantiles of all rows")
+
+
+def test_files_that_are_none(tmp_path):
+    assert refusal(FileNotFoundError, lambda: opened(tmp_path / "no.parquet")) == (
+        f"{tmp_path / 'no.parquet'} is not there; give a file."
+    )
+    assert refusal(FileNotFoundError, lambda: opened(str(tmp_path / "*.parquet"))) == (
+        f"There are no Parquet files at {tmp_path}/*.parquet; name a file, a folder or a pattern."
+    )
+    text = tmp_path / "text.parquet"
+    text.write_text("a,b\n1,2\n")
+    assert re.fullmatch(
+        rf"{text} is no Parquet file \(.+\); write it again\.", refusal(ValueError, lambda: opened(text))
+    )
+    assert refusal(TypeError, lambda: opened(3)) == (
+        "source is a int; give the path of a Parquet file, or a list of them."
+    )
+    (empty,) = written(people().iloc[:0], tmp_path)
+    assert refusal(ValueError, lambda: opened(empty)).startswith("The dataset has 0 samples;")
+
+
+def test_files_that_differ(tmp_path):
+    one, other = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    people().to_parquet(one)
+    people().astype({"income": "float32"}).to_parquet(other)
+    assert refusal(ValueError, lambda: opened([one, other])) == (
+        f"The files differ: column 'income' is double in {one} and float in {other}; write them with one schema."
+    )
+    people().drop(columns="sex").to_parquet(other)
+    assert refusal(ValueError, lambda: opened([one, other])).startswith(f"There is no column 'sex' in {other};")
+    people().drop(columns="age").to_parquet(other)
+    assert refusal(ValueError, lambda: opened([one, other])) == (
+        f"The files differ: column 'age' is double in {one} and not there in {other}; write them with one schema."
+    )
+
+
+def test_a_file_that_changes_while_it_is_trained_on(tmp_path):
+    (path,) = written(people(), tmp_path)
+    data = opened(path, memory=5000)
+
+    def change(found):
+        if found.t == 2:
+            os.utime(path, (1, 1))
+
+    assert refusal(ValueError, lambda: trained(data, epochs=20, observers=[change])) == (
+        f"{path} has changed since it was opened; a run sees one dataset only: open it again and start again."
+    )
+    assert no_reader()
+    path.unlink()
+    assert refusal(FileNotFoundError, lambda: trained(data)) == f"{path} is not there; give a file."
+
+
+def test_a_damaged_row_group(tmp_path):
+    (path,) = written(numbers(20_000), tmp_path, size=5000)
+    data = parquet(path, target="y", group="k")
+    stat, content = path.stat(), bytearray(path.read_bytes())
+    content[4:40] = b"\xff" * 36
+    path.write_bytes(content)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert re.fullmatch(
+        rf"{path} cannot be read to its end \(.+\); write it again\.", refusal(ValueError, lambda: trained(data))
+    )
+
+
+def test_a_model_with_too_few_outputs(tmp_path):
+    (path,) = written(numbers().sort_values("y"), tmp_path)
+    assert refusal(ValueError, lambda: fit(nn.Linear(4, 2), parquet(path, target="y", group="k"), batch_size=16)) == (
+        "'y' has 3 classes, '0', '1', '2', and the model has 2 outputs; give the model 3."
+    )
+
+
+def test_a_table_that_does_not_fit_in_memory(tmp_path, monkeypatch):
+    """`evenclip compare` and `evenclip train` read tables whole."""
+    (path,) = written(people(), tmp_path)
+    assert len(read(path)) == N
+    monkeypatch.setattr("evenclip.data.table._available", lambda: 20_000)
+    assert refusal(ValueError, lambda: read(path)) == (
+        f"{path} has {N} rows, which take about 26 kB of memory as a table, and 20 kB are available; train on it "
+        "without reading it whole, with evenclip.data.parquet and evenclip.fit, or take a sample of its rows."
+    )
+
+
+def test_the_schema_in_a_file(tmp_path):
+    (path,) = written(people(), tmp_path)
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    assert opened(path, schema=tmp_path / "schema.json").encoder == opened(path).encoder
+    assert CHUNK > N
