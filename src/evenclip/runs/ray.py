@@ -141,7 +141,8 @@ class Ray:
         if address is not None:
             _reachable(address)
         try:
-            ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+            with _quiet():
+                ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         except ray.exceptions.AuthenticationError:
             raise ConnectionError(f"Ray's token was not found: {_TOKEN}.") from None
         except ConnectionError:
@@ -181,7 +182,6 @@ def _package() -> Any:
         ImportError: a sentence.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that is started here tells nobody about it
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^")  # a node that dies is not printed amid the results
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
@@ -189,6 +189,19 @@ def _package() -> Any:
     except ImportError:
         raise ImportError("Ray is not installed; run `pip install 'evenclip[ray]'`, or leave --on ray out.") from None
     return ray
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what Ray's C++ writes while it connects, a line a second; what matters of it is raised."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _reachable(address: str) -> None:
