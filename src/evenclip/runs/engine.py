@@ -128,6 +128,8 @@ class Tries:
     def heard(self, hand: InHand, event: Mapping[str, Any]) -> list[Spec]:
         """Act on what a worker said (see `runs.bundle`); the runs to try again."""
         i = event["i"]
+        if i not in hand.specs:  # a job that Slurm started once more, on what was done
+            return []
         spec = hand.specs[i]
         if i not in hand.begun:  # a run's own time begins when it is first heard of
             hand.begun.add(i)

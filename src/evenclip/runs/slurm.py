@@ -159,7 +159,16 @@ class _Hearing:
         except FileNotFoundError:  # it has not begun
             return []
         self.read += len(lines) + 1 if lines else 0
-        return [json.loads(line) for line in lines.splitlines()]
+        return [event for line in lines.splitlines() if (event := _event(line)) is not None]
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """What a line says; nothing, if its job was killed in the middle of it."""
+    try:
+        found: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    return found
 
 
 @dataclass(eq=False)
@@ -299,6 +308,7 @@ def _carry_out(task: Mapping[str, Any], path: str, threads: int) -> None:
         "command was started; install the same"
     )
     with Path(path).open("a", buffering=1) as out:
+        out.write("\n")  # it may be the second time, and the first have ended in the middle of a line
 
         def say(**event: Any) -> None:
             out.write(json.dumps(event) + "\n")
