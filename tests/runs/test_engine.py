@@ -84,7 +84,7 @@ def test_another_copy_of_a_named_dataset_is_refused(spec, tmp_path, monkeypatch)
         unpacked(given, lambda digest: None, tmp_path)
     (tmp_path / "dutch").mkdir()
     (tmp_path / "dutch" / "dutch_census_2001.arff").write_text("four")
-    with pytest.raises(ValueError, match="is another version on .*; put the same files into the same folder"):
+    with pytest.raises(ValueError, match=r"is another version on .*; put the same files into the same folder"):
         unpacked(given, lambda digest: None, tmp_path)
     (tmp_path / "dutch" / "dutch_census_2001.arff").write_text("fives")
     assert unpacked(given, lambda digest: None, tmp_path) == given

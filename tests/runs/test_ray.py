@@ -235,7 +235,7 @@ def test_things_done_apart_come_back_with_their_place(cluster):
 
 
 def test_what_no_node_has_is_said_and_not_waited_for(cluster, store, spec, told):
-    with pytest.raises(ValueError, match="A run is to have 64 CPUs and 0.5 GPUs, and no node of the Ray cluster has"):
+    with pytest.raises(ValueError, match=r"A run is to have 64 CPUs and 0.5 GPUs, and no node of the Ray cluster has"):
         carry_out([spec(0)], store, told, Ray(cluster, cpus=64, gpus=0.5))
 
 
