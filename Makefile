@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint docs browser bench format clean
+.PHONY: demo test scale lint docs browser bench format clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -25,6 +25,10 @@ browser: $(READY)  ## the report in a real browser; needs Chromium and npm
 	npm install --silent --no-fund --no-audit --fetch-retries 1 --prefix .browser axe-core \
 	  || echo "axe-core could not be had from npm: what it looks for is left out"
 	$(BIN)/python -m pytest tests/browser
+
+scale: $(READY)  ## sweeps on a Ray cluster of two nodes, and as Slurm's jobs
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray,slurm]'
+	$(BIN)/python -m pytest tests/runs/test_engine.py tests/runs/test_ray.py
 
 docs: $(READY)  ## the documentation as a site, in build/docs; a warning is an error
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'

@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from evenclip.report.live import Lines, Live
-from evenclip.runs.local import Failure
+from evenclip.runs.engine import Failure
 from evenclip.runs.spec import Spec
 
 SPECS = [Spec({"name": "toy"}, {"name": "mlp"}, {"name": rule}, 0.1, 1, 32, None, None, seed=3)

@@ -29,14 +29,14 @@ from evenclip.paper.settings import PUBLISHED
 from evenclip.protocol import LEARNING_RATES, Method, Protocol
 from evenclip.release import Ledger
 from evenclip.rules import BY_NAME, NO_EPSILON, NonPrivate, Rule
-from evenclip.runs import Spec, Store, carry_out
-from evenclip.runs.local import Show, Silent
+from evenclip.runs import Engine, Local, Show, Silent, Spec, Store, carry_out
 from evenclip.runs.parts import (
     RULES,
     Loaded,
     describe_file,
     describe_model,
     describe_rule,
+    file_sizes,
     load_data,
     make_model,
     named_rule,
@@ -257,6 +257,7 @@ def compare(
     data_dir: str | os.PathLike[str] | None = None,
     store: str | os.PathLike[str] | None = None,
     workers: int | None = None,
+    on: Engine | None = None,
     show: Show | None = None,
 ) -> Comparison:
     """Train the rules over the seeds, beside a non-private reference, and measure what privacy costs each group.
@@ -283,6 +284,7 @@ def compare(
         data_dir: where files of datasets are; EVENCLIP_DATA unless given.
         store: where results of runs are kept and found again; the user's cache unless given.
         workers: processes at a time; one per core unless given.
+        on: who carries out the runs: `evenclip.runs.Ray` or `Slurm`; processes of this machine unless given.
         show: who is told about progress.
 
     Raises:
@@ -290,9 +292,8 @@ def compare(
         RunsError: if runs failed, after all others.
     """
     chosen = _seeds(seeds)
-    _check_device(device)
-    if workers is not None:
-        check.natural(workers=workers)
+    engine = _engine(workers, on)
+    _check_device(device, engine)
     kept = Store(default_root() if store is None else store)
     described = _described(data, target, group, dict(options or {}), data_dir, kept)
     if rows is not None:
@@ -309,13 +310,13 @@ def compare(
         plan = _calibrated(plan, epsilon, len(train))
     make_model(plan.model, train, chosen[0])  # a model that does not fit is found before anything is trained
     shown = Silent() if show is None else show
-    rates = _chosen_rates(plan, described, loaded, chosen, device, kept, workers, shown)
+    rates = _chosen_rates(plan, described, loaded, chosen, device, kept, engine, shown)
     specs = [
         _spec(plan, method.rule, rates[seed] if method.lr is None else method.lr, described, seed, device)
         for seed in chosen
         for method in plan.methods
     ]
-    results = carry_out(specs, kept, shown, workers)
+    results = carry_out(specs, kept, shown, engine)
     settings = {"ε": epsilon, "δ": delta, "epochs": epochs, "batch size": batch_size, "lr": lr, "model": model}
     settings["rows"] = rows
     says = _says(plan, [f"{name} {value}" for name, value in settings.items() if value is not None])
@@ -325,7 +326,7 @@ def compare(
         return found
     private = [spec for spec, method in zip(specs, plan.methods, strict=False) if method.name != REFERENCE]
     names = [method.name for method in plan.methods if method.name != REFERENCE]
-    return replace(found, risk=dict(zip(names, looks(private, kept, workers), strict=True)))
+    return replace(found, risk=dict(zip(names, looks(private, kept, engine), strict=True)))
 
 
 # --- what is compared -------------------------------------------------------------------------------------------------
@@ -378,8 +379,7 @@ def _named(
         if option not in known:
             raise ValueError(f"--{option.replace('_', '-')} is not for {name}; it is for {_OPTIONS[option]}.")
     directory = data_directory(None if data_dir is None else Path(data_dir))
-    found = [(file.path, file.find(directory)) for file in SOURCES[name].files]
-    sizes = {path: _size(place) for path, place in found if place is not None}  # of partial or other copies
+    sizes = file_sizes(name, directory)  # of partial or other copies
     where = {} if directory is None else {"directory": str(directory.resolve())}
     return {"name": name, "options": options, "files": sizes, **where}
 
@@ -390,11 +390,6 @@ _OPTIONS = {
     "allow_partial": "celeba",
     "side": "celeba",
 }
-
-
-def _size(place: Path) -> int:
-    """Bytes of a file, entries of a folder."""
-    return sum(1 for _ in place.iterdir()) if place.is_dir() else place.stat().st_size
 
 
 def _table(
@@ -546,7 +541,7 @@ def _calibrated(plan: Protocol, epsilon: float, n: int) -> Protocol:
 
 def _chosen_rates(
     plan: Protocol, described: Mapping[str, Any], loaded: Loaded, seeds: Sequence[int], device: str, store: Store,
-    workers: int | None, show: Show,
+    engine: Engine, show: Show,
 ) -> dict[int, float]:  # fmt: skip
     """Seed -> the reference's learning rate, chosen by accuracy on that seed's own validation rows.
 
@@ -561,7 +556,7 @@ def _chosen_rates(
     tries = [_spec(plan, NonPrivate(), lr, {**described, **held}, seed, device) for seed, lr in pairs]
     accuracy = {
         pair: result["validation"]["overall"]["accuracy"]
-        for pair, result in zip(pairs, carry_out(tries, store, show, workers), strict=True)
+        for pair, result in zip(pairs, carry_out(tries, store, show, engine), strict=True)
     }
     source = SOURCES.get(described.get("name", ""))
     return _best(accuracy, seeds, shared=source is not None and source.fixed_test)
@@ -594,16 +589,24 @@ def _unsound(plan: Protocol) -> list[str]:
     return [f"{rule.name} has no valid ε, whatever noise it adds: {rule.why}." for rule in rules]
 
 
-def _check_device(device: str) -> None:
-    """Raise for a device that is not here, before every run does."""
+def _engine(workers: int | None, on: Engine | None) -> Engine:
+    """Who carries out the runs."""
+    if workers is not None and on is not None:
+        raise ValueError("workers are processes of this machine; leave them out where `on` says who carries out runs.")
+    return Local(workers) if on is None else on
+
+
+def _check_device(device: str, engine: Engine) -> None:
+    """Raise for a device that runs will not have, before every run does."""
     import torch
 
     try:
         kind = torch.device(device).type
     except RuntimeError:
         raise ValueError(f"device is {device!r}; give cpu, cuda or cuda:NUMBER.") from None
-    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+    if kind not in ("cpu", "cuda"):
         raise ValueError(f"device is {device!r} and there is none here; use cpu.")
+    engine.check_device(device)
 
 
 # --- what came out ----------------------------------------------------------------------------------------------------

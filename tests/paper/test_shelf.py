@@ -12,6 +12,7 @@ from evenclip.paper.figures import FIGURES, bound_rows
 from evenclip.paper.settings import PUBLISHED
 from evenclip.paper.shelf import Shelf
 from evenclip.paper.watched import GroupGradients, Watch
+from evenclip.runs import Local
 
 
 def filled(folder, kept, seen):
@@ -156,9 +157,9 @@ def test_the_matched_reference_is_watched_at_the_rate_that_its_table_chose(tmp_p
 
 def test_what_was_watched_is_not_watched_again(tmp_path, monkeypatch):
     given = Watch("adult", "dpsgd", epochs=1, every=90, sample=32, probes=2)
-    first = list(watched.carry_out([given], tmp_path, workers=1))
+    first = list(watched.carry_out([given], tmp_path, on=Local(1)))
     monkeypatch.setattr("evenclip.runs.apart.ProcessPoolExecutor", None)  # would raise if anybody wanted it
-    assert list(watched.carry_out([given], tmp_path, workers=1)) == first
+    assert list(watched.carry_out([given], tmp_path, on=Local(1))) == first
     other = Watch("adult", "dpsgd", epochs=1, every=90, sample=33, probes=2)
     assert watched.read(tmp_path, other) is None
 

@@ -44,7 +44,7 @@ class Told:
     """Writes down what it is told."""
 
     def __init__(self):
-        self.begun, self.over, self.runs = [], [], 0
+        self.begun, self.over, self.steps, self.runs = [], [], [], 0
 
     def planned(self, runs):
         self.runs += runs
@@ -53,7 +53,7 @@ class Told:
         self.begun.append(spec.seed)
 
     def step(self, spec, t):
-        pass
+        self.steps.append((spec.seed, t))
 
     def ended(self, spec, failure):
         self.over.append((spec.seed, failure))

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from evenclip.runs import RunsError, carry_out
+from evenclip.runs import Local, RunsError, carry_out
 
 
 @pytest.fixture(autouse=True)
@@ -22,13 +22,13 @@ def cache(tmp_path, monkeypatch):
 
 def test_results_come_in_the_order_asked_for_and_once(store, spec, told):
     specs = [spec(seed) for seed in (2, 0, 2, 1)]
-    found = carry_out(specs, store, told, workers=2)
+    found = carry_out(specs, store, told, Local(2))
     assert [result["settings"]["seed_given"] for result in found] == [True] * 4
     assert found[0] == found[2]
     assert found[0]["test"] != found[1]["test"]
     assert (told.runs, sorted(told.begun)) == (3, [0, 1, 2])
     before = {p: p.stat().st_mtime_ns for p in store.root.rglob("result.json")}
-    assert carry_out(specs, store, told, workers=2) == found
+    assert carry_out(specs, store, told, Local(2)) == found
     assert told.runs == 3  # nothing was computed again
     assert {p: p.stat().st_mtime_ns for p in store.root.rglob("result.json")} == before
 
@@ -36,7 +36,7 @@ def test_results_come_in_the_order_asked_for_and_once(store, spec, told):
 def test_a_run_that_fails_does_not_stop_the_others(store, spec, told):
     bad = spec(5, lr=-1.0)
     with pytest.raises(RunsError) as raised:
-        carry_out([spec(0), bad, spec(1)], store, told, workers=2)
+        carry_out([spec(0), bad, spec(1)], store, told, Local(2))
     assert str(raised.value) == (
         "1 of 3 runs failed; the other 2 are kept. dpsgd, seed 5: lr is -1.0; it must be a finite number above 0. "
         "Run the same command again to finish what is missing."
@@ -76,7 +76,7 @@ def test_a_killed_worker_costs_the_bundle_it_had_in_hand_and_the_command_can_be_
     long, short = [spec(seed, epochs=800) for seed in (7, 8, 9)], [spec(0), spec(1)]
     killer = Killer(told, 8)
     with pytest.raises(RunsError) as raised:
-        carry_out([*long, *short], store, killer, workers=1)
+        carry_out([*long, *short], store, killer, Local(1))
     assert killer.killed
     lost = {failure.spec.seed for failure in raised.value.failures}
     assert 8 in lost
@@ -87,14 +87,14 @@ def test_a_killed_worker_costs_the_bundle_it_had_in_hand_and_the_command_can_be_
     assert ": its process was ended by SIGKILL (out of memory?)." in str(raised.value)
     assert all(map(store.has, short))
     assert not any(p.name.startswith(".") for p in store.root.iterdir())
-    assert len(carry_out([spec(7), spec(8), *short], store, told, workers=1)) == 4
+    assert len(carry_out([spec(7), spec(8), *short], store, told, Local(1))) == 4
 
 
 def test_two_commands_on_one_store_share_the_work(store, spec, told):
     specs, found = [spec(seed, epochs=30) for seed in range(4)], {}
 
     def command(name):
-        found[name] = carry_out(specs, store, type(told)(), workers=1)
+        found[name] = carry_out(specs, store, type(told)(), Local(1))
 
     threads = [threading.Thread(target=command, args=(name,)) for name in ("one", "other")]
     for thread in threads:

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from evenclip.program import NoProgram
-from evenclip.runs import Store, carry_out, together, work, worker
+from evenclip.runs import Local, Store, carry_out, together, work, worker
 from evenclip.runs.together import PLAIN, How, bundles, choose
 
 STACKED, TURNS = How(together=True, compiled=False), How(together=False, compiled=False, turns=3)
@@ -187,7 +187,7 @@ def task(specs, store):
 def said(specs, store):
     """What a worker says to them, without how far it is."""
     events = []
-    worker._carry_out(json.loads(json.dumps(task(specs, store))), lambda **event: events.append(event))
+    worker.carry_out(json.loads(json.dumps(task(specs, store))), lambda **event: events.append(event))
     return [event for event in events if event["event"] != "step"]
 
 
@@ -198,7 +198,7 @@ def test_each_run_of_a_line_is_done_failed_or_busy(store, spec):
     events = []
     with store.claim(busy) as mine:
         assert mine
-        worker._carry_out(line, lambda **event: events.append(event))
+        worker.carry_out(line, lambda **event: events.append(event))
     found = {event["i"]: event for event in events if event["event"] != "step"}
     assert {i: event["event"] for i, event in found.items()} == {0: "done", 1: "failed", 2: "busy", 3: "failed"}
     assert found[1]["why"] == "lr is -1.0; it must be a finite number above 0."
@@ -337,7 +337,7 @@ def test_a_busy_run_of_a_bundle_is_looked_at_again(store, spec, told, monkeypatc
     monkeypatch.setattr("evenclip.runs.local.time.sleep", later)
     with store.claim(specs[0]) as mine:
         assert mine
-        found = carry_out(specs, store, told, workers=1)
+        found = carry_out(specs, store, told, Local(1))
     assert sleep
     assert found[0]["train_loss"] == result["train_loss"]
     assert sorted(seed for seed, failure in told.over if failure is None) == [0, 1]

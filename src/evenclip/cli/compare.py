@@ -12,6 +12,19 @@ from typing import Annotated, Any
 import typer
 
 from evenclip.cli import files
+from evenclip.cli.engines import (
+    Account,
+    Cpus,
+    Gpus,
+    Jobs,
+    Minutes,
+    On,
+    OnOption,
+    Partition,
+    RayAddress,
+    Workers,
+    engine,
+)
 from evenclip.cli.report import written
 from evenclip.cli.stops import kept
 
@@ -56,7 +69,15 @@ def compare(
         Path | None, typer.Option(help="Where files of datasets are; EVENCLIP_DATA by default.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for results.json and the runs.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes at a time; one per core by default.")] = None,
+    workers: Workers = None,
+    on: OnOption = On.LOCAL,
+    ray_address: RayAddress = None,
+    cpus_per_run: Cpus = None,
+    gpus_per_run: Gpus = None,
+    slurm_partition: Partition = None,
+    slurm_account: Account = None,
+    slurm_minutes: Minutes = None,
+    slurm_jobs: Jobs = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print results.json instead of the table.")] = False,
 ) -> None:
     """Train a non-private reference and the private rules, and print what privacy costs each group.
@@ -66,6 +87,11 @@ def compare(
     from evenclip import comparison
     from evenclip.report.live import watching
 
+    who = engine(
+        on, workers=workers, ray_address=ray_address, cpus_per_run=cpus_per_run, gpus_per_run=gpus_per_run,
+        slurm_partition=slurm_partition, slurm_account=slurm_account, slurm_minutes=slurm_minutes,
+        slurm_jobs=slurm_jobs,
+    )  # fmt: skip
     options = _options(test, schema, keep, drop, exclude_group, group_bins, unit, allow_partial)
     columns: Any = group[0] if group and len(group) == 1 else group or None
     names = None if rules is None else [name.strip() for name in rules.split(",") if name.strip()]
@@ -77,7 +103,7 @@ def compare(
         found = comparison.compare(
             data, names, seeds, target=target, group=columns, epsilon=epsilon, delta=delta, epochs=epochs,
             batch_size=batch_size, lr=lr, model=model, match=match, risk=risk, device=device, options=options,
-            data_dir=data_dir, store=None if out is None else out / "runs", workers=workers, show=show,
+            data_dir=data_dir, store=None if out is None else out / "runs", on=who, show=show,
         )  # fmt: skip
     text = json.dumps(found.to_json() | {"command": shlex.join(["evenclip", *sys.argv[1:]])}, indent=1)
     if out is not None:

@@ -8,10 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from evenclip.cli.engines import (
+    Account,
+    Cpus,
+    Gpus,
+    Jobs,
+    Minutes,
+    On,
+    OnOption,
+    Partition,
+    RayAddress,
+    Workers,
+    engine,
+)
 from evenclip.cli.stops import kept
 
 if TYPE_CHECKING:
     from evenclip.paper.shelf import Shelf
+    from evenclip.runs import Engine
 
 __all__ = ["app"]
 
@@ -21,7 +35,6 @@ Out = Annotated[Path, typer.Option(help="Folder for tables, figures and the page
 Seeds = Annotated[int, typer.Option(help="Number of seeds.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 DataDir = Annotated[Path | None, typer.Option(help="Where files of datasets are; EVENCLIP_DATA by default.")]
-Workers = Annotated[int | None, typer.Option(help="Processes at a time; one per core by default.")]
 Quick = Annotated[bool, typer.Option("--quick", help="One epoch, two seeds, few images: a look, marked so.")]
 
 FOLDER = Path("paper")
@@ -58,13 +71,21 @@ def table(
     name: Annotated[str, typer.Argument(help="See `evenclip paper list`.")],
     seeds: Seeds = 5, device: Device = "cpu", out: Out = FOLDER, data_dir: DataDir = None, workers: Workers = None,
     quick: Quick = False,
+    on: OnOption = On.LOCAL, ray_address: RayAddress = None, cpus_per_run: Cpus = None, gpus_per_run: Gpus = None,
+    slurm_partition: Partition = None, slurm_account: Account = None, slurm_minutes: Minutes = None,
+    slurm_jobs: Jobs = None,
 ) -> None:  # fmt: skip
     """Train what a table needs, and print it beside the printed numbers."""
     from evenclip.paper.shelf import Shelf
 
+    who = engine(
+        on, workers=workers, ray_address=ray_address, cpus_per_run=cpus_per_run, gpus_per_run=gpus_per_run,
+        slurm_partition=slurm_partition, slurm_account=slurm_account, slurm_minutes=slurm_minutes,
+        slurm_jobs=slurm_jobs,
+    )  # fmt: skip
     shelf = Shelf(out)
     with kept():
-        path = _table(shelf, name, seeds, device, data_dir, workers, quick)
+        path = _table(shelf, name, seeds, device, data_dir, who, quick)
     print(path.read_text())
     print(f"{path} has it, {path.with_suffix('.json')} all that it was drawn from.")
 
@@ -73,6 +94,9 @@ def table(
 def figure(
     name: Annotated[str, typer.Argument(help="See `evenclip paper list`.")],
     device: Device = "cpu", out: Out = FOLDER, data_dir: DataDir = None, workers: Workers = None, quick: Quick = False,
+    on: OnOption = On.LOCAL, ray_address: RayAddress = None, cpus_per_run: Cpus = None, gpus_per_run: Gpus = None,
+    slurm_partition: Partition = None, slurm_account: Account = None, slurm_minutes: Minutes = None,
+    slurm_jobs: Jobs = None,
     published_scale: Annotated[
         bool, typer.Option("--published-scale", help="R_noise without the 1/B² that the paper leaves out.")
     ] = False,
@@ -82,10 +106,15 @@ def figure(
     from evenclip.paper.figures import FIGURES
     from evenclip.paper.shelf import Shelf
 
+    who = engine(
+        on, workers=workers, ray_address=ray_address, cpus_per_run=cpus_per_run, gpus_per_run=gpus_per_run,
+        slurm_partition=slurm_partition, slurm_account=slurm_account, slurm_minutes=slurm_minutes,
+        slurm_jobs=slurm_jobs,
+    )  # fmt: skip
     shelf = Shelf(out)
     if name in FIGURES:
         with kept():
-            _watch(shelf, FIGURES[name].dataset, FIGURES[name].match, device, data_dir, workers, quick)
+            _watch(shelf, FIGURES[name].dataset, FIGURES[name].match, device, data_dir, who, quick)
     elif name not in DRAWINGS:
         raise ValueError(f"There is no figure {name!r}; `evenclip paper list` has their names.")
     for path in shelf.draw_figure(name, published_scale=published_scale):
@@ -96,6 +125,9 @@ def figure(
 def all_(
     seeds: Seeds = 5, device: Device = "cpu", out: Out = FOLDER, data_dir: DataDir = None, workers: Workers = None,
     quick: Quick = False,
+    on: OnOption = On.LOCAL, ray_address: RayAddress = None, cpus_per_run: Cpus = None, gpus_per_run: Gpus = None,
+    slurm_partition: Partition = None, slurm_account: Account = None, slurm_minutes: Minutes = None,
+    slurm_jobs: Jobs = None,
     only: Annotated[str | None, typer.Option(help="Comma-separated datasets; those whose files are there.")] = None,
 ) -> None:  # fmt: skip
     """Every table and figure whose data is there; what was made before is not made again."""
@@ -103,6 +135,11 @@ def all_(
     from evenclip.paper.settings import SETTINGS
     from evenclip.paper.shelf import Shelf
 
+    who = engine(
+        on, workers=workers, ray_address=ray_address, cpus_per_run=cpus_per_run, gpus_per_run=gpus_per_run,
+        slurm_partition=slurm_partition, slurm_account=slurm_account, slurm_minutes=slurm_minutes,
+        slurm_jobs=slurm_jobs,
+    )  # fmt: skip
     shelf, left = Shelf(out), []
     chosen = list(SETTINGS) if only is None else [name.strip() for name in only.split(",") if name.strip()]
     for unknown in set(chosen) - set(SETTINGS):
@@ -117,12 +154,12 @@ def all_(
                 continue
             for match in (False, True):
                 name = f"{dataset}-matched" if match else dataset
-                print(_table(shelf, name, seeds, device, data_dir, workers, quick))
-                _watch(shelf, dataset, match, device, data_dir, workers, quick)
+                print(_table(shelf, name, seeds, device, data_dir, who, quick))
+                _watch(shelf, dataset, match, device, data_dir, who, quick)
             if dataset == "mnist":
-                print(_table(shelf, directions.NAME, seeds, device, data_dir, workers, quick))
+                print(_table(shelf, directions.NAME, seeds, device, data_dir, who, quick))
             if dataset == "dutch" and "adult" in chosen:
-                print(_table(shelf, variants.NAME, seeds, device, data_dir, workers, quick))
+                print(_table(shelf, variants.NAME, seeds, device, data_dir, who, quick))
     for path in shelf.redraw():
         if path.suffix in (".svg", ".html"):
             print(path)
@@ -141,9 +178,7 @@ def redraw(out: Out = FOLDER) -> None:
         print(path)
 
 
-def _table(
-    shelf: Shelf, name: str, seeds: int, device: str, data_dir: Path | None, workers: int | None, quick: bool
-) -> Path:
+def _table(shelf: Shelf, name: str, seeds: int, device: str, data_dir: Path | None, on: Engine, quick: bool) -> Path:
     """A table trained, kept and drawn."""
     from evenclip.paper import tables
     from evenclip.paper.shelf import MADE
@@ -154,14 +189,14 @@ def _table(
     with watching() as show:
         given: dict[str, Any] = {
             "seeds": min(seeds, 2) if quick else seeds, "device": device, "quick": quick,
-            "data_dir": data_dir, "store": shelf.root / "runs", "workers": workers, "show": show,
+            "data_dir": data_dir, "store": shelf.root / "runs", "on": on, "show": show,
         }  # fmt: skip
         made = MADE[name].make(**given) if name in MADE else tables.make(tables.TABLES[name], **given)
     return shelf.keep(made)
 
 
 def _watch(
-    shelf: Shelf, dataset: str, match: bool, device: str, data_dir: Path | None, workers: int | None, quick: bool
+    shelf: Shelf, dataset: str, match: bool, device: str, data_dir: Path | None, on: Engine, quick: bool
 ) -> None:
     """The runs of a dataset watched, but for those that were."""
     from evenclip.paper import watched
@@ -169,5 +204,5 @@ def _watch(
     plan = watched.plan(
         dataset, match=match, quick=quick, device=device, reference_lr=shelf.reference_lr(dataset) if match else None
     )
-    for given, _ in watched.carry_out(plan, shelf.watched, data_dir=data_dir, workers=workers):
+    for given, _ in watched.carry_out(plan, shelf.watched, data_dir=data_dir, on=on):
         print(f"  watched {given.name}", file=sys.stderr)

@@ -24,8 +24,7 @@ from evenclip.audit import statistics
 from evenclip.gradients import PerSample
 from evenclip.paper.published import load
 from evenclip.rules import NO_EPSILON, Rule
-from evenclip.runs import Spec, Store, carry_out
-from evenclip.runs.local import Show, Silent
+from evenclip.runs import Engine, Local, Show, Silent, Spec, Store, carry_out
 from evenclip.runs.parts import describe_rule
 from evenclip.runs.store import default_root
 
@@ -125,7 +124,7 @@ class _OneError(PerSample):
 
 def make(
     *, seeds: int = 5, device: str = "cpu", quick: bool = False, data_dir: Path | None = None,
-    store: Path | None = None, workers: int | None = None, show: Show | None = None,
+    store: Path | None = None, on: Engine | None = None, show: Show | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train both, and the record of the table."""
     from evenclip.paper.settings import PUBLISHED, quick_rows
@@ -146,7 +145,7 @@ def make(
              device)
         for rule in rules for seed in range(seeds)
     ]  # fmt: skip
-    found = carry_out(specs, Store(default_root() if store is None else store), show or Silent(), workers)
+    found = carry_out(specs, Store(default_root() if store is None else store), show or Silent(), on or Local())
     rows = {
         rule.name: {
             "accuracy": [r["test"]["groups"]["accuracy"] for r in found[i * seeds : (i + 1) * seeds]],

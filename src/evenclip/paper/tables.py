@@ -30,7 +30,7 @@ from evenclip.comparison import Comparison, compare
 from evenclip.data import SOURCES, data_directory
 from evenclip.paper.published import Claim, Printed, PublishedTable, claims, load
 from evenclip.paper.settings import PUBLISHED, SETTINGS, quick_rows
-from evenclip.runs.local import Show
+from evenclip.runs import Engine, Show
 from evenclip.runs.spec import code
 
 __all__ = ["TABLES", "Cell", "Table", "Verdict", "cells", "draw", "make", "record", "verdicts"]
@@ -75,14 +75,14 @@ TABLES: dict[str, Table] = {
 
 def make(
     table: Table, *, seeds: int = 5, device: str = "cpu", quick: bool = False,
-    data_dir: Path | None = None, store: Path | None = None, workers: int | None = None, show: Show | None = None,
+    data_dir: Path | None = None, store: Path | None = None, on: Engine | None = None, show: Show | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train what the table needs and is not there yet; its record. Quick: one epoch, and of images a sample."""
     options = {"allow_partial": True} if table.dataset == "celeba" else {}
     few: dict[str, Any] = {"epochs": 1, "rows": quick_rows(table.dataset)} if quick else {}
     found = compare(
         table.dataset, [m.name for m in PUBLISHED[table.dataset].methods if m.name != REFERENCE], seeds,
-        match=table.match, device=device, options=options, data_dir=data_dir, store=store, workers=workers, show=show,
+        match=table.match, device=device, options=options, data_dir=data_dir, store=store, on=on, show=show,
         **few,
     )  # fmt: skip
     return record(table, found, device=device, quick=quick, partial=partial(table.dataset, data_dir))

@@ -24,7 +24,7 @@ from evenclip.paper.published import load
 from evenclip.paper.settings import PUBLISHED
 from evenclip.paper.tables import Cell, made_with
 from evenclip.protocol import Method
-from evenclip.runs.local import Show
+from evenclip.runs import Engine, Show
 
 __all__ = ["NAME", "TITLE", "VARIANTS", "Variant", "draw", "make"]
 
@@ -74,7 +74,7 @@ VARIANTS: tuple[Variant, ...] = (
 
 def make(
     *, seeds: int = 5, device: str = "cpu", quick: bool = False, data_dir: Path | None = None,
-    store: Path | None = None, workers: int | None = None, show: Show | None = None,
+    store: Path | None = None, on: Engine | None = None, show: Show | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train them, beside a reference of the same learning rate; what is in a table is found in its store."""
     rows = []
@@ -82,7 +82,7 @@ def make(
         printed, method = load(variant.dataset), variant.method
         found = compare(
             variant.dataset, [method.rule], seeds, lr=method.lr, device=device, epochs=1 if quick else None,
-            data_dir=data_dir, store=store, workers=workers, show=show,
+            data_dir=data_dir, store=store, on=on, show=show,
         )  # fmt: skip
         places = [found.groups.index(group) for group in printed.groups]
         metrics = found[method.name].metrics

@@ -25,7 +25,8 @@ from evenclip.paper.settings import PUBLISHED, SETTINGS, quick_rows
 from evenclip.protocol import Method, Protocol
 from evenclip.rules import NonPrivate
 from evenclip.run import Performance
-from evenclip.runs.apart import apart, write_whole
+from evenclip.runs import Engine, Local
+from evenclip.runs.apart import write_whole
 from evenclip.runs.parts import load_data, make_model
 from evenclip.runs.spec import code
 from evenclip.step import Step
@@ -212,7 +213,7 @@ def plan(
 
 
 def carry_out(
-    watches: Sequence[Watch], folder: Path, *, data_dir: Path | None = None, workers: int | None = None
+    watches: Sequence[Watch], folder: Path, *, data_dir: Path | None = None, on: Engine | None = None
 ) -> Iterator[tuple[Watch, dict[str, Any]]]:
     """What was seen of each, as they end; what lies in the folder is not run again."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -224,7 +225,7 @@ def carry_out(
         else:
             yield given, known
     where = None if data_dir is None else str(data_dir)
-    for i, found in apart(partial(watch, data_dir=where), todo, workers):
+    for i, found in (on or Local()).apart(partial(watch, data_dir=where), todo):
         write_whole(folder / f"{todo[i].name}.json", json.dumps(found) + "\n")
         yield todo[i], found
 

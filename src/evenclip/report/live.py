@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from evenclip.runs.local import Failure
+    from evenclip.runs.engine import Failure
     from evenclip.runs.spec import Spec
 
 __all__ = ["Lines", "Live", "watching"]

@@ -20,6 +20,7 @@ import hashlib
 import importlib.util
 import inspect
 import io
+import platform
 import sys
 import uuid
 from collections.abc import Mapping
@@ -43,6 +44,7 @@ __all__ = [
     "describe_file",
     "describe_model",
     "describe_rule",
+    "file_sizes",
     "load_data",
     "make_model",
     "make_rule",
@@ -105,6 +107,19 @@ def _load(description: Mapping[str, Any], seed: int) -> Loaded:
     directory = data_directory(description.get("directory"))
     splits = source.load(seed, directory=directory, **description.get("options", {}))
     return Loaded(splits, source.pair, source.uncovered)
+
+
+def file_sizes(name: str, directory: str | Path | None) -> dict[str, int]:
+    """Bytes of each file that a named dataset is read from, entries of a folder; those that are there."""
+    from evenclip.data.catalogue import SOURCES, data_directory
+
+    place = data_directory(directory)
+    found = [(file.path, file.find(place)) for file in SOURCES[name].files]
+    return {path: _size(place) for path, place in found if place is not None}
+
+
+def _size(place: Path) -> int:
+    return sum(1 for _ in place.iterdir()) if place.is_dir() else place.stat().st_size
 
 
 def _table(description: Mapping[str, Any], seed: int) -> Loaded:
@@ -311,7 +326,10 @@ def sha256(path: Path) -> str:
 
 def _check_content(description: Mapping[str, Any]) -> None:
     """Raise where a file is not what it was when it was described."""
-    if sha256(Path(description["path"])) != description["sha256"]:
+    path = Path(description["path"])
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there on {platform.node()}; put it where every machine finds it.")
+    if sha256(path) != description["sha256"]:
         raise ValueError(f"{description['path']} has changed since the comparison began; start it again.")
 
 

@@ -9,7 +9,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from evenclip.runs.apart import apart, write_whole
+from evenclip.runs.apart import write_whole
+from evenclip.runs.engine import Engine
 from evenclip.runs.spec import Spec
 from evenclip.runs.store import Store
 
@@ -24,13 +25,13 @@ _SAMPLE = 1024
 Look = dict[str, Any]  # t; dir and mag by group; None where nothing is known
 
 
-def looks(specs: Sequence[Spec], store: Store, workers: int | None = None) -> list[list[Look]]:
+def looks(specs: Sequence[Spec], store: Store, engine: Engine) -> list[list[Look]]:
     """Of every run, what was seen of its steps; what the store has is not looked at again."""
     folder = store.root / "risk"
     folder.mkdir(parents=True, exist_ok=True)
     places = [folder / f"{spec.hash}.json" for spec in specs]
     todo = [(spec, place) for spec, place in zip(specs, places, strict=True) if not place.is_file()]
-    for i, found in apart(watched, [spec for spec, _ in todo], workers):
+    for i, found in engine.apart(watched, [spec for spec, _ in todo]):
         write_whole(todo[i][1], json.dumps(found) + "\n")
     return [json.loads(place.read_text()) for place in places]
 

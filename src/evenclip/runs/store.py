@@ -11,6 +11,7 @@ never written again.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -88,6 +89,9 @@ class Store:
             except BlockingIOError:
                 yield False
                 return
+            except OSError as error:  # a disk without locks; a result that is computed twice is still kept once
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+                    raise
             yield True  # closing the file lets go of it, and so does dying
 
 

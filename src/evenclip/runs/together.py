@@ -53,10 +53,11 @@ class How(NamedTuple):
 PLAIN = How(together=False, compiled=False)
 
 
-def bundles(specs: Sequence[Spec], workers: int) -> list[list[Spec]]:
+def bundles(specs: Sequence[Spec], workers: int, devices: int = 1) -> list[list[Spec]]:
     """The runs, those that are alike side by side, in as many bundles for each kind as there are workers.
 
-    On a GPU a bundle is of one rule: its graph is compiled once, and all processes share the one device.
+    On GPUs a bundle is of one rule, of which there are as many bundles as GPUs: a rule's graph is compiled once for
+    each, and all processes share them.
     """
     kinds: dict[str, list[Spec]] = {}
     for spec in specs:
@@ -64,7 +65,7 @@ def bundles(specs: Sequence[Spec], workers: int) -> list[list[Spec]]:
         kinds.setdefault(_likeness(spec) + (_rule(spec) if apart else ""), []).append(spec)
     found = []
     for alike in kinds.values():
-        parts = min(workers, len(alike)) if alike[0].device == "cpu" else 1
+        parts = min(workers if alike[0].device == "cpu" else devices, len(alike))
         found += [alike[i::parts] for i in range(parts)]
     return found
 
