@@ -32,7 +32,9 @@ ORDER = [
     ["step", "checkpoint", "privacy", "progress", "update"],
     ["rules", "gradients", "data", "models", "sampling"],
     ["accounting"],
-    ["release", "noise", "compiler", "recording", "check"],
+    ["release", "noise", "compiler", "recording"],
+    ["ranks"],
+    ["check"],
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 HEAVY = ["matplotlib", "pandas", "scipy", "dp_accounting", "typer", "rich", "sklearn", "pyarrow"]

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenclip.ranks import Alone, AnyRanks
+
 __all__ = ["Entry", "Ledger", "Releases", "joint_multiplier"]
 
 
@@ -117,6 +119,8 @@ class Releases:
     """The releases of one step, on noise that was drawn before the step began.
 
     Taking the noise as an argument keeps the step a pure function of tensors, which can be mapped and compiled.
+    Where several ranks take the step together, each has a part of the sum: the one that leads adds the noise to its
+    own, and what all get back is the whole.
 
     >>> release = Releases({"count": torch.zeros(1), "gradient": torch.ones(2)})
     >>> release("gradient", torch.tensor([3.0, 4.0]), sensitivity=0.5, multiplier=2.0)
@@ -125,8 +129,9 @@ class Releases:
     {'gradient': 2.0}
     """
 
-    def __init__(self, noise: Mapping[str, Tensor]) -> None:
+    def __init__(self, noise: Mapping[str, Tensor], ranks: AnyRanks | None = None) -> None:
         self._noise = dict(noise)  # name of the release -> N(0, I), used once
+        self._ranks: AnyRanks = Alone() if ranks is None else ranks
         self.multipliers: dict[str, float] = {}
 
     def __call__(
@@ -143,8 +148,12 @@ class Releases:
         if name in self.multipliers:
             raise ValueError(f"This step has released {name!r} already; noise is used once.")
         self.multipliers[name] = multiplier if bounded else 0.0
-        if multiplier == 0:
-            return value
+        if multiplier == 0 or not self._ranks.leads:
+            return self._ranks.sum(value)
+        return self._ranks.sum(self._noisy(name, value, sensitivity, multiplier))
+
+    def _noisy(self, name: str, value: Tensor, sensitivity: float | Tensor, multiplier: float) -> Tensor:
+        """The value with its noise."""
         fresh = self._noise.pop(name)
         fresh = fresh if fresh.shape == value.shape else fresh.view(value.shape)
         if isinstance(sensitivity, Tensor):

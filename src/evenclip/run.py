@@ -25,6 +25,7 @@ from evenclip.data.dataset import Samples
 from evenclip.gradients import Tape, WholeTape, plan
 from evenclip.gradients.losses import Loss
 from evenclip.noise import Ahead, Noise
+from evenclip.ranks import AnyRanks, RankError
 from evenclip.recording import sent
 from evenclip.release import Ledger, Releases
 from evenclip.rules import Guarded, Rule
@@ -138,16 +139,19 @@ class Run:
         scheduler: Callable[[Optimizer], Any] | None,
         performance: Performance,
         device: torch.device,
+        ranks: AnyRanks,
     ) -> None:
+        self.ranks, self.rows = ranks, ranks.rows(len(data))
         self.model, self.data, self.settings, self.device = model, data, settings, device
         self.guard = Guarded(settings.rule)
         self.performance = performance
         self.state = settings.rule.init(settings.groups).to(device)
-        self.ledger, self.trace, self.t = Ledger(), Trace(self.guard, settings.groups), 0
-        _check_tape(settings.rule, performance)
+        self.ledger, self.trace, self.t = Ledger(), Trace(self.guard, settings.groups, ranks), 0
+        _check_tape(settings.rule, performance, ranks)
+        _check_equal(ranks, settings, model, data)
         with _precision(performance.tf32):
             self.tape = settings.rule.tape(_tape(model, loss, data))
-        streams = _streams(settings, model, data)
+        streams = _streams(settings, model, data, ranks)
         self._move = Update(model, self.tape.layout, optimizer, settings.lr)
         self.optimizer = self._move.optimizer
         self.scheduler = None if scheduler is None else scheduler(self.optimizer)
@@ -157,7 +161,7 @@ class Run:
         none = torch.zeros(0, dtype=torch.float64, device=device)
         self.counts = len(self.guard.statistics(none, none.long(), self.state, None))
         _check_counts(settings.rule, self.counts)
-        rows = max(settings.n, roomy(settings.B), performance.chunk or 0)  # the most that a chunk can have
+        rows = max(len(data), roomy(settings.B), performance.chunk or 0)  # the most that a chunk can have
         self.nobody = torch.zeros(rows, dtype=torch.int64, device=device)  # everybody's group, where there are none
         layout = self.tape.layout
         sizes = {"count": self.counts, "gradient": layout.size}
@@ -178,7 +182,7 @@ class Run:
         """Where steps can be taken: the tape listens, and torch's global generator is put back afterwards."""
         devices = [self.device] if self.device.type == "cuda" else []
         with _precision(self.performance.tf32), torch.random.fork_rng(devices=devices), self.tape.listening():
-            if self.performance.compile and self._quick is None:
+            if self.performance.compile and self._quick is None and self.ranks.world == 1:
                 self._quick = self._compiled()
             yield self
 
@@ -188,8 +192,8 @@ class Run:
         B = self.sampler.expected_size(batch)
         if self._quick is not None and self._quick.takes(batch):
             return self._quick_step(self._quick, batch, B)
-        release = Releases(self._draw())
-        found = step(self.tape, self.guard, self.state, self._chunks(batch), B, release, self.t)
+        release, own = Releases(self._draw(), self.ranks), self.ranks.share(batch, self.rows)
+        found = step(self.tape, self.guard, self.state, self._chunks(own), B, release, self.t)
         self.ledger.write(self.sampler.q, release.multipliers)
         return found
 
@@ -200,6 +204,7 @@ class Run:
         self.t += 1
         self.trace.add(found)
         if self.ended:
+            self._check_together()
             self.trace.close(self.state, float(found.public.sensitivity))
             if self.scheduler is not None:
                 self.scheduler.step()
@@ -236,6 +241,19 @@ class Run:
         except NoProgram as error:
             _log.debug("no program: %s", error)
             return None
+
+    def _check_together(self) -> None:
+        """Raise unless all ranks have the same parameters and the same state, bit by bit."""
+        if self.ranks.world == 1:
+            return
+        found = self.ranks.each(_digest([self._move.vector, self.state]))
+        others = [r for r, value in enumerate(found) if value != found[0]]
+        if others:
+            raise RankError(
+                f"After step {self.t} rank {others[0]} has other parameters than rank 0, so they no longer train one "
+                "model. Was the model changed on one of them, or do they compute on machines of different kinds? Go on "
+                "from the last checkpoint with resume=True, on machines of one kind."
+            )
 
     # --- in a stack ---
 
@@ -280,14 +298,15 @@ class Run:
         return self.data.group.cpu()
 
     def _draw(self) -> dict[str, Tensor]:
-        """This step's noise."""
-        return {} if self.settings.rule.sigma == 0 and self.counts == 0 else self.noise.of(self.t)
+        """This step's noise, where it is added."""
+        silent = self.settings.rule.sigma == 0 and self.counts == 0
+        return {} if silent or not self.ranks.leads else self.noise.of(self.t)
 
     def _chunks(self, batch: Tensor) -> list[Chunk]:
         """The batch as the performance settings want it."""
         size = self.performance.chunk
         if self.performance.pad and size is None:
-            size = roomy(self.settings.B)
+            size = roomy(self.settings.B / self.ranks.world)
         pieces = chunks(batch, size, self.performance.pad)
         return [self._chunk(rows, real, i) for i, (rows, real) in enumerate(pieces)]
 
@@ -295,14 +314,19 @@ class Run:
         x, y, group = self.data.take(rows.to(self.device) if isinstance(self.data, Dataset) else rows)
         if group is None:
             group = self.nobody.narrow(0, 0, rows.shape[0])
-        # Odd multipliers: every (step, chunk) of a run has a seed of its own.
+        # Odd multipliers: every (step, chunk, rank) of a run has a seed of its own.
+        i = i * self.ranks.world + self.ranks.rank
         seed = (self.dropout + 0x9E3779B97F4A7C15 * (self.t + 1) + 0xC2B2AE3D27D4EB4F * i) % 2**63
         return Chunk(x, y, group, None if real is None else real.to(self.device), seed)
 
     # --- checkpoints ---
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint of this moment."""
+        """Write a checkpoint of this moment: every rank takes part, the one that leads writes."""
+        self._check_together()
+        trace = self.trace.state()
+        if not self.ranks.leads:
+            return
         published = {
             "settings": self.settings.to_json(),
             "t": self.t,
@@ -316,7 +340,7 @@ class Run:
             "seed": self.settings.seed,
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "trace": self.trace.state(),
+            "trace": trace,
         }
         checkpoint.save(folder, self.t, Checkpoint(self.model.state_dict(), published, secret))
 
@@ -361,7 +385,7 @@ def _precision(tf32: bool) -> Iterator[None]:
             setting.fp32_precision = was
 
 
-def _check_tape(rule: Rule, performance: Performance) -> None:
+def _check_tape(rule: Rule, performance: Performance, ranks: AnyRanks) -> None:
     """Raise for a rule that changes what is differentiated and claims a bound all the same: it sees whole batches."""
     if rule.bounded and type(rule).tape is not Rule.tape:
         raise ValueError(
@@ -370,6 +394,26 @@ def _check_tape(rule: Rule, performance: Performance) -> None:
         )
     if not rule.bounded and (performance.chunk is not None or performance.pad):
         raise ValueError(f"{rule.name} needs the whole batch at once; leave chunk and pad out.")
+    if type(rule).tape is not Rule.tape and ranks.world > 1:
+        raise ValueError(f"{rule.name} needs the whole batch at once; train it in one process, without ranks.")
+
+
+def _check_equal(ranks: AnyRanks, settings: Settings, model: nn.Module, data: Dataset | MapDataset) -> None:
+    """Raise on every rank unless all were given the same settings and the same model."""
+    if ranks.world == 1:
+        return
+    names = {"group_names": data.group_names, "class_names": data.class_names}
+    ours = settings.to_json() | names | {"seed": settings.seed, "model": _digest(model.state_dict())}
+    theirs = ranks.each(ours)
+    for r, other in enumerate(theirs):
+        differ = [name for name in theirs[0] if other[name] != theirs[0][name]]
+        secret = {"seed": "another seed", "model": "another model, or the same from another start"}
+        if differ:
+            said = [secret.get(name, f"{name} {other[name]!r} instead of {theirs[0][name]!r}") for name in differ]
+            raise ValueError(
+                f"Rank {r} was given {', '.join(said)}: all ranks train one model, so give each the arguments that "
+                "rank 0 has; make the model from the same seed on every rank, or load it from the same file."
+            )
 
 
 def _check_counts(rule: Rule, counts: int) -> None:
@@ -398,15 +442,19 @@ def _sampler(settings: Settings, seed: np.random.SeedSequence) -> Sampler:
     return Poisson(settings.n, settings.q, settings.B, seed)
 
 
-def _streams(settings: Settings, model: nn.Module, data: Dataset | MapDataset) -> dict[str, np.random.SeedSequence]:
+def _streams(
+    settings: Settings, model: nn.Module, data: Dataset | MapDataset, ranks: AnyRanks
+) -> dict[str, np.random.SeedSequence]:
     """A random stream for each purpose, of this run alone: two models that shared noise would cancel it.
 
     A run is data, model, rule, settings and seed. All are mixed into the streams, so that no two runs draw the same
-    numbers: not with another rule, not from another start, and not on the data with one record more or less.
+    numbers: not with another rule, not from another start, and not on the data with one record more or less. The ranks
+    of a run have the same streams.
     """
-    entropy = np.random.SeedSequence().entropy if settings.seed is None else settings.seed
+    entropy = ranks.first(np.random.SeedSequence().entropy) if settings.seed is None else settings.seed
     assert isinstance(entropy, int)
-    words = [entropy, int(settings.specification[:32], 16), _digest(model.state_dict()), _digest(data)]
+    digest = ranks.digest(_digest(data))
+    words = [entropy, int(settings.specification[:32], 16), _digest(model.state_dict()), digest]
     purposes = ("batches", "noise", "dropout")
     return {purpose: np.random.SeedSequence(words, spawn_key=(i,)) for i, purpose in enumerate(purposes)}
 

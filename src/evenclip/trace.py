@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenclip.ranks import Alone, AnyRanks
 from evenclip.rules import Guarded
 from evenclip.step import Step
 
@@ -33,9 +34,9 @@ _Columns = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, T
 class Trace:
     """Rows of finished epochs, and the steps of the one under way."""
 
-    def __init__(self, guard: Guarded, groups: int) -> None:
+    def __init__(self, guard: Guarded, groups: int, ranks: AnyRanks | None = None) -> None:
         self.rows: list[Row] = []
-        self._guard, self._groups = guard, groups
+        self._guard, self._groups, self._ranks = guard, groups, Alone() if ranks is None else ranks
         self._open: list[_Columns] = []
 
     def add(self, step: Step) -> None:
@@ -58,11 +59,28 @@ class Trace:
         return row
 
     def _means(self, steps: Sequence[_Columns]) -> Row:
-        """Sums over the epoch, by group."""
-        sizes = torch.tensor([step[0].shape[0] for step in steps])
+        """Means over the epoch, by group: of all ranks' samples."""
+        sizes = torch.tensor([step[0].shape[0] for step in steps], dtype=torch.float64)  # [step]
+        K, own = self._groups, self._sums(steps)
+        total = self._ranks.sum(torch.cat([own, sizes]))
+        losses, norms, counts = total[: 3 * K].view(3, K)
+        seen, kept, clipped, clamped = total[3 * K : len(own)].tolist()
+        return {
+            "samples": int(seen),
+            "loss": _divided(losses, counts),
+            "gradient_norm": _divided(norms, counts),
+            "group_samples": counts.long().tolist(),
+            "clip_fraction": clipped / kept if kept else None,
+            "non_finite": int(seen - kept),
+            "empty_batches": int((total[len(own) :] == 0).sum()),
+            "clamped": int(clamped),
+        }
+
+    def _sums(self, steps: Sequence[_Columns]) -> Tensor:
+        """Of each group Σ ℓ_i, Σ ‖g_i‖ and how many; how many were seen, finite, clipped, clamped.  # [3 K + 4]"""
         columns = zip(*(step[:3] for step in steps), strict=True)
         losses, norms, weights = (torch.cat(column).cpu() for column in columns)
-        several = self._groups > 1
+        several, sizes = self._groups > 1, torch.tensor([step[0].shape[0] for step in steps])
         group = torch.cat([step[3] for step in steps]).cpu() if several else torch.zeros(len(losses), dtype=torch.int64)
         resting = self._guard.resting(torch.stack([step[6] for step in steps]), self._groups).cpu()  # [step, group]
         own = resting.repeat_interleave(sizes, dim=0)  # of each sample's step  [sample, group]
@@ -71,32 +89,64 @@ class Trace:
         if finite is not None:
             losses, norms, clipped, group = losses[finite], norms[finite], clipped[finite], group[finite]
         counts = torch.bincount(group, minlength=self._groups) if several else torch.tensor([len(losses)])
-        return {
-            "samples": seen,
-            "loss": self._mean(losses, group, counts),
-            "gradient_norm": self._mean(norms, group, counts),
-            "group_samples": counts.tolist(),
-            "clip_fraction": int(clipped.sum()) / len(clipped) if len(clipped) else None,
-            "non_finite": seen - len(losses),
-            "empty_batches": int((sizes == 0).sum()),
-            "clamped": _count([step[4] for step in steps if step[4] is not None]),
-        }
+        clamped = _count([step[4] for step in steps if step[4] is not None])
+        numbers = torch.tensor([seen, len(losses), int(clipped.sum()), clamped])
+        return torch.cat([self._sum(losses, group), self._sum(norms, group), counts.double(), numbers.double()])
 
-    def _mean(self, values: Tensor, group: Tensor, counts: Tensor) -> list[float | None]:
+    def _sum(self, values: Tensor, group: Tensor) -> Tensor:
+        """By group.  # [group], float64"""
         if self._groups == 1:
-            sums = values.sum(dim=0, keepdim=True, dtype=torch.float64)
-        else:
-            sums = torch.bincount(group, weights=values, minlength=self._groups)  # added up in float64
-        return [float(s / n) if n else None for s, n in zip(sums, counts, strict=True)]
+            return values.sum(dim=0, keepdim=True, dtype=torch.float64)
+        # added up in float64
+        return torch.bincount(group, weights=values, minlength=self._groups).double()
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint: private."""
-        return {"rows": self.rows, "open": [list(step) for step in self._open]}
+        """For the checkpoint, of all ranks' samples: private. Every rank takes part; the one that leads gets it."""
+        parts = self._ranks.gathered([[_here(column) for column in step] for step in self._open])
+        return {"rows": self.rows, "open": [_joined(step) for step in zip(*parts, strict=True)]}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from there: the rank that leads has all samples of the epoch under way."""
         self.rows = list(state["rows"])
-        self._open = [tuple(step) for step in state["open"]]
+        steps = [tuple(step) for step in state["open"]]
+        self._open = steps if self._ranks.leads else [_none_of(step) for step in steps]
+
+
+def _divided(sums: Tensor, counts: Tensor) -> list[float | None]:
+    """The means of the groups that were seen."""
+    return [float(s / n) if n else None for s, n in zip(sums, counts, strict=True)]
+
+
+def _here(column: Tensor | None) -> Tensor | None:
+    """On the CPU, where ranks can send it."""
+    return None if column is None else column.cpu()
+
+
+def _joined(parts: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    """One step's columns, of all ranks' samples."""
+    if len(parts) == 1:
+        return list(parts[0])
+    found: list[Tensor | None] = []
+    for i in range(6):
+        masks, like = [part[i] for part in parts], [part[0] for part in parts]
+        filled = [
+            torch.full_like(x, i == 5, dtype=torch.bool) if mask is None else mask
+            for mask, x in zip(masks, like, strict=True)
+            if x is not None
+        ]
+        found.append(None if all(mask is None for mask in masks) else torch.cat(filled))
+    return [*found, parts[0][6]]
+
+
+def _none_of(step: _Columns) -> _Columns:
+    """The same step without any sample."""
+    *columns, now = step
+    losses, norms, weights, group, clamped, finite = (None if c is None else c[:0] for c in columns)
+    assert losses is not None
+    assert norms is not None
+    assert weights is not None
+    assert group is not None
+    return losses, norms, weights, group, clamped, finite, now
 
 
 def _count(masks: Sequence[Tensor]) -> int:
