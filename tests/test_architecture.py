@@ -29,6 +29,7 @@ ORDER = [
     ["quick", "objectives"],
     ["program", "trace"],
     ["logs"],
+    ["sharded"],
     ["step", "checkpoint", "privacy", "progress", "update"],
     ["rules", "gradients", "data", "models", "sampling"],
     ["accounting"],

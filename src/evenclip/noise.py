@@ -74,6 +74,27 @@ class Noise:
         np.multiply(np.sin(angle[:, :rest], out=out[:, half:]), radius[:, :rest], out=out[:, half:])
         return torch.from_numpy(out).to(dtype)
 
+    def part(self, t: int, size: int, first: int, end: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Numbers first to end − 1 of the `size` of step t, for whoever has use for these alone.  # [end − first]"""
+        half = (size + 1) // 2
+        cosines = self._pairs(t, size, min(first, half), min(end, half), dtype)[0]
+        sines = self._pairs(t, size, max(first, half) - half, max(end, half) - half, dtype)[1]
+        return torch.cat([cosines, sines])
+
+    def _pairs(self, t: int, size: int, first: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The numbers of pairs first to end − 1: those of the cosines, those of the sines."""
+        if first == end:
+            return torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype)
+        half = (size + 1) // 2
+        words = torch.from_numpy(self._words[0].some(t, size, _blocks(half, 4), first, end).view(np.int64))
+        extra = self._words[1].some(t, size, _blocks(half, 8), first // 2, (end + 1) // 2).view(np.uint32)
+        extra = extra[first % 2 :][: end - first]
+        more = torch.from_numpy((extra + 1.0) * 2.0**-32)
+        if dtype != torch.float64:
+            more = torch.where(words & _LOW < _TAIL, more, 0.0).to(torch.float32)
+        cosines, sines = normals(words, more, 2 * len(words), dtype).view(2, -1)
+        return cosines, sines
+
     def _refine(self, u: NDArray[Any], t: int, size: int) -> None:
         """32 bits more where u [step, pair], in units of 2⁻³², lies in the tail; everywhere in float64."""
         steps, half = u.shape
@@ -125,6 +146,12 @@ class _Words:
             self._bits = np.random.Philox(key=self._key, counter=counter)
         self._at = size, (t + steps) * blocks
         return self._bits.random_raw(4 * blocks * steps).reshape(steps, 4 * blocks)
+
+    def some(self, t: int, size: int, blocks: int, first: int, end: int) -> NDArray[np.uint64]:
+        """Words first to end − 1 of those of step t."""
+        counter = np.array([t * blocks + first // 4, self._stream, size, 0], dtype=np.uint64)
+        drawn = np.random.Philox(key=self._key, counter=counter).random_raw(4 * _blocks(end - first + first % 4, 4))
+        return drawn[first % 4 :][: end - first]
 
 
 def normal(key: Tensor, t: Tensor, size: int, dtype: torch.dtype = torch.float32) -> Tensor:

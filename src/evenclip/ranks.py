@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from evenclip import check
 
-__all__ = ["Alone", "AnyRanks", "RankError", "Ranks", "Rows"]
+__all__ = ["Alone", "AnyRanks", "Here", "RankError", "Ranks", "Rows", "Summed", "Total"]
 
 
 class RankError(RuntimeError):
@@ -48,16 +48,63 @@ class Rows:
     n: int
 
 
+class Total(Protocol):
+    """How a value that is released is added up over the ranks.
+
+    Attributes:
+        adds_noise: whether this rank adds noise to it.
+    """
+
+    adds_noise: bool
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum over the ranks, without this rank's noise; `value` is not changed."""
+
+    def noisy_total(self, value: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
+        """The same with it; `add` adds it to a value of the noise's size."""
+
+
+class Here:
+    """In one process the value is the sum."""
+
+    adds_noise = True
+
+    def total(self, value: Tensor) -> Tensor:
+        """The value itself."""
+        return value
+
+    def noisy_total(self, value: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
+        """With its noise."""
+        return add(value)
+
+
+class Summed:
+    """Every rank gets the sum of all; the one that leads adds the noise, to its own part and before it is added up."""
+
+    def __init__(self, ranks: AnyRanks) -> None:
+        self._ranks, self.adds_noise = ranks, ranks.leads
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum."""
+        return self._ranks.sum(value)
+
+    def noisy_total(self, value: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
+        """The sum, with noise on one of its terms."""
+        return self._ranks.sum(add(value))
+
+
 class AnyRanks(Protocol):
     """What a run needs of the processes that it is trained by.
 
     Attributes:
         rank: number of this process, from 0.
         world: number of processes.
+        sharded: whether each has a piece of every parameter only.
     """
 
     rank: int
     world: int
+    sharded: bool
 
     @property
     def leads(self) -> bool:
@@ -81,6 +128,9 @@ class AnyRanks(Protocol):
     def first(self, value: Any) -> Any:
         """The value of the rank that leads."""
 
+    def together(self) -> AbstractContextManager[None]:
+        """Where torch's complaint about a rank that does not answer becomes a sentence."""
+
     def digest(self, own: int) -> int:
         """One number for the data of all ranks, from each one's own; raises where they are not as they should be."""
 
@@ -91,7 +141,7 @@ class AnyRanks(Protocol):
 class Alone:
     """One process."""
 
-    rank, world, leads = 0, 1, True
+    rank, world, leads, sharded = 0, 1, True, False
 
     def rows(self, own: int) -> Rows:
         """All of them."""
@@ -118,6 +168,10 @@ class Alone:
         """The value itself."""
         return value
 
+    def together(self) -> AbstractContextManager[None]:
+        """Nobody to wait for."""
+        return nullcontext()
+
     def digest(self, own: int) -> int:
         """Its own."""
         return own
@@ -137,12 +191,15 @@ class Ranks:
     Args:
         local: every rank hands `fit` records of its own, which no other has: n is their sum. Otherwise every rank hands
             it the same data, and takes an equal part of every batch.
+        sharded: every rank keeps a piece of every parameter, for a model that is too large for one device; see
+            `evenclip.sharded`. Otherwise every rank has the whole model.
         timeout: seconds that a rank waits for the others before it gives up.
 
     Attributes:
         rank: number of this process, from 0.
         world: number of processes.
         local: as given.
+        sharded: as given.
 
     Raises:
         RankError: where nobody has started several processes.
@@ -151,17 +208,18 @@ class Ranks:
     # Whether to stop is asked every so many steps: another message a step would cost small models dearly.
     _ASKED = 8
 
-    def __init__(self, *, local: bool = False, timeout: float = 600.0) -> None:
+    def __init__(self, *, local: bool = False, sharded: bool = False, timeout: float = 600.0) -> None:
         check.positive(timeout=timeout)
         if not dist.is_available():
             raise RankError(
                 "This torch was built without torch.distributed; leave ranks out, or install another build."
             )
         self._timeout, self.local = timedelta(seconds=timeout), local
+        self.sharded = sharded
         if not dist.is_initialized():
             _begin(self._timeout)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        with self._together():
+        with self.together():
             self._host = dist.new_group(backend="gloo", timeout=self._timeout)  # what lies on the CPU
 
     @property
@@ -196,28 +254,35 @@ class Ranks:
         gloo and nccl add each number up in one place and hand it round, so that all ranks get the same bits.
         """
         total = value.contiguous().clone()
-        with self._together():
+        with self.together():
             dist.all_reduce(total, group=self._host if total.device.type == "cpu" else None)
         return total
+
+    def scattered(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Σ over the ranks of their piece for this one; the pieces are equally long, one for each rank."""
+        mine = torch.empty_like(pieces[0])
+        with self.together():
+            dist.reduce_scatter(mine, list(pieces), group=self._host if mine.device.type == "cpu" else None)
+        return mine
 
     def each(self, value: Any) -> list[Any]:
         """Every rank's value."""
         found: list[Any] = [None] * self.world
-        with self._together():
+        with self.together():
             dist.all_gather_object(found, value, group=self._host)
         return found
 
     def gathered(self, value: Any) -> list[Any]:
         """Every rank's value, on rank 0."""
         found: list[Any] = [None] * self.world
-        with self._together():
+        with self.together():
             dist.gather_object(value, found if self.leads else None, group=self._host)
         return found if self.leads else []
 
     def first(self, value: Any) -> Any:
         """Rank 0's value."""
         found = [value]
-        with self._together():
+        with self.together():
             dist.broadcast_object_list(found, group=self._host)
         return found[0]
 
@@ -245,11 +310,13 @@ class Ranks:
         return t % self._ASKED == 0 and any(self.each(asked))
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def together(self) -> Iterator[None]:
         """Where torch's complaint about a rank that does not answer becomes a sentence."""
         try:
             yield
         except RuntimeError as error:
+            if not (isinstance(error, dist.DistError) or "gloo" in str(error).lower()):
+                raise
             said = " ".join(str(error).split())[:200]
             raise RankError(
                 f"Rank {self.rank} cannot reach the others: one has ended, which will have said why, or did not answer "

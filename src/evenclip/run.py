@@ -25,11 +25,12 @@ from evenclip.data.dataset import Samples
 from evenclip.gradients import Tape, WholeTape, plan
 from evenclip.gradients.losses import Loss
 from evenclip.noise import Ahead, Noise
-from evenclip.ranks import AnyRanks, RankError
+from evenclip.ranks import AnyRanks, RankError, Ranks, Summed, Total
 from evenclip.recording import sent
 from evenclip.release import Ledger, Releases
 from evenclip.rules import Guarded, Rule
 from evenclip.sampling import Poisson, Sampler, Shuffled, chunks, roomy
+from evenclip.sharded import Sharded
 from evenclip.step import Chunk, Step, step, watched
 from evenclip.trace import Trace
 from evenclip.update import Update
@@ -152,7 +153,7 @@ class Run:
         with _precision(performance.tf32):
             self.tape = settings.rule.tape(_tape(model, loss, data))
         streams = _streams(settings, model, data, ranks)
-        self._move = Update(model, self.tape.layout, optimizer, settings.lr)
+        self._move = self._moved(optimizer)
         self.optimizer = self._move.optimizer
         self.scheduler = None if scheduler is None else scheduler(self.optimizer)
         self._move.is_plain &= self.scheduler is None  # a schedule watches the optimiser's own step
@@ -175,7 +176,7 @@ class Run:
 
     def close(self) -> None:
         """The model is given away: parameters with memory of their own, and no gradients."""
-        self._move.close()
+        self.model = self._move.close()
 
     @contextmanager
     def listening(self) -> Iterator[Self]:
@@ -192,8 +193,9 @@ class Run:
         B = self.sampler.expected_size(batch)
         if self._quick is not None and self._quick.takes(batch):
             return self._quick_step(self._quick, batch, B)
-        release, own = Releases(self._draw(), self.ranks), self.ranks.share(batch, self.rows)
-        found = step(self.tape, self.guard, self.state, self._chunks(own), B, release, self.t)
+        release, own = Releases(self._draw(), self._totals), self.ranks.share(batch, self.rows)
+        with self.ranks.together():
+            found = step(self.tape, self.guard, self.state, self._chunks(own), B, release, self.t)
         self.ledger.write(self.sampler.q, release.multipliers)
         return found
 
@@ -246,7 +248,7 @@ class Run:
         """Raise unless all ranks have the same parameters and the same state, bit by bit."""
         if self.ranks.world == 1:
             return
-        found = self.ranks.each(_digest([self._move.vector, self.state]))
+        found = self.ranks.each(_digest([self._move.common, self.state]))
         others = [r for r, value in enumerate(found) if value != found[0]]
         if others:
             raise RankError(
@@ -298,9 +300,30 @@ class Run:
         return self.data.group.cpu()
 
     def _draw(self) -> dict[str, Tensor]:
-        """This step's noise, where it is added."""
-        silent = self.settings.rule.sigma == 0 and self.counts == 0
-        return {} if silent or not self.ranks.leads else self.noise.of(self.t)
+        """This step's noise, as much of it as this rank adds."""
+        if self.settings.rule.sigma == 0 and self.counts == 0:
+            return {}
+        if isinstance(self._move, Sharded):
+            key, size = self.noise.noise, self.noise.size
+            return {
+                "count": key.part(self.t, size, 0, self.counts, self.noise.dtype).to(self.device),
+                "gradient": self._move.noise(key, self.t, self.counts),
+            }
+        return self.noise.of(self.t) if self.ranks.leads else {}
+
+    def _moved(self, optimizer: Callable[..., Optimizer]) -> Update | Sharded:
+        """What moves the parameters: whole ones on every rank, or its piece of them."""
+        if isinstance(self.ranks, Ranks) and self.ranks.sharded:
+            return Sharded(self.tape, optimizer, self.settings.lr, self.ranks)
+        return Update(self.model, self.tape.layout, optimizer, self.settings.lr)
+
+    @cached_property
+    def _totals(self) -> dict[str, Total]:
+        """How what is released is added up."""
+        if self.ranks.world == 1 and not self.ranks.sharded:
+            return {}
+        summed = Summed(self.ranks)
+        return {"count": summed, "gradient": self._move if isinstance(self._move, Sharded) else summed}
 
     def _chunks(self, batch: Tensor) -> list[Chunk]:
         """The batch as the performance settings want it."""
@@ -308,6 +331,9 @@ class Run:
         if self.performance.pad and size is None:
             size = roomy(self.settings.B / self.ranks.world)
         pieces = chunks(batch, size, self.performance.pad)
+        if self.ranks.sharded:  # all ranks take as many passes; a record that fills up counts for nothing
+            filler = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
+            pieces += [filler] * (max(self.ranks.each(len(pieces))) - len(pieces))
         return [self._chunk(rows, real, i) for i, (rows, real) in enumerate(pieces)]
 
     def _chunk(self, rows: Tensor, real: Tensor | None, i: int) -> Chunk:
@@ -324,7 +350,7 @@ class Run:
     def save(self, folder: Path) -> None:
         """Write a checkpoint of this moment: every rank takes part, the one that leads writes."""
         self._check_together()
-        trace = self.trace.state()
+        trace, (model, optimizer) = self.trace.state(), self._move.state()
         if not self.ranks.leads:
             return
         published = {
@@ -338,11 +364,11 @@ class Run:
             "batches": self.sampler.state(),
             "dropout": self.dropout,
             "seed": self.settings.seed,
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "trace": trace,
         }
-        checkpoint.save(folder, self.t, Checkpoint(self.model.state_dict(), published, secret))
+        checkpoint.save(folder, self.t, Checkpoint(model, published, secret))
 
     def restore(self, path: Path) -> None:
         """Go on from a checkpoint, if it is one of this very run."""
@@ -350,7 +376,7 @@ class Run:
         ours = json.loads(json.dumps(self.settings.to_json()))
         _refuse_foreign(path, found.published["settings"], ours, found.secret["seed"] == self.settings.seed)
         try:
-            self.model.load_state_dict(found.model)
+            self._move.set_state(found.model, found.secret["optimizer"])
         except RuntimeError as error:
             said = " ".join(str(error).split())
             raise CheckpointError(
@@ -365,7 +391,6 @@ class Run:
         self._quick = None  # it has the key
         self.sampler.set_state(secret["batches"])
         self.dropout = secret["dropout"]
-        self.optimizer.load_state_dict(secret["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(secret["scheduler"])
         self.trace.set_state(secret["trace"])

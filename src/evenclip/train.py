@@ -155,9 +155,9 @@ def fit(
     told = _Told(run, logs if leads else ())
     shown = Progress(run.settings.steps, progress if leads else False)
     records = _train(run, folder, checkpoint_every, observers, told, shown)
-    for trained, given in zip(run.model.modules(), model.modules(), strict=True):
-        trained.training = given.training
     found = result(run, records)
+    for trained, given in zip(found.model.modules(), model.modules(), strict=True):
+        trained.training = given.training
     told.end(found)
     return found
 

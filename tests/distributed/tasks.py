@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 import evenclip
 from evenclip.noise import Noise
-from evenclip.ranks import Alone, Ranks
+from evenclip.ranks import Alone, Ranks, Summed
 from evenclip.release import Releases
+from evenclip.sharded import Sharded
 
 RULES = {
     "non-private": evenclip.NonPrivate(),
@@ -150,7 +152,7 @@ def noise(ranks: Ranks, S: float, sigma: float, size: int, mistake: str) -> Tens
     """What a release of zeros is."""
     stream = Noise(np.random.SeedSequence(3 + (ranks.rank if mistake == "everybody, independently" else 0)))
     with fault(ranks, mistake):
-        release = Releases({"gradient": stream.normal(0, size, torch.float64)[0]}, ranks)
+        release = Releases({"gradient": stream.normal(0, size, torch.float64)[0]}, {"gradient": Summed(ranks)})
         return release("gradient", torch.zeros(size).double(), sensitivity=S, multiplier=sigma)
 
 
@@ -189,10 +191,7 @@ def clipped_sums(ranks: Ranks, rule: Any, x: Tensor, without: int) -> tuple[Tens
 
 def step_noise(ranks: Ranks, rule: Any, **given: Any) -> tuple[Tensor, float]:
     """What the first step of a run adds to the clipped sum of all ranks, and S."""
-    wide = nn.Linear(5, 4000).double()
-    nn.init.zeros_(wide.weight)
-    nn.init.zeros_(wide.bias)
-    run = evenclip.prepare(wide, data("mlp", 40)[:2], rule=rule, batch_size=8, seed=1, ranks=ranks, **given)
+    run = evenclip.prepare(wide(), data("mlp", 40)[:2], rule=rule, batch_size=8, seed=1, ranks=ranks, **given)
     with run.listening():
         step = run.step()
     return step.public.gradient * step.B - ranks.sum(step.clipped_sum), float(step.public.sensitivity)
@@ -206,3 +205,69 @@ def progress(ranks: Ranks) -> str:
     with redirect_stderr(io.StringIO()) as shown:
         train(ranks, RULES["dpsgd"], progress=True)
     return shown.getvalue()
+
+
+def wide() -> nn.Module:
+    """24,000 parameters that start at 0."""
+    model = nn.Linear(5, 4000).double()
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    return model
+
+
+def single_noise(rule: Any) -> Tensor:
+    """What the first step of a run of one process adds to the clipped sum."""
+    run = evenclip.prepare(wide(), data("mlp", 40)[:2], rule=rule, batch_size=8, seed=1)
+    with run.listening():
+        step = run.step()
+    return step.public.gradient * step.B - step.clipped_sum
+
+
+def sharded_noise(ranks: Ranks, rule: Any, mistake: str) -> Tensor:
+    """The same of all ranks' pieces, put together."""
+    run = evenclip.prepare(wide(), data("mlp", 40)[:2], rule=rule, batch_size=8, seed=1, ranks=ranks)
+    pieces, total = run._move.pieces, Sharded.total
+    with ExitStack() as patches:
+        patch = partial(mock.patch.object, Sharded)
+        if mistake == "everybody, everywhere":
+
+            def noisy(self, value: Tensor, add: Any) -> Tensor:
+                fresh = run.noise.noise.normal(0, len(value), torch.float64)[0]
+                return total(self, value + rule.sigma * rule.C0 * fresh)
+
+            patches.enter_context(patch("noisy_total", noisy))
+        if mistake == "nobody":
+            patches.enter_context(patch("adds_noise", False))
+        if mistake == "the same piece":
+            first = pieces.ranges(0)
+            patches.enter_context(mock.patch.object(pieces, "ranges", return_value=first))
+        patches.enter_context(run.listening())
+        step = run.step()
+    whole = pieces.join(ranks.each(step.public.gradient)) * step.B
+    return whole - ranks.sum(step.clipped_sum)
+
+
+def uncuttable(ranks: Ranks, what: str) -> None:
+    """Try to train in pieces what cannot be."""
+    x, y, _ = data("mlp", 12)
+    model, optimizer = network("mlp"), torch.optim.SGD
+    if what == "recurrent":
+        model, x = nn.Sequential(nn.LSTM(5, 3, batch_first=True), Last()).double(), x.unsqueeze(1)
+    if what == "tied":
+        model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)).double()
+        model[2].weight = model[0].weight
+    if what == "optimizer":
+        optimizer = lambda parameters, lr: torch.optim.SGD(parameters, lr=lr)  # noqa: E731
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for p in model.parameters():
+            nn.init.uniform_(p, -0.5, 0.5)
+    evenclip.fit(model, (x, y), rule=RULES["dpsgd"], batch_size=4, optimizer=optimizer, seed=0, ranks=ranks)
+
+
+class Last(nn.Module):
+    """The last output of a recurrent layer."""
+
+    def forward(self, found: Any) -> Tensor:
+        """[sample, feature]"""
+        return found[0][:, -1]

@@ -19,7 +19,10 @@ class Failed(NamedTuple):
 
 
 class Team:
-    """`world` processes that have found each other; call it with a function of `tasks` and its arguments."""
+    """`world` processes that have found each other; call it with a function of `tasks` and its arguments.
+
+    local and sharded among them are those of `Ranks`.
+    """
 
     def __init__(self, world: int, timeout: float = 60.0) -> None:
         context = multiprocessing.get_context("spawn")
@@ -65,14 +68,17 @@ def _work(pipe: Any, place: dict[str, Any], timeout: float) -> None:
     torch.set_num_threads(1)
     from evenclip.ranks import Ranks
 
-    ranks, local = Ranks(timeout=timeout), Ranks(local=True, timeout=timeout)
+    made: dict[tuple[Any, ...], Ranks] = {}
     while True:
         try:
             task, given, named = pipe.recv()
         except EOFError:
             return
         try:
-            found = task(local if named.pop("local", False) else ranks, *given, **named)
+            options = tuple(named.pop(name, False) for name in ("local", "sharded"))
+            if options not in made:
+                made[options] = Ranks(local=options[0], sharded=options[1], timeout=timeout)
+            found = task(made[options], *given, **named)
         except (Exception, KeyboardInterrupt) as error:
             found = Failed(type(error).__name__, str(error))
         pipe.send(found)
