@@ -21,10 +21,10 @@ class Failed(NamedTuple):
 class Team:
     """`world` processes that have found each other; call it with a function of `tasks` and its arguments.
 
-    local and sharded among them are those of `Ranks`.
+    local and sharded among them are those of `Ranks`; backend is that of a process group that is there before them.
     """
 
-    def __init__(self, world: int, timeout: float = 60.0) -> None:
+    def __init__(self, world: int, timeout: float = 60.0, backend: str | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -34,7 +34,7 @@ class Team:
             ours, theirs = context.Pipe()
             place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank}
             place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            process = context.Process(target=_work, args=(theirs, place, timeout), daemon=True)
+            process = context.Process(target=_work, args=(theirs, place, timeout, backend), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -62,12 +62,14 @@ class Team:
                 process.kill()
 
 
-def _work(pipe: Any, place: dict[str, Any], timeout: float) -> None:
+def _work(pipe: Any, place: dict[str, Any], timeout: float, backend: str | None) -> None:
     """A rank: does what comes until nothing does."""
     os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)
     from evenclip.ranks import Ranks
 
+    if backend is not None:  # somebody's own process group, which is taken as it is
+        torch.distributed.init_process_group(backend)
     made: dict[tuple[Any, ...], Ranks] = {}
     while True:
         try:
