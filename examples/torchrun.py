@@ -1,7 +1,7 @@
 """One training of Adult's network over several processes.
 
     torchrun --nproc-per-node 2 examples/torchrun.py --epochs 2
-    torchrun --nproc-per-node 4 examples/torchrun.py --epochs 2 --checkpoint adult.run   # again after a failure: goes on
+    torchrun --nproc-per-node 4 examples/torchrun.py --epochs 2 --checkpoint adult.run   # once more: it goes on
 
 Every process runs this script. With the same --seed it is the same model, to rounding, however many there are; with
 --sharded each process keeps a piece of the parameters. Only rank 0 prints.

@@ -15,7 +15,7 @@ Not cryptographic: whoever knows the key knows the noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -264,6 +264,11 @@ class Ahead:
     def of(self, t: int) -> dict[str, Tensor]:
         """The noise of step t.  # name -> [size]"""
         return self.split(self.row(t))
+
+    def pieces(self, t: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        """Some ranges (first, end) of the noise of step t, side by side, and nothing else drawn."""
+        parts = [self.noise.part(t, self.size, first, end, self.dtype) for first, end in ranges]
+        return torch.cat([torch.empty(0, dtype=self.dtype), *parts]).to(self._device)
 
     def row(self, t: int) -> Tensor:
         """The same side by side.  # [size]"""

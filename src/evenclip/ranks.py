@@ -4,12 +4,13 @@ Every process (a rank) runs the same script, holds the same parameters and takes
 
     batch         every rank draws the whole Poisson batch, from the one stream of the run, and computes a part of it
     count         Σ statistic_i over its part; rank 0 adds the noise; the sum over the ranks is public, the same on each
-    gradient      Σ γ_i g_i over its part; rank 0 adds the noise; the sum over the ranks is public, the same on each
+    gradient      Σ γ_i g_i over its part; rank r adds the noise of the r-th slice of the parameters to that slice; the
+                  sum over the ranks is public, the same on each
     update        each rank moves its own parameters along it
 
 So the batch and the noise of step t do not know how many ranks there are: the sum that is released is that of a single
-process but for the order of addition, and so are sensitivity, ledger, ε and checkpoint. Noise is drawn by one rank
-alone: were it drawn by each, the sum would have `world` times the variance (or, from equal generators, world² times).
+process but for the order of addition, and so are sensitivity, ledger, ε and checkpoint. Each number gets its noise from
+one rank alone: were it from each, the sum would have `world` times the variance (from equal generators, world² times).
 Before it is added up, a rank's sum carries no noise: the ranks, and the wires between them, are one trusted party.
 
 All ranks add the same bits to the same bits, so their parameters stay equal to the last one; that is looked at after
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from evenclip import check
 
-__all__ = ["Alone", "AnyRanks", "Here", "RankError", "Ranks", "Rows", "Summed", "Total"]
+__all__ = ["Alone", "AnyRanks", "Here", "RankError", "Ranks", "Rows", "Spread", "Summed", "Total"]
 
 
 class RankError(RuntimeError):
@@ -93,6 +94,29 @@ class Summed:
         return self._ranks.sum(add(value))
 
 
+class Spread:
+    """The same for a long vector [parameter]: each rank adds the noise of its own slice, `world` times less to draw.
+
+    Attributes:
+        ranges: the slice, (first, end).
+    """
+
+    adds_noise = True
+
+    def __init__(self, ranks: AnyRanks, size: int) -> None:
+        first, end = (size * r // ranks.world for r in (ranks.rank, ranks.rank + 1))
+        self._ranks, self.ranges = ranks, [(first, end)]
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum."""
+        return self._ranks.sum(value)
+
+    def noisy_total(self, value: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
+        """The sum; each number has noise on one of its terms."""
+        ((first, end),) = self.ranges
+        return self._ranks.sum(torch.cat([value[:first], add(value[first:end]), value[end:]]))
+
+
 class AnyRanks(Protocol):
     """What a run needs of the processes that it is trained by.
 
@@ -108,7 +132,7 @@ class AnyRanks(Protocol):
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that adds the noise, writes checkpoints and shows progress."""
+        """Whether this is the rank that writes checkpoints and shows progress."""
 
     def rows(self, own: int) -> Rows:
         """Which records this rank has, given how many it was handed."""

@@ -25,7 +25,7 @@ from evenclip.data.dataset import Samples
 from evenclip.gradients import Tape, WholeTape, plan
 from evenclip.gradients.losses import Loss
 from evenclip.noise import Ahead, Noise
-from evenclip.ranks import AnyRanks, RankError, Ranks, Summed, Total
+from evenclip.ranks import AnyRanks, RankError, Ranks, Spread, Summed, Total
 from evenclip.recording import sent
 from evenclip.release import Ledger, Releases
 from evenclip.rules import Guarded, Rule
@@ -303,13 +303,11 @@ class Run:
         """This step's noise, as much of it as this rank adds."""
         if self.settings.rule.sigma == 0 and self.counts == 0:
             return {}
-        if isinstance(self._move, Sharded):
-            key, size = self.noise.noise, self.noise.size
-            return {
-                "count": key.part(self.t, size, 0, self.counts, self.noise.dtype).to(self.device),
-                "gradient": self._move.noise(key, self.t, self.counts),
-            }
-        return self.noise.of(self.t) if self.ranks.leads else {}
+        if self._spread is None:
+            return self.noise.of(self.t)
+        count = [(0, self.counts)] if self.ranks.leads else []
+        gradient = [(first + self.counts, end + self.counts) for first, end in self._spread.ranges]  # it comes after
+        return {"count": self.noise.pieces(self.t, count), "gradient": self.noise.pieces(self.t, gradient)}
 
     def _moved(self, optimizer: Callable[..., Optimizer]) -> Update | Sharded:
         """What moves the parameters: whole ones on every rank, or its piece of them."""
@@ -318,12 +316,16 @@ class Run:
         return Update(self.model, self.tape.layout, optimizer, self.settings.lr)
 
     @cached_property
+    def _spread(self) -> Spread | Sharded | None:
+        """How the gradient is added up and who adds which of its noise; None in one process."""
+        if isinstance(self._move, Sharded):
+            return self._move
+        return None if self.ranks.world == 1 else Spread(self.ranks, self.tape.layout.size)
+
+    @cached_property
     def _totals(self) -> dict[str, Total]:
         """How what is released is added up."""
-        if self.ranks.world == 1 and not self.ranks.sharded:
-            return {}
-        summed = Summed(self.ranks)
-        return {"count": summed, "gradient": self._move if isinstance(self._move, Sharded) else summed}
+        return {} if self._spread is None else {"count": Summed(self.ranks), "gradient": self._spread}
 
     def _chunks(self, batch: Tensor) -> list[Chunk]:
         """The batch as the performance settings want it."""

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenclip.gradients import AnyTape, Layout, Tape
-from evenclip.noise import Noise
 from evenclip.ranks import Ranks
 from evenclip.update import are_alike, is_elementwise
 
@@ -79,6 +78,7 @@ class Sharded:
         optimizer: of this rank's piece.
         is_plain: never: it is no road for stacks.
         adds_noise: every rank does, to its own piece.
+        ranges: that piece, (first, end) of each parameter in a vector [parameter].
     """
 
     is_plain, adds_noise = False, True
@@ -87,6 +87,7 @@ class Sharded:
         _check(tape, make)
         self._ranks, self._model, self._layout = ranks, tape.model, tape.layout
         self.pieces = Pieces(tape.layout, ranks.world)
+        self.ranges = self.pieces.ranges(ranks.rank)
         self._shell = _shell(tape.model)
         with ranks.together():
             _shard(tape, ranks)  # type: ignore[arg-type]  # a Tape, as `_check` has seen
@@ -97,13 +98,6 @@ class Sharded:
         self.optimizer = make([self._piece], lr=lr)
 
     # --- a step ---
-
-    def noise(self, noise: Noise, t: int, before: int) -> Tensor:
-        """This rank's piece of the noise of step t, in which so many numbers come before the gradient's.  # [piece]"""
-        size, dtype = before + self._layout.size, self._layout.blank.dtype
-        ranges = self.pieces.ranges(self._ranks.rank)
-        drawn = [noise.part(t, size, before + first, before + end, dtype) for first, end in ranges]
-        return torch.cat(drawn).to(self._layout.blank.device)
 
     def total(self, value: Tensor) -> Tensor:
         """This rank's piece of the sum over the ranks.  value: [parameter] -> [piece]"""

@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 import evenclip
-from evenclip.noise import Noise
-from evenclip.ranks import Alone, Ranks, Summed
-from evenclip.release import Releases
+from evenclip.ranks import Alone, Ranks, Spread
 from evenclip.sharded import Sharded
 
 RULES = {
@@ -140,20 +137,23 @@ def shares(ranks: Ranks, batch: Tensor, own: int) -> Tensor:
     return ranks.share(batch, rows) + (rows.first if ranks.local else 0)
 
 
-@contextmanager
-def fault(ranks: Ranks, name: str):
-    """A mistake that somebody could make with the noise."""
-    leads = {"none": ranks.leads, "everybody": True, "everybody, independently": True, "nobody": False}[name]
-    with mock.patch.object(Ranks, "leads", leads):
-        yield
-
-
-def noise(ranks: Ranks, S: float, sigma: float, size: int, mistake: str) -> Tensor:
-    """What a release of zeros is."""
-    stream = Noise(np.random.SeedSequence(3 + (ranks.rank if mistake == "everybody, independently" else 0)))
-    with fault(ranks, mistake):
-        release = Releases({"gradient": stream.normal(0, size, torch.float64)[0]}, {"gradient": Summed(ranks)})
-        return release("gradient", torch.zeros(size).double(), sensitivity=S, multiplier=sigma)
+def noise(ranks: Ranks, rule: Any, mistake: str) -> Tensor:
+    """What the first step of a run adds to the clipped sum of all ranks, where somebody makes a mistake."""
+    run = evenclip.prepare(wide(), data("mlp", 40)[:2], rule=rule, batch_size=8, seed=1, ranks=ranks)
+    size = run.tape.layout.size
+    with ExitStack() as patches:
+        patch = partial(mock.patch.object, Spread)
+        if mistake.startswith("everybody"):
+            run._spread.ranges = [(0, size)]
+        if mistake == "everybody, independently":
+            run.noise.set_state(run.noise.state() + ranks.rank)
+        if mistake == "nobody":
+            patches.enter_context(patch("adds_noise", False))
+        if mistake == "rank 0's slice only" and not ranks.leads:
+            run._spread.ranges = [(0, 0)]
+        patches.enter_context(run.listening())
+        step = run.step()
+    return step.public.gradient * step.B - ranks.sum(step.clipped_sum)
 
 
 class Fixed:
@@ -187,14 +187,6 @@ def clipped_sums(ranks: Ranks, rule: Any, x: Tensor, without: int) -> tuple[Tens
         sums.append(ranks.sum(step.clipped_sum))
         S = float(step.public.sensitivity)
     return sums[0], sums[1], S
-
-
-def step_noise(ranks: Ranks, rule: Any, **given: Any) -> tuple[Tensor, float]:
-    """What the first step of a run adds to the clipped sum of all ranks, and S."""
-    run = evenclip.prepare(wide(), data("mlp", 40)[:2], rule=rule, batch_size=8, seed=1, ranks=ranks, **given)
-    with run.listening():
-        step = run.step()
-    return step.public.gradient * step.B - ranks.sum(step.clipped_sum), float(step.public.sensitivity)
 
 
 def progress(ranks: Ranks) -> str:
@@ -239,8 +231,7 @@ def sharded_noise(ranks: Ranks, rule: Any, mistake: str) -> Tensor:
         if mistake == "nobody":
             patches.enter_context(patch("adds_noise", False))
         if mistake == "the same piece":
-            first = pieces.ranges(0)
-            patches.enter_context(mock.patch.object(pieces, "ranges", return_value=first))
+            run._move.ranges = pieces.ranges(0)
         patches.enter_context(run.listening())
         step = run.step()
     whole = pieces.join(ranks.each(step.public.gradient)) * step.B

@@ -145,19 +145,14 @@ def is_right(noise: torch.Tensor, std: float) -> bool:
     return square and abs(float(z.mean())) < 5 / n**0.5 and abs(float((z[1:] * z[:-1]).mean())) < 5 / n**0.5
 
 
-@pytest.mark.parametrize("mistake", ["none", "everybody", "everybody, independently", "nobody"])
-def test_noise_is_added_once(team, mistake):
-    found = team(tasks.noise, 0.7, 1.3, 20_000, mistake)
-    assert all(torch.equal(other, found[0]) for other in found)
-    assert is_right(found[0], 0.7 * 1.3) == (mistake == "none")
-
-
+@pytest.mark.parametrize("mistake", ["none", "everybody", "everybody, independently", "nobody", "rank 0's slice only"])
 @pytest.mark.parametrize("name", ["dpsgd", "dpsgd-global-adapt"])
-def test_the_noise_of_a_step_has_the_right_size(team, name):
-    noise, S = team(tasks.step_noise, RULES[name])[0]
-    assert len(noise) == 24_000
-    assert is_right(noise, S * RULES[name].sigma)
-    assert not is_right(noise, S * RULES[name].sigma * team.world**0.5)
+def test_every_number_gets_its_noise_once(team, name, mistake):
+    found = team(tasks.noise, RULES[name], mistake)
+    assert len(found[0]) == 24_000
+    assert all(torch.equal(other, found[0]) for other in found)
+    assert is_right(found[0], 0.7 * RULES[name].sigma) == (mistake == "none")
+    assert torch.allclose(found[0], tasks.single_noise(RULES[name]), atol=1e-9) == (mistake == "none")
 
 
 @pytest.mark.parametrize("name", ["dpsgd", "dpsgd-global", "dpsgd-global-adapt"])

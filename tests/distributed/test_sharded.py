@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import tasks
 import torch
@@ -82,7 +83,7 @@ def test_every_number_gets_its_noise_from_its_owner(team, mistake):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1, 7, 64, 1001])
 def test_a_part_of_the_noise_is_a_part_of_the_noise(dtype, size):
-    noise = Noise(tasks.np.random.SeedSequence(4))
+    noise = Noise(np.random.SeedSequence(4))
     whole = noise.normal(3, size, dtype)[0]
     cuts = sorted({0, 1, size // 3, size // 2, (size + 1) // 2, size - 1, size})
     for first in cuts:
@@ -94,7 +95,7 @@ def test_a_part_of_the_noise_is_a_part_of_the_noise(dtype, size):
 
 def test_a_part_in_the_tail_takes_the_further_bits():
     """Among a million numbers some have u < 2⁻²⁰."""
-    noise, size = Noise(tasks.np.random.SeedSequence(0)), 2**22
+    noise, size = Noise(np.random.SeedSequence(0)), 2**22
     far = int(noise.normal(0, size)[0].abs().argmax())
     assert float(noise.part(0, size, far, far + 1)) == pytest.approx(float(noise.normal(0, size)[0][far]), rel=1e-6)
 
