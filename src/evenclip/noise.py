@@ -27,6 +27,7 @@ __all__ = ["Ahead", "Noise", "normal", "normals"]
 
 # Numbers that are drawn at once, at the least: fewer, and the calls would take longer than the drawing.
 _AT_ONCE = 2**15
+_IN_CACHE = 2**16  # pairs
 # Philox: multipliers, and what is added to the key after every round.
 _MULTIPLIERS = 0xD2E7470EE14C6C93, 0xCA5A826395121157
 _WEYL = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
@@ -59,14 +60,7 @@ class Noise:
         (radius, angle), out = self._polar, np.empty((steps, size), kind)
         radius[:] = words[:, :, 0]
         self._refine(radius, t, size)
-        np.log(np.multiply(radius, 2.0**-32, out=radius), out=radius)
-        if kind == np.float32:
-            flat = radius.reshape(-1)
-            near = np.flatnonzero(flat > -(2.0**-7))  # a few too many: what counts is the word
-            low = words.reshape(-1, 2)[near, 0]
-            exact = np.log1p(-(np.float64(2.0**32 - 0.5) - low) * 2.0**-32)
-            flat[near] = np.where(low >= _FLAT, exact, flat[near])
-        np.sqrt(np.multiply(radius, -2.0, out=radius), out=radius)
+        _finish(radius, words.reshape(-1, 2)[:, 0])
         angle[:] = words[:, :, 1].view(np.int32)
         angle *= math.pi * 2.0**-31
         np.multiply(np.cos(angle, out=out[:, :half]), radius, out=out[:, :half])
@@ -76,24 +70,33 @@ class Noise:
 
     def part(self, t: int, size: int, first: int, end: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Numbers first to end − 1 of the `size` of step t, for whoever has use for these alone.  # [end − first]"""
-        half = (size + 1) // 2
-        cosines = self._pairs(t, size, min(first, half), min(end, half), dtype)[0]
-        sines = self._pairs(t, size, max(first, half) - half, max(end, half) - half, dtype)[1]
-        return torch.cat([cosines, sines])
+        half, kind = (size + 1) // 2, np.dtype(np.float64 if dtype == torch.float64 else np.float32)
+        out = np.empty(end - first, kind)
+        for low, high, turn in ((first, min(end, half), np.cos), (max(first, half), end, np.sin)):
+            for at in range(low, high, _IN_CACHE):
+                stop, pair = min(at + _IN_CACHE, high), at if turn is np.cos else at - half
+                radius, angle = self._polar_of(t, size, pair, pair + stop - at, kind)
+                np.multiply(turn(angle, out=angle), radius, out=out[at - first : stop - first])
+        return torch.from_numpy(out).to(dtype)
 
-    def _pairs(self, t: int, size: int, first: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The numbers of pairs first to end − 1: those of the cosines, those of the sines."""
-        if first == end:
-            return torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype)
+    def _polar_of(self, t: int, size: int, first: int, end: int, kind: np.dtype[Any]) -> tuple[NDArray[Any], ...]:
+        """Radius and angle of pairs first to end − 1.  # [pair], twice"""
         half = (size + 1) // 2
-        words = torch.from_numpy(self._words[0].some(t, size, _blocks(half, 4), first, end).view(np.int64))
-        extra = self._words[1].some(t, size, _blocks(half, 8), first // 2, (end + 1) // 2).view(np.uint32)
-        extra = extra[first % 2 :][: end - first]
-        more = torch.from_numpy((extra + 1.0) * 2.0**-32)
-        if dtype != torch.float64:
-            more = torch.where(words & _LOW < _TAIL, more, 0.0).to(torch.float32)
-        cosines, sines = normals(words, more, 2 * len(words), dtype).view(2, -1)
-        return cosines, sines
+        words = self._words[0].some(t, size, _blocks(half, 4), first, end).view(np.uint32).reshape(-1, 2)
+        radius = words[:, 0].astype(kind)
+        if kind == np.float64:
+            radius += self._more(t, size, first, end)
+        else:
+            for j in np.flatnonzero(words[:, 0] < _TAIL):
+                radius[j] += self._more(t, size, first + int(j), first + int(j) + 1)[0]
+        _finish(radius, words[:, 0])
+        return radius, words[:, 1].view(np.int32).astype(kind) * kind.type(math.pi * 2.0**-31)
+
+    def _more(self, t: int, size: int, first: int, end: int) -> NDArray[np.float64]:
+        """What 32 bits more add to u of pairs first to end − 1, in units of 2⁻³².  # [pair]"""
+        words = self._words[1].some(t, size, _blocks((size + 1) // 2, 8), first // 2, (end + 1) // 2).view(np.uint32)
+        more: NDArray[np.float64] = (words[first % 2 :][: end - first] + np.float64(1)) * 2.0**-32
+        return more
 
     def _refine(self, u: NDArray[Any], t: int, size: int) -> None:
         """32 bits more where u [step, pair], in units of 2⁻³², lies in the tail; everywhere in float64."""
@@ -130,6 +133,18 @@ class Noise:
         """Be the stream that `state` was taken from."""
         self.key = state.cpu().clone()
         self._words = (_Words(self, 0), _Words(self, 1))
+
+
+def _finish(u: NDArray[Any], low: NDArray[np.uint32]) -> None:
+    """u, in units of 2⁻³², becomes r = √(−2 ln u); low: what it was made of, side by side."""
+    np.log(np.multiply(u, 2.0**-32, out=u), out=u)
+    if u.dtype == np.float32:
+        flat = u.reshape(-1)
+        near = np.flatnonzero(flat > -(2.0**-7))  # a few too many: what counts is the word
+        words = low[near]
+        exact = np.log1p(-(np.float64(2.0**32 - 0.5) - words) * 2.0**-32)
+        flat[near] = np.where(words >= _FLAT, exact, flat[near])
+    np.sqrt(np.multiply(u, -2.0, out=u), out=u)
 
 
 class _Words:
