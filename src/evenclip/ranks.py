@@ -227,6 +227,11 @@ class Ranks:
 
     Raises:
         RankError: where nobody has started several processes.
+
+    >>> Ranks()  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    evenclip.ranks.RankError: ranks=Ranks() is for several processes, and this one was not started as one of them ...
     """
 
     # Whether to stop is asked every so many steps: another message a step would cost small models dearly.

@@ -60,6 +60,16 @@ class Pieces:
         """Its piece.  vector: [parameter] -> [piece]"""
         return torch.cat([vector[first:end] for first, end in self._ranges[rank]])
 
+    def cut(self, vector: Tensor) -> list[Tensor]:
+        """All pieces, filled up with zeros to one length.  # rank -> [longest]"""
+        pieces = vector.new_zeros(self.world, self.longest)
+        for row, ranges in zip(pieces, self._ranges, strict=True):
+            at = 0
+            for first, end in ranges:
+                row[at : at + end - first] = vector[first:end]
+                at += end - first
+        return list(pieces.unbind())
+
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         """The vector that all pieces make.  # [parameter]"""
         vector = pieces[0].new_empty(self._layout.size)
@@ -101,9 +111,7 @@ class Sharded:
 
     def total(self, value: Tensor) -> Tensor:
         """This rank's piece of the sum over the ranks.  value: [parameter] -> [piece]"""
-        pieces = [self.pieces.take(value, rank) for rank in range(self.pieces.world)]
-        padded = [nn.functional.pad(piece, (0, self.pieces.longest - len(piece))) for piece in pieces]
-        return self._ranks.scattered(padded)[: len(self._piece)]
+        return self._ranks.scattered(self.pieces.cut(value))[: len(self._piece)]
 
     def noisy_total(self, value: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
         """The same with its noise."""
