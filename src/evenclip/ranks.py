@@ -244,11 +244,11 @@ class Ranks:
                 "This torch was built without torch.distributed; leave ranks out, or install another build."
             )
         self._timeout, self.local = timedelta(seconds=timeout), local
-        self.sharded = sharded
-        if not dist.is_initialized():
-            _begin(self._timeout)
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.sharded, self.rank = sharded, int(os.environ.get("RANK", "0"))
         with self.together():
+            if not dist.is_initialized():
+                _begin(self._timeout)
+            self.rank, self.world = dist.get_rank(), dist.get_world_size()
             self._host = dist.new_group(backend="gloo", timeout=self._timeout)  # what lies on the CPU
 
     @property
