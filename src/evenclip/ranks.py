@@ -344,7 +344,8 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            if not (isinstance(error, dist.DistError) or "gloo" in str(error).lower()):
+            ours = isinstance(error, RankError)  # said already
+            if ours or not (isinstance(error, dist.DistError) or "gloo" in str(error).lower()):
                 raise
             said = " ".join(str(error).split())[:200]
             raise RankError(
@@ -362,11 +363,15 @@ def _begin(timeout: timedelta) -> None:
             f"ranks=Ranks() is for several processes, and this one was not started as one of them ({missing[0]} is not "
             "set); start it with `torchrun --nproc-per-node 2 SCRIPT.py`, or leave ranks out."
         )
+    # When torchrun starts ranks again, its store still has the addresses of those that are gone.
+    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"start {again}", store)  # type: ignore[attr-defined]
+    backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     atexit.register(_end)
 
 

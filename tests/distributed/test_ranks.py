@@ -204,6 +204,7 @@ def test_a_killed_rank_ends_the_others_with_a_sentence_and_the_run_goes_on(two, 
         "Rank 0 cannot reach the others: one has ended, which will have said why, or did not answer for 60 s. Start "
         "the same command again with resume=True to go on from the last checkpoint, on as many ranks as you like. "
     )
+    assert survivor.said.count("cannot reach") == 1
     assert latest(tmp_path).name == "step-00000006"  # in the middle of an epoch
     found, expected = two(tasks.train, rule, **given), two(tasks.train, rule)
     assert torch.equal(found[0]["vector"], expected[0]["vector"])
