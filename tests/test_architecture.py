@@ -29,10 +29,13 @@ ORDER = [
     ["quick", "objectives"],
     ["program", "trace"],
     ["logs"],
+    ["sharded"],
     ["step", "checkpoint", "privacy", "progress", "update"],
     ["rules", "gradients", "data", "models", "sampling"],
     ["accounting"],
-    ["release", "noise", "noise_cuda", "compiler", "recording", "check"],
+    ["release", "noise", "noise_cuda", "compiler", "recording"],
+    ["ranks"],
+    ["check"],
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 HEAVY = ["matplotlib", "pandas", "scipy", "dp_accounting", "typer", "rich", "sklearn", "pyarrow"]

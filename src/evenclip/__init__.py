@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from evenclip.accounting import calibrate
     from evenclip.comparison import Comparison, compare
     from evenclip.gradients import ModelError, per_sample_gradients, per_sample_norms
+    from evenclip.ranks import Ranks
     from evenclip.rules import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate, Rule
     from evenclip.run import Performance, Run
     from evenclip.step import Step
@@ -31,6 +32,7 @@ __all__ = [
     "ModelError",
     "NonPrivate",
     "Performance",
+    "Ranks",
     "Result",
     "Rule",
     "Run",
@@ -47,6 +49,7 @@ _HOMES = {
     "accounting": ("calibrate",),
     "comparison": ("Comparison", "compare"),
     "gradients": ("ModelError", "per_sample_gradients", "per_sample_norms"),
+    "ranks": ("Ranks",),
     "rules": ("DPSGD", "DPSGDF", "DPSGDGlobal", "DPSGDGlobalAdapt", "NonPrivate", "Rule"),
     "step": ("Step",),
     "run": ("Performance", "Run"),

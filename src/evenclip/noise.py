@@ -15,7 +15,7 @@ Not cryptographic: whoever knows the key knows the noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ __all__ = ["Ahead", "Noise", "normal", "normals"]
 
 # Numbers that are drawn at once, at the least: fewer, and the calls would take longer than the drawing.
 _AT_ONCE = 2**15
+_IN_CACHE = 2**16  # pairs
 # Philox: multipliers, and what is added to the key after every round.
 _MULTIPLIERS = 0xD2E7470EE14C6C93, 0xCA5A826395121157
 _WEYL = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
@@ -59,20 +60,43 @@ class Noise:
         (radius, angle), out = self._polar, np.empty((steps, size), kind)
         radius[:] = words[:, :, 0]
         self._refine(radius, t, size)
-        np.log(np.multiply(radius, 2.0**-32, out=radius), out=radius)
-        if kind == np.float32:
-            flat = radius.reshape(-1)
-            near = np.flatnonzero(flat > -(2.0**-7))  # a few too many: what counts is the word
-            low = words.reshape(-1, 2)[near, 0]
-            exact = np.log1p(-(np.float64(2.0**32 - 0.5) - low) * 2.0**-32)
-            flat[near] = np.where(low >= _FLAT, exact, flat[near])
-        np.sqrt(np.multiply(radius, -2.0, out=radius), out=radius)
+        _finish(radius, words.reshape(-1, 2)[:, 0])
         angle[:] = words[:, :, 1].view(np.int32)
         angle *= math.pi * 2.0**-31
         np.multiply(np.cos(angle, out=out[:, :half]), radius, out=out[:, :half])
         rest = size - half
         np.multiply(np.sin(angle[:, :rest], out=out[:, half:]), radius[:, :rest], out=out[:, half:])
         return torch.from_numpy(out).to(dtype)
+
+    def part(self, t: int, size: int, first: int, end: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Numbers first to end − 1 of the `size` of step t, for whoever has use for these alone.  # [end − first]"""
+        half, kind = (size + 1) // 2, np.dtype(np.float64 if dtype == torch.float64 else np.float32)
+        out = np.empty(end - first, kind)
+        for low, high, turn in ((first, min(end, half), np.cos), (max(first, half), end, np.sin)):
+            for at in range(low, high, _IN_CACHE):
+                stop, pair = min(at + _IN_CACHE, high), at if turn is np.cos else at - half
+                radius, angle = self._polar_of(t, size, pair, pair + stop - at, kind)
+                np.multiply(turn(angle, out=angle), radius, out=out[at - first : stop - first])
+        return torch.from_numpy(out).to(dtype)
+
+    def _polar_of(self, t: int, size: int, first: int, end: int, kind: np.dtype[Any]) -> tuple[NDArray[Any], ...]:
+        """Radius and angle of pairs first to end − 1.  # [pair], twice"""
+        half = (size + 1) // 2
+        words = self._words[0].some(t, size, _blocks(half, 4), first, end).view(np.uint32).reshape(-1, 2)
+        radius = words[:, 0].astype(kind)
+        if kind == np.float64:
+            radius += self._more(t, size, first, end)
+        else:
+            for j in np.flatnonzero(words[:, 0] < _TAIL):
+                radius[j] += self._more(t, size, first + int(j), first + int(j) + 1)[0]
+        _finish(radius, words[:, 0])
+        return radius, words[:, 1].view(np.int32).astype(kind) * kind.type(math.pi * 2.0**-31)
+
+    def _more(self, t: int, size: int, first: int, end: int) -> NDArray[np.float64]:
+        """What 32 bits more add to u of pairs first to end − 1, in units of 2⁻³².  # [pair]"""
+        words = self._words[1].some(t, size, _blocks((size + 1) // 2, 8), first // 2, (end + 1) // 2).view(np.uint32)
+        more: NDArray[np.float64] = (words[first % 2 :][: end - first] + np.float64(1)) * 2.0**-32
+        return more
 
     def _refine(self, u: NDArray[Any], t: int, size: int) -> None:
         """32 bits more where u [step, pair], in units of 2⁻³², lies in the tail; everywhere in float64."""
@@ -111,6 +135,18 @@ class Noise:
         self._words = (_Words(self, 0), _Words(self, 1))
 
 
+def _finish(u: NDArray[Any], low: NDArray[np.uint32]) -> None:
+    """u, in units of 2⁻³², becomes r = √(−2 ln u); low: what it was made of, side by side."""
+    np.log(np.multiply(u, 2.0**-32, out=u), out=u)
+    if u.dtype == np.float32:
+        flat = u.reshape(-1)
+        near = np.flatnonzero(flat > -(2.0**-7))  # a few too many: what counts is the word
+        words = low[near]
+        exact = np.log1p(-(np.float64(2.0**32 - 0.5) - words) * 2.0**-32)
+        flat[near] = np.where(words >= _FLAT, exact, flat[near])
+    np.sqrt(np.multiply(u, -2.0, out=u), out=u)
+
+
 class _Words:
     """One of a run's streams of Philox words, by numpy. Going on where it stopped is quicker than jumping."""
 
@@ -125,6 +161,12 @@ class _Words:
             self._bits = np.random.Philox(key=self._key, counter=counter)
         self._at = size, (t + steps) * blocks
         return self._bits.random_raw(4 * blocks * steps).reshape(steps, 4 * blocks)
+
+    def some(self, t: int, size: int, blocks: int, first: int, end: int) -> NDArray[np.uint64]:
+        """Words first to end − 1 of those of step t."""
+        counter = np.array([t * blocks + first // 4, self._stream, size, 0], dtype=np.uint64)
+        drawn = np.random.Philox(key=self._key, counter=counter).random_raw(4 * _blocks(end - first + first % 4, 4))
+        return drawn[first % 4 :][: end - first]
 
 
 def normal(key: Tensor, t: Tensor, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -237,6 +279,11 @@ class Ahead:
     def of(self, t: int) -> dict[str, Tensor]:
         """The noise of step t.  # name -> [size]"""
         return self.split(self.row(t))
+
+    def pieces(self, t: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        """Some ranges (first, end) of the noise of step t, side by side, and nothing else drawn."""
+        parts = [self.noise.part(t, self.size, first, end, self.dtype) for first, end in ranges]
+        return torch.cat([torch.empty(0, dtype=self.dtype), *parts]).to(self._device)
 
     def row(self, t: int) -> Tensor:
         """The same side by side.  # [size]"""

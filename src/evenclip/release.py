@@ -16,10 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from evenclip.ranks import Here, Total
 
 __all__ = ["Entry", "Ledger", "Releases", "joint_multiplier"]
 
@@ -113,10 +116,15 @@ def _entry(q: float | None, multipliers: Mapping[str, float], steps: int) -> Ent
     return Entry(None if q is None else float(q), tuple((name, float(m)) for name, m in multipliers.items()), steps)
 
 
+_HERE = Here()
+
+
 class Releases:
     """The releases of one step, on noise that was drawn before the step began.
 
     Taking the noise as an argument keeps the step a pure function of tensors, which can be mapped and compiled.
+    Where several ranks take the step together, each has a part of the sum, and a `Total` says how they are added up and
+    who adds the noise.
 
     >>> release = Releases({"count": torch.zeros(1), "gradient": torch.ones(2)})
     >>> release("gradient", torch.tensor([3.0, 4.0]), sensitivity=0.5, multiplier=2.0)
@@ -125,8 +133,9 @@ class Releases:
     {'gradient': 2.0}
     """
 
-    def __init__(self, noise: Mapping[str, Tensor]) -> None:
+    def __init__(self, noise: Mapping[str, Tensor], totals: Mapping[str, Total] | None = None) -> None:
         self._noise = dict(noise)  # name of the release -> N(0, I), used once
+        self._totals = totals or {}  # name of the release -> how it is added up, where there are several ranks
         self.multipliers: dict[str, float] = {}
 
     def __call__(
@@ -143,8 +152,13 @@ class Releases:
         if name in self.multipliers:
             raise ValueError(f"This step has released {name!r} already; noise is used once.")
         self.multipliers[name] = multiplier if bounded else 0.0
-        if multiplier == 0:
-            return value
+        total = self._totals.get(name, _HERE)
+        if multiplier == 0 or not total.adds_noise:
+            return total.total(value)
+        return total.noisy_total(value, partial(self._noisy, name, sensitivity, multiplier))
+
+    def _noisy(self, name: str, sensitivity: float | Tensor, multiplier: float, value: Tensor) -> Tensor:
+        """The value with its noise."""
         fresh = self._noise.pop(name)
         fresh = fresh if fresh.shape == value.shape else fresh.view(value.shape)
         if isinstance(sensitivity, Tensor):

@@ -28,10 +28,12 @@ from evenclip.gradients import Tape, WholeTape, plan
 from evenclip.gradients.losses import Loss
 from evenclip.gradients.precision import precision
 from evenclip.noise import Ahead, Noise
+from evenclip.ranks import AnyRanks, RankError, Ranks, Spread, Summed, Total
 from evenclip.recording import sent
 from evenclip.release import Ledger, Releases
 from evenclip.rules import Guarded, Rule
 from evenclip.sampling import Poisson, Sampler, Shuffled, chunks, roomy
+from evenclip.sharded import Sharded
 from evenclip.step import Chunk, Step, step, watched
 from evenclip.trace import Trace
 from evenclip.update import Update
@@ -146,16 +148,19 @@ class Run:
         scheduler: Callable[[Optimizer], Any] | None,
         performance: Performance,
         device: torch.device,
+        ranks: AnyRanks,
     ) -> None:
+        self.ranks, self.rows = ranks, ranks.rows(len(data))
         self.model, self.data, self.settings, self.device = model, data, settings, device
         self.guard = Guarded(settings.rule)
         self.performance = performance
         self.state = settings.rule.init(settings.groups).to(device)
-        self.ledger, self.trace, self.t = Ledger(), Trace(self.guard, settings.groups), 0
-        _check_tape(settings.rule, performance)
+        self.ledger, self.trace, self.t = Ledger(), Trace(self.guard, settings.groups, ranks), 0
+        _check_tape(settings.rule, performance, ranks)
+        _check_equal(ranks, settings, model, data)
         self.tape = settings.rule.tape(_tape(model, loss, data))
-        streams = _streams(settings, model, data)
-        self._move = Update(model, self.tape.layout, optimizer, settings.lr)
+        streams = _streams(settings, model, data, ranks)
+        self._move = self._moved(optimizer)
         self.optimizer = self._move.optimizer
         self.scheduler = None if scheduler is None else scheduler(self.optimizer)
         self._move.is_plain &= self.scheduler is None  # a schedule watches the optimiser's own step
@@ -164,7 +169,7 @@ class Run:
         none = torch.zeros(0, dtype=torch.float64, device=device)
         self.counts = len(self.guard.statistics(none, none.long(), self.state, None))
         _check_counts(settings.rule, self.counts)
-        most = settings.n if isinstance(data, Dataset) else 0  # data that are not in memory have more than fits
+        most = len(data) if isinstance(data, Dataset) else 0  # data that are not in memory have more than fits
         rows = max(most, roomy(settings.B), performance.chunk or 0)
         self.nobody = torch.zeros(rows, dtype=torch.int64, device=device)  # everybody's group, where there are none
         layout = self.tape.layout
@@ -180,14 +185,14 @@ class Run:
 
     def close(self) -> None:
         """The model is given away: parameters with memory of their own, and no gradients."""
-        self._move.close()
+        self.model = self._move.close()
 
     @contextmanager
     def listening(self) -> Iterator[Self]:
         """Where steps can be taken: the tape listens, and torch's global generator is put back afterwards."""
         devices = [self.device] if self.device.type == "cuda" else []
         with precision(self.performance.tf32), torch.random.fork_rng(devices=devices), self.tape.listening():
-            if self.performance.compile and self._quick is None:
+            if self.performance.compile and self._quick is None and self.ranks.world == 1:
                 self._quick = self._compiled()
             try:
                 yield self
@@ -201,8 +206,9 @@ class Run:
         B = self.sampler.expected_size(batch)
         if self._quick is not None and self._quick.takes(batch):
             return self._quick_step(self._quick, batch, B)
-        release = Releases(self._draw())
-        found = step(self.tape, self.guard, self.state, self._chunks(batch, feed), B, release, self.t)
+        release, own = Releases(self._draw(), self._totals), self.ranks.share(batch, self.rows)
+        with self.ranks.together():
+            found = step(self.tape, self.guard, self.state, self._chunks(own, feed), B, release, self.t)
         self.ledger.write(self.sampler.q, release.multipliers)
         return found
 
@@ -213,6 +219,7 @@ class Run:
         self.t += 1
         self.trace.add(found)
         if self.ended:
+            self._check_together()
             self.trace.close(self.state, float(found.public.sensitivity))
             if self.scheduler is not None:
                 self.scheduler.step()
@@ -249,6 +256,19 @@ class Run:
         except NoProgram as error:
             _log.debug("no program: %s", error)
             return None
+
+    def _check_together(self) -> None:
+        """Raise unless all ranks have the same parameters and the same state, bit by bit."""
+        if self.ranks.world == 1:
+            return
+        found = self.ranks.each(_digest([self._move.common, self.state]))
+        others = [r for r, value in enumerate(found) if value != found[0]]
+        if others:
+            raise RankError(
+                f"After step {self.t} rank {others[0]} has other parameters than rank 0, so they no longer train one "
+                "model. Was the model changed on one of them, or do they compute on machines of different kinds? Go on "
+                "from the last checkpoint with resume=True, on machines of one kind."
+            )
 
     # --- in a stack ---
 
@@ -293,8 +313,32 @@ class Run:
         return self.data.group.cpu()
 
     def _draw(self) -> dict[str, Tensor]:
-        """This step's noise."""
-        return {} if self.settings.rule.sigma == 0 and self.counts == 0 else self.noise.of(self.t)
+        """This step's noise, as much of it as this rank adds."""
+        if self.settings.rule.sigma == 0 and self.counts == 0:
+            return {}
+        if self._spread is None:
+            return self.noise.of(self.t)
+        count = [(0, self.counts)] if self.ranks.leads else []
+        gradient = [(first + self.counts, end + self.counts) for first, end in self._spread.ranges]  # it comes after
+        return {"count": self.noise.pieces(self.t, count), "gradient": self.noise.pieces(self.t, gradient)}
+
+    def _moved(self, optimizer: Callable[..., Optimizer]) -> Update | Sharded:
+        """What moves the parameters: whole ones on every rank, or its piece of them."""
+        if isinstance(self.ranks, Ranks) and self.ranks.sharded:
+            return Sharded(self.tape, optimizer, self.settings.lr, self.ranks)
+        return Update(self.model, self.tape.layout, optimizer, self.settings.lr)
+
+    @cached_property
+    def _spread(self) -> Spread | Sharded | None:
+        """How the gradient is added up and who adds which of its noise; None in one process."""
+        if isinstance(self._move, Sharded):
+            return self._move
+        return None if self.ranks.world == 1 else Spread(self.ranks, self.tape.layout.size)
+
+    @cached_property
+    def _totals(self) -> dict[str, Total]:
+        """How what is released is added up."""
+        return {} if self._spread is None else {"count": Summed(self.ranks), "gradient": self._spread}
 
     def _reading(self) -> Feed | None:
         """What reads ahead of the steps to come; None where the data are in memory.
@@ -306,7 +350,8 @@ class Run:
         if self._feed is None or self.t >= self.settings.steps:  # whoever goes on after T reads step by step
             self._read_no_more()
             ahead = copy.deepcopy(self.sampler)
-            batches = (ahead.next() for _ in range(max(1, self.settings.steps - self.t)))
+            steps = range(max(1, self.settings.steps - self.t))
+            batches = (self.ranks.share(ahead.next(), self.rows) for _ in steps)
             self._feed = self.data.ahead(batches, self.performance.readers)
         return self._feed
 
@@ -320,22 +365,31 @@ class Run:
         """The batch as the performance settings want it."""
         size = self.performance.chunk
         if self.performance.pad and size is None:
-            size = roomy(self.settings.B)
+            size = roomy(self.settings.B / self.ranks.world)
         if feed is None:
             take, places = self.data.take, batch
         else:
             take, places = feed.of(batch).take, torch.arange(len(batch))
         pieces = chunks(places, size, self.performance.pad)
-        return [self._chunk(rows, real, i, take) for i, (rows, real) in enumerate(pieces)]
+        found = [self._chunk(rows, real, i, take) for i, (rows, real) in enumerate(pieces)]
+        if self.ranks.sharded:  # all ranks take as many passes; a record that fills up counts for nothing
+            none = torch.zeros(1, dtype=torch.bool)
+            more = max(self.ranks.each(len(found))) - len(found)
+            found += [self._chunk(torch.zeros(1, dtype=torch.int64), none, len(found) + i) for i in range(more)]
+        return found
 
     def _chunk(
         self, rows: Tensor, real: Tensor | None, i: int, take: Callable[[Tensor], Samples] | None = None
     ) -> Chunk:
         """These rows of the data, or of what was read of them."""
-        x, y, group = (take or self.data.take)(rows.to(self.device))
+        if take is None:
+            x, y, group = self.data.take(rows.to(self.device) if isinstance(self.data, Dataset) else rows)
+        else:
+            x, y, group = take(rows.to(self.device))
         if group is None:
             group = self._nobody(rows.shape[0])
-        # Odd multipliers: every (step, chunk) of a run has a seed of its own.
+        # Odd multipliers: every (step, chunk, rank) of a run has a seed of its own.
+        i = i * self.ranks.world + self.ranks.rank
         seed = (self.dropout + 0x9E3779B97F4A7C15 * (self.t + 1) + 0xC2B2AE3D27D4EB4F * i) % 2**63
         return Chunk(x, y, group, None if real is None else real.to(self.device), seed)
 
@@ -348,7 +402,11 @@ class Run:
     # --- checkpoints ---
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint of this moment."""
+        """Write a checkpoint of this moment: every rank takes part, the one that leads writes."""
+        self._check_together()
+        trace, (model, optimizer) = self.trace.state(), self._move.state()
+        if not self.ranks.leads:
+            return
         published = {
             "settings": self.settings.to_json(),
             "t": self.t,
@@ -360,11 +418,11 @@ class Run:
             "batches": self.sampler.state(),
             "dropout": self.dropout,
             "seed": self.settings.seed,
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "trace": self.trace.state(),
+            "trace": trace,
         }
-        checkpoint.save(folder, self.t, Checkpoint(self.model.state_dict(), published, secret))
+        checkpoint.save(folder, self.t, Checkpoint(model, published, secret))
 
     def restore(self, path: Path) -> None:
         """Go on from a checkpoint, if it is one of this very run."""
@@ -372,7 +430,7 @@ class Run:
         ours = json.loads(json.dumps(self.settings.to_json()))
         _refuse_foreign(path, found.published["settings"], ours, found.secret["seed"] == self.settings.seed)
         try:
-            self.model.load_state_dict(found.model)
+            self._move.set_state(found.model, found.secret["optimizer"])
         except RuntimeError as error:
             said = " ".join(str(error).split())
             raise CheckpointError(
@@ -388,13 +446,12 @@ class Run:
         self._read_no_more()
         self.sampler.set_state(secret["batches"])
         self.dropout = secret["dropout"]
-        self.optimizer.load_state_dict(secret["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(secret["scheduler"])
         self.trace.set_state(secret["trace"])
 
 
-def _check_tape(rule: Rule, performance: Performance) -> None:
+def _check_tape(rule: Rule, performance: Performance, ranks: AnyRanks) -> None:
     """Raise for a rule that changes what is differentiated and claims a bound all the same: it sees whole batches."""
     if rule.bounded and type(rule).tape is not Rule.tape:
         raise ValueError(
@@ -403,6 +460,26 @@ def _check_tape(rule: Rule, performance: Performance) -> None:
         )
     if not rule.bounded and (performance.chunk is not None or performance.pad):
         raise ValueError(f"{rule.name} needs the whole batch at once; leave chunk and pad out.")
+    if type(rule).tape is not Rule.tape and ranks.world > 1:
+        raise ValueError(f"{rule.name} needs the whole batch at once; train it in one process, without ranks.")
+
+
+def _check_equal(ranks: AnyRanks, settings: Settings, model: nn.Module, data: Dataset | Streamed) -> None:
+    """Raise on every rank unless all were given the same settings and the same model."""
+    if ranks.world == 1:
+        return
+    names = {"group_names": data.group_names, "class_names": data.class_names}
+    ours = settings.to_json() | names | {"seed": settings.seed, "model": _digest(model.state_dict())}
+    theirs = ranks.each(ours)
+    for r, other in enumerate(theirs):
+        differ = [name for name in theirs[0] if other[name] != theirs[0][name]]
+        secret = {"seed": "another seed", "model": "another model, or the same from another start"}
+        if differ:
+            said = [secret.get(name, f"{name} {other[name]!r} instead of {theirs[0][name]!r}") for name in differ]
+            raise ValueError(
+                f"Rank {r} was given {', '.join(said)}: all ranks train one model, so give each the arguments that "
+                "rank 0 has; make the model from the same seed on every rank, or load it from the same file."
+            )
 
 
 def _check_counts(rule: Rule, counts: int) -> None:
@@ -431,15 +508,19 @@ def _sampler(settings: Settings, seed: np.random.SeedSequence) -> Sampler:
     return Poisson(settings.n, settings.q, settings.B, seed)
 
 
-def _streams(settings: Settings, model: nn.Module, data: Dataset | Streamed) -> dict[str, np.random.SeedSequence]:
+def _streams(
+    settings: Settings, model: nn.Module, data: Dataset | Streamed, ranks: AnyRanks
+) -> dict[str, np.random.SeedSequence]:
     """A random stream for each purpose, of this run alone: two models that shared noise would cancel it.
 
     A run is data, model, rule, settings and seed. All are mixed into the streams, so that no two runs draw the same
-    numbers: not with another rule, not from another start, and not on the data with one record more or less.
+    numbers: not with another rule, not from another start, and not on the data with one record more or less. The ranks
+    of a run have the same streams.
     """
-    entropy = np.random.SeedSequence().entropy if settings.seed is None else settings.seed
+    entropy = ranks.first(np.random.SeedSequence().entropy) if settings.seed is None else settings.seed
     assert isinstance(entropy, int)
-    words = [entropy, int(settings.specification[:32], 16), _digest(model.state_dict()), _digest(data)]
+    digest = ranks.digest(_digest(data))
+    words = [entropy, int(settings.specification[:32], 16), _digest(model.state_dict()), digest]
     purposes = ("batches", "noise", "dropout")
     return {purpose: np.random.SeedSequence(words, spawn_key=(i,)) for i, purpose in enumerate(purposes)}
 

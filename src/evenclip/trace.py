@@ -8,8 +8,9 @@ One row per epoch:
     clip_fraction                 share of samples whose weight is below that of a zero gradient
     state                         the rule's public state at the end of the epoch: Z, or the C_k
     sensitivity                   S of the last step
-    non_finite, empty_batches     samples that contributed nothing for lack of a finite gradient; batches without any
-    sample clamped                       weights that broke the rule's own bound and were held to it
+    non_finite                    samples that contributed nothing for lack of a finite gradient
+    empty_batches                 batches without any sample
+    clamped                       weights that broke the rule's own bound and were held to it
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from evenclip.ranks import Alone, AnyRanks
 from evenclip.rules import Guarded
 from evenclip.step import Step
 
@@ -34,14 +37,23 @@ _Columns = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, T
 
 
 class Trace:
-    """Rows of finished epochs, and the steps of the one under way."""
+    """Rows of finished epochs, and sums over the steps of the one under way.
 
-    def __init__(self, guard: Guarded, groups: int) -> None:
+    Sums are taken step by step, so that they do not depend on where they are cut: at a checkpoint, or for memory.
+    """
+
+    def __init__(self, guard: Guarded, groups: int, ranks: AnyRanks | None = None) -> None:
         self.rows: list[Row] = []
-        self._guard, self._groups = guard, groups
-        self._open: list[_Columns] = []
+        self._guard, self._groups, self._ranks = guard, groups, Alone() if ranks is None else ranks
+        self._open: list[_Columns] = []  # steps that are not added up yet
         self._held = 0  # samples in there
-        self._sums: list[Row] = []  # of the steps of this epoch that are added up already
+        self._begin()
+
+    def _begin(self) -> None:
+        """A new epoch."""
+        # Of each group Σ ℓ_i, Σ ‖g_i‖ and how many; how many are finite, clipped, clamped.  # [3 K + 3]
+        self._sums = torch.zeros(3 * self._groups + 3, dtype=torch.float64)
+        self._sizes: list[float] = []  # samples of each step
 
     def add(self, step: Step) -> None:
         """One step: cheap, because the arithmetic waits for the end of the epoch, or for very many samples."""
@@ -57,88 +69,87 @@ class Trace:
         if self._held >= AT_ONCE:
             self._add_up()
 
-    def _add_up(self) -> None:
-        self._sums.append(self._summed(self._open))
-        self._open, self._held = [], 0
-
     def close(self, state: Tensor, sensitivity: float) -> Row:
-        """The epoch is over: its row."""
-        if self._open:
-            self._add_up()
-        row = {"epoch": len(self.rows) + 1, **_row(self._sums)}
-        row |= {"state": state.tolist(), "sensitivity": sensitivity}
-        self._sums = []
+        """The epoch is over: its row, of all ranks' samples."""
+        sums, sizes = self._total()
+        K = self._groups
+        (losses, norms, counts), (kept, clipped, clamped) = sums[: 3 * K].view(3, K), sums[3 * K :].tolist()
+        seen = sum(sizes)
+        row = {
+            "epoch": len(self.rows) + 1,
+            "steps": len(sizes),
+            "samples": int(seen),
+            "loss": _divided(losses, counts),
+            "gradient_norm": _divided(norms, counts),
+            "group_samples": counts.long().tolist(),
+            "clip_fraction": clipped / kept if kept else None,
+            "non_finite": int(seen - kept),
+            "empty_batches": sizes.count(0.0),
+            "clamped": int(clamped),
+            "state": state.tolist(),
+            "sensitivity": sensitivity,
+        }
+        self._begin()
         self.rows.append(row)
         return row
 
-    def _summed(self, steps: Sequence[_Columns]) -> Row:
-        """Sums over some steps, by group."""
-        sizes = torch.tensor([step[0].shape[0] for step in steps])
-        columns = zip(*(step[:3] for step in steps), strict=True)
-        losses, norms, weights = (_joined(column) for column in columns)
-        several = self._groups > 1
-        group = _joined([step[3] for step in steps]) if several else torch.zeros(len(losses), dtype=torch.int64)
-        now = _joined([step[6].unsqueeze(0) for step in steps])  # [step, ...]
-        resting = self._guard.resting(now, self._groups)  # [step, group]
-        own = resting.repeat_interleave(sizes, dim=0)  # of each sample's step  [sample, group]
-        clipped = weights < (own.gather(1, group.unsqueeze(1))[:, 0] if several else own[:, 0])
-        seen, finite = len(losses), _finite(steps)
-        if finite is not None:
-            losses, norms, clipped, group = losses[finite], norms[finite], clipped[finite], group[finite]
-        counts = torch.bincount(group, minlength=self._groups) if several else torch.tensor([len(losses)])
-        return {
-            "steps": len(steps),
-            "samples": seen,
-            "loss": self._sum(losses, group),
-            "gradient_norm": self._sum(norms, group),
-            "group_samples": counts,
-            "clipped": int(clipped.sum()),
-            "finite": len(losses),
-            "empty_batches": int((sizes == 0).sum()),
-            "clamped": _count([step[4] for step in steps if step[4] is not None]),
-        }
-
-    def _sum(self, values: Tensor, group: Tensor) -> Tensor:
-        """By group.  # [group]"""
-        if self._groups == 1:
-            return values.sum(dim=0, keepdim=True, dtype=torch.float64)
-        return torch.bincount(group, weights=values, minlength=self._groups)
-
     def state(self) -> dict[str, Any]:
-        """For the checkpoint: private."""
-        return {"rows": self.rows, "open": [list(step) for step in self._open], "sums": self._sums}
+        """For the checkpoint, of all ranks' samples, each of which takes part: private."""
+        sums, sizes = self._total()
+        return {"rows": self.rows, "sums": sums, "sizes": sizes}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self.rows = list(state["rows"])
-        self._open = [tuple(step) for step in state["open"]]
-        self._held = sum(step[0].shape[0] for step in self._open)
-        self._sums = list(state["sums"])
+        """Go on from there: the rank that leads has all samples of the epoch under way."""
+        self.rows, self._open, self._held = list(state["rows"]), [], 0
+        share = 1.0 if self._ranks.leads else 0.0
+        self._sums, self._sizes = share * state["sums"], [share * size for size in state["sizes"]]
+
+    def _total(self) -> tuple[Tensor, list[float]]:
+        """Sums and sizes over all ranks."""
+        self._add_up()
+        whole = self._ranks.sum(torch.cat([self._sums, torch.tensor(self._sizes, dtype=torch.float64)]))
+        return whole[: len(self._sums)], whole[len(self._sums) :].tolist()
+
+    def _add_up(self) -> None:
+        """The open steps go into the sums."""
+        if not self._open:
+            return
+        steps, self._open, self._held = self._open, [], 0
+        sizes = torch.tensor([step[0].shape[0] for step in steps])
+        losses, norms, weights = (_joined(column) for column in zip(*(step[:3] for step in steps), strict=True))
+        group = (
+            _joined([step[3] for step in steps]) if self._groups > 1 else torch.zeros_like(losses, dtype=torch.int64)
+        )
+        place = torch.arange(len(steps)).repeat_interleave(sizes) * self._groups + group  # step and group
+        resting = self._guard.resting(_joined([step[6].unsqueeze(0) for step in steps]), self._groups)  # [step, group]
+        clipped, finite = weights < resting.flatten()[place], _finite(steps)
+        if finite is not None:
+            losses, norms, clipped, place = losses[finite], norms[finite], clipped[finite], place[finite]
+        each = [_by_place(x, place, len(steps), self._groups) for x in (losses, norms, torch.ones_like(norms))]
+        clamped = _count([step[4] for step in steps if step[4] is not None])
+        numbers = torch.tensor([len(losses), int(clipped.sum()), clamped], dtype=torch.float64)
+        self._sums[: 3 * self._groups] = _added(self._sums[: 3 * self._groups], torch.cat(each, dim=1))
+        self._sums[3 * self._groups :] += numbers
+        self._sizes += sizes.double().tolist()
 
 
-def _row(sums: Sequence[Row]) -> Row:
-    """The figures of an epoch."""
-    whole = {name: sum(part[name] for part in sums) for name in sums[0]}
-    counts, finite = whole["group_samples"], whole["finite"]
-    return {
-        "steps": whole["steps"],
-        "samples": whole["samples"],
-        "loss": _means(whole["loss"], counts),
-        "gradient_norm": _means(whole["gradient_norm"], counts),
-        "group_samples": counts.tolist(),
-        "clip_fraction": whole["clipped"] / finite if finite else None,
-        "non_finite": whole["samples"] - finite,
-        "empty_batches": whole["empty_batches"],
-        "clamped": whole["clamped"],
-    }
+def _by_place(values: Tensor, place: Tensor, steps: int, groups: int) -> Tensor:
+    """Sums over the samples of each step and group, one after the other.  # [step, group], float64"""
+    return torch.bincount(place, weights=values.double(), minlength=steps * groups).view(steps, groups)
 
 
-def _means(sums: Tensor, counts: Tensor) -> list[float | None]:
+def _added(total: Tensor, each: Tensor) -> Tensor:
+    """The total and each row, one after the other (torch adds them up in its own order).  # [column]"""
+    return torch.from_numpy(np.add.reduce(torch.cat([total.unsqueeze(0), each]).numpy(), axis=0))
+
+
+def _divided(sums: Tensor, counts: Tensor) -> list[float | None]:
+    """The means of the groups that were seen."""
     return [float(s / n) if n else None for s, n in zip(sums, counts, strict=True)]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """End to end on the CPU, wherever each lies: steps that were resumed, or taken in a stack, lie there already."""
+    """End to end on the CPU, wherever each lies: steps that were taken in a stack lie there already."""
     each = [torch.cat(list(some)).cpu() for _, some in groupby(parts, key=lambda part: part.device)]
     return each[0] if len(each) == 1 else torch.cat(each)
 
@@ -154,5 +165,4 @@ def _finite(steps: Sequence[_Columns]) -> Tensor | None:
     if all(mask is None for mask in masks):
         return None
     pairs = zip(steps, masks, strict=True)
-    filled = [torch.ones_like(step[0], dtype=torch.bool) if mask is None else mask for step, mask in pairs]
-    return _joined(filled)
+    return _joined([torch.ones_like(step[0], dtype=torch.bool) if mask is None else mask for step, mask in pairs])

@@ -36,6 +36,7 @@ from evenclip.gradients.plan import refuse_stateful
 from evenclip.gradients.tape import call
 from evenclip.logs.log import Log, flat
 from evenclip.progress import Interrupt, Progress
+from evenclip.ranks import Alone, AnyRanks, Ranks
 from evenclip.release import Ledger
 from evenclip.rules import DPSGDGlobalAdapt, Rule
 from evenclip.run import Performance, Run, Settings
@@ -106,6 +107,7 @@ def fit(
     steps: int | None = None,
     performance: Performance | None = None,
     progress: bool | None = None,
+    ranks: Ranks | None = None,
 ) -> Result:
     """Train a copy of the model privately, by the given rule.
 
@@ -134,6 +136,8 @@ def fit(
         steps: T, instead of epochs.
         performance: how it is computed, which does not change what comes out.
         progress: whether to show progress; on a terminal unless given.
+        ranks: `Ranks()` where `torchrun` has started several processes that train this model together; see
+            `evenclip.ranks`. Observers see what their own rank computes; logs and progress are rank 0's.
 
     Raises:
         ValueError: for anything that cannot be trained privately as given; the message says what to do.
@@ -142,16 +146,19 @@ def fit(
     run = prepare(
         model, data, rule=rule, loss=loss, epochs=epochs, batch_size=batch_size, lr=lr, delta=delta, seed=seed,
         device=device, optimizer=optimizer, scheduler=scheduler, q=q, steps=steps, performance=performance,
+        ranks=ranks,
     )  # fmt: skip
     folder = None if checkpoint is None else Path(checkpoint)
     if checkpoint_every is not None:
         check.natural(checkpoint_every=checkpoint_every)
     _start(run, folder, resume)
-    told = _Told(run, logs)
-    records = _train(run, folder, checkpoint_every, observers, told, Progress(run.settings.steps, progress))
-    for trained, given in zip(run.model.modules(), model.modules(), strict=True):
-        trained.training = given.training
+    leads = run.ranks.leads
+    told = _Told(run, logs if leads else ())
+    shown = Progress(run.settings.steps, progress if leads else False)
+    records = _train(run, folder, checkpoint_every, observers, told, shown)
     found = result(run, records)
+    for trained, given in zip(found.model.modules(), model.modules(), strict=True):
+        trained.training = given.training
     told.end(found)
     return found
 
@@ -180,6 +187,7 @@ def prepare(
     q: float | None = None,
     steps: int | None = None,
     performance: Performance | None = None,
+    ranks: Ranks | None = None,
 ) -> Run:
     """A run that has not begun, everything checked: for a training loop of one's own.
 
@@ -191,12 +199,14 @@ def prepare(
     """
     data = as_dataset(data)
     rule = DPSGDGlobalAdapt() if rule is None else rule
-    _check_kinds(model, rule, optimizer, scheduler)
+    _check_kinds(model, rule, optimizer, scheduler, ranks)
     model, place = _placed(model, device)
-    settings = _settings(model, data, rule, epochs, batch_size, lr, delta, seed, optimizer, q, steps)
+    together: AnyRanks = Alone() if ranks is None else ranks
+    n = together.rows(len(data)).n
+    settings = _settings(model, n, data.K, rule, epochs, batch_size, lr, delta, seed, optimizer, q, steps)
     data = data.to(place)
     data = _checked(model, loss, data, rule, place)
-    return Run(model, data, loss, settings, optimizer, scheduler, performance or Performance(), place)
+    return Run(model, data, loss, settings, optimizer, scheduler, performance or Performance(), place, together)
 
 
 def _train(
@@ -210,14 +220,16 @@ def _train(
             taking.step()
             t = taking.t
             progress(t, f"epoch {math.ceil(t / run.settings.epoch)}")
-            stop = interrupt.came  # asked once: it may come at any moment, and what is said to be saved must be
+            # Asked once: it may come at any moment, and what is said to be saved must be.
+            stop = run.ranks.stops(interrupt.came, t)
             if folder is not None and (stop or run.settings.ends(t) or (every and t % every == 0)):
                 taking.hand_over()
                 run.save(folder)
             told()
             if stop:
                 progress.close()
-                _say_saved(folder, t, steps)
+                if run.ranks.leads:
+                    _say_saved(folder, t, steps)
                 raise KeyboardInterrupt
     told()  # a stack tells its runs late
     progress.close()
@@ -273,6 +285,9 @@ def reeled(run: Run) -> Stack | None:
     """
     if not run.performance.compile or run.device.type == "cpu" or run.performance.chunk is not None:
         return None
+    if run.ranks.world > 1:
+        _log.debug("not on a reel: several ranks")
+        return None
     from evenclip.program import NoProgram
     from evenclip.stack import Stack
 
@@ -287,11 +302,10 @@ def reeled(run: Run) -> Stack | None:
 
 
 def _settings(
-    model: nn.Module, data: Dataset | Streamed, rule: Rule, epochs: int, batch_size: int, lr: float,
-    delta: float | None, seed: int | None, optimizer: Callable[..., Optimizer], q: float | None, steps: int | None,
+    model: nn.Module, n: int, K: int, rule: Rule, epochs: int, batch_size: int, lr: float, delta: float | None,
+    seed: int | None, optimizer: Callable[..., Optimizer], q: float | None, steps: int | None,
 ) -> Settings:  # fmt: skip
     """The public constants of the run, as Python's own numbers: numpy's are not written to JSON."""
-    n = len(data)
     check.natural(epochs=epochs, batch_size=batch_size)
     check.positive(lr=lr)
     epochs, batch_size = int(epochs), int(batch_size)
@@ -308,7 +322,7 @@ def _settings(
     if steps is not None:
         check.natural(steps=steps)
     return Settings(
-        rule=rule, n=n, groups=data.K, q=q if rule.poisson else None, B=float(batch_size), epoch=epoch,
+        rule=rule, n=n, groups=K, q=q if rule.poisson else None, B=float(batch_size), epoch=epoch,
         steps=epochs * epoch if steps is None else int(steps), delta=_delta(delta, n), lr=float(lr),
         optimizer=_name(optimizer), seed=_seed(seed),
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -344,7 +358,7 @@ def _seed(seed: int | None) -> int | None:
     return None if seed is None else operator.index(seed)
 
 
-def _check_kinds(model: Any, rule: Any, optimizer: Any, scheduler: Any) -> None:
+def _check_kinds(model: Any, rule: Any, optimizer: Any, scheduler: Any, ranks: Any) -> None:
     """Raise for the usual mix-ups of a class and its instance."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {model!r}; it must be a torch.nn.Module.")
@@ -353,6 +367,8 @@ def _check_kinds(model: Any, rule: Any, optimizer: Any, scheduler: Any) -> None:
             f"rule is {rule!r}; it must be a rule such as DPSGDGlobalAdapt(C0=1.0, sigma=1.0), or a frozen dataclass "
             "that derives from evenclip.Rule."
         )
+    if not (ranks is None or isinstance(ranks, Ranks)):
+        raise TypeError(f"ranks is {ranks!r}; it must be evenclip.Ranks(), or be left out for one process.")
     for name, given, example in (
         ("optimizer", optimizer, "torch.optim.Adam or functools.partial(torch.optim.SGD, momentum=0.9)"),
         ("scheduler", scheduler, "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)"),
@@ -447,10 +463,10 @@ def _shapes(x: Any) -> str:
 
 def _start(run: Run, folder: Path | None, resume: bool) -> None:
     """From the beginning, or from the folder's last checkpoint."""
-    last = None if folder is None else checkpoint.latest(folder)
+    last = None if folder is None else run.ranks.first(checkpoint.latest(folder))
     if resume and folder is None:
         raise ValueError("resume=True needs the folder with the checkpoint; pass checkpoint=DIR too.")
-    if folder is not None and last is None:
+    if folder is not None and last is None and run.ranks.leads:
         _make(folder)
     if last is None:
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.optim import SGD, Optimizer
 
 from evenclip.gradients import Layout
 
-__all__ = ["Update"]
+__all__ = ["Update", "are_alike", "is_elementwise"]
 
 # Each number's step depends on that number's own gradients alone, so that parameters may be joined.
 _ELEMENTWISE = tuple(
@@ -32,8 +33,8 @@ class Update:
     """
 
     def __init__(self, model: nn.Module, layout: Layout, make: Callable[..., Optimizer], lr: float) -> None:
-        self._layout, self._parameters = layout, [p for p in model.parameters() if p.requires_grad]
-        self._joined = self._join() if _is_elementwise(make) and _are_alike(self._parameters) else None
+        self._model, self._layout, self._parameters = model, layout, [p for p in model.parameters() if p.requires_grad]
+        self._joined = self._join() if is_elementwise(make) and are_alike(self._parameters) else None
         self.optimizer = make(self._parameters if self._joined is None else [self._joined], lr=lr)
         self.is_plain = self._joined is not None and make is SGD  # θ ← θ − lr·g̃ and nothing else
 
@@ -63,12 +64,27 @@ class Update:
                 parameter.grad = part.to(parameter, copy=True)
         self.optimizer.step()
 
-    def close(self) -> None:
-        """Give each parameter memory of its own again, and no gradient."""
+    @property
+    def common(self) -> Tensor | None:
+        """What all ranks of a run must have the same of: everything.  # [parameter]"""
+        return self.vector
+
+    def close(self) -> nn.Module:
+        """The model; each parameter has memory of its own again, and no gradient."""
         for parameter in self._parameters:
             parameter.grad = None
             if self._joined is not None:
                 parameter.data = parameter.data.clone()
+        return self._model
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The model's and the optimiser's, for the checkpoint."""
+        return self._model.state_dict(), self.optimizer.state_dict()
+
+    def set_state(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        """Go on from there; raises for another model's."""
+        self._model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
 
     def _join(self) -> nn.Parameter | None:
         """All parameters in one vector, of which each becomes a view."""
@@ -79,12 +95,12 @@ class Update:
         return nn.Parameter(vector)
 
 
-def _is_elementwise(make: Callable[..., Optimizer]) -> bool:
+def is_elementwise(make: Callable[..., Optimizer]) -> bool:
     """Whether these are torch's own, with options: somebody's own function may look at the parameters."""
     return (make.func if isinstance(make, partial) else make) in _ELEMENTWISE
 
 
-def _are_alike(parameters: list[nn.Parameter]) -> bool:
+def are_alike(parameters: list[nn.Parameter]) -> bool:
     """Whether they can lie in one vector, and there are any."""
     kinds = {(type(p), p.dtype, p.device, p.layout) for p in parameters}
     return len(kinds) == 1 and kinds.pop()[0] is nn.Parameter

@@ -133,9 +133,9 @@ def spy(monkeypatch) -> Spy:
         monkeypatch.setattr(sampler, "next", _watched_batches(sampler.next, seen))
     start, call = Releases.__init__, Releases.__call__
 
-    def watched_start(self, noise):
+    def watched_start(self, noise, totals=None):
         seen.noise.append({name: numbers.clone() for name, numbers in noise.items()})
-        start(self, noise)
+        start(self, noise, totals)
 
     def watched_call(self, name, value, *, sensitivity, multiplier, bounded=True):
         out = call(self, name, value, sensitivity=sensitivity, multiplier=multiplier, bounded=bounded)

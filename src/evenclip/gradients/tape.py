@@ -417,6 +417,10 @@ class Tape:
         worth = _WORTH * self.layout.size // max(1, sum(unit.numbers for unit in self.units))
         return max(1, fit, worth)
 
+    def pass_at_once(self) -> None:
+        """From now on samples pass in one block, however many: where passes are counted."""
+        self._rows = _ALL
+
     def _losses(self, x: Any, y: Any) -> Tensor:
         if torch.is_grad_enabled():
             return self.loss(call(self.model, x), y)

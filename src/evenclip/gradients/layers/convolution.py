@@ -159,7 +159,9 @@ class LargeConvolution(LayerGradient):
         weighted = shifts.delta * weights.to(shifts.delta.dtype).view(-1, *(1 for _ in shifts.delta.shape[1:]))
         out = {}
         if "weight" in self._names:
-            out["weight"] = _weight_gradient(module, shifts.a, weighted, module.weight.detach(), module.groups)
+            out["weight"] = _weight_gradient(
+                module, shifts.a, weighted, shifts.a.new_empty(()).expand(module.weight.shape), module.groups
+            )
         if "bias" in self._names:
             out["bias"] = weighted.transpose(0, 1).flatten(1).sum(dim=1)
         return out

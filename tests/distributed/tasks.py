@@ -1,0 +1,264 @@
+"""What the ranks of the tests do; with ranks None, the same in one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import evenclip
+from evenclip.ranks import Alone, Ranks, Spread
+from evenclip.sharded import Sharded
+
+RULES = {
+    "non-private": evenclip.NonPrivate(),
+    "dpsgd": evenclip.DPSGD(C0=0.7, sigma=0.8),
+    "dpsgd-f": evenclip.DPSGDF(C0=0.8, sigma=0.8, sigma_count=3.0),
+    "dpsgd-global": evenclip.DPSGDGlobal(C0=0.7, sigma=0.8, Z=1.6),
+    "dpsgd-global-adapt": evenclip.DPSGDGlobalAdapt(C0=0.7, sigma=0.8, Z0=1.2, tau=1.1, eta_Z=0.2, sigma_count=2.0),
+}
+
+
+class Stop(Exception):  # noqa: N818
+    """Training was interrupted on purpose."""
+
+
+def data(kind: str, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(x, y, group): three classes, three groups."""
+    random = torch.Generator().manual_seed(5)
+    shape = (5,) if kind == "mlp" else (1, 7, 7)
+    x = torch.randn(n, *shape, generator=random, dtype=torch.float64)
+    group = torch.arange(n) % 3
+    return x * (1 + group.double()).view(-1, *[1] * len(shape)), torch.randint(3, (n,), generator=random), group
+
+
+def network(kind: str, seed: int = 0, dropout: float = 0.0) -> nn.Module:
+    """A small one for these data."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if kind == "mlp":
+            layers = [nn.Linear(5, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 3)]
+        else:
+            layers = [nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 3, stride=2), nn.Flatten(), nn.Linear(8, 3)]
+        return nn.Sequential(*layers).double()
+
+
+def vector(model: nn.Module) -> Tensor:
+    """All parameters."""
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+class Watch:
+    """An observer: what each step was clipped with and how many samples this rank saw; may cause trouble."""
+
+    def __init__(self, ranks: Ranks | None, trouble: str = "", at: int = -1, who: int | None = None) -> None:
+        self.now: list[list[float]] = []
+        self.sizes: list[int] = []
+        self._mine = who is None or getattr(ranks, "rank", 0) == who
+        self._trouble, self._at = trouble, at
+
+    def __call__(self, step: evenclip.Step) -> None:
+        """Look, and fall over where that is the plan."""
+        self.now.append(step.public.now.flatten().tolist())
+        self.sizes.append(len(step.losses))
+        if step.t != self._at or not self._mine:
+            return
+        if self._trouble == "stop":
+            raise Stop(f"at step {step.t}")
+        if self._trouble == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._trouble == "sleep":
+            time.sleep(6)
+        if self._trouble == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+        if self._trouble == "drift":
+            with torch.no_grad():
+                next(step.model.parameters()).add_(1e-9)
+
+
+def train(
+    ranks: Ranks | None, rule: Any, kind: str = "mlp", *, n: int = 60, seed: int | None = 7, own_model: bool = False,
+    own: dict[str, list[Any]] | None = None, cut: list[int] | None = None, one_stream: bool = False,
+    trouble: tuple[Any, ...] = (), dropout: float = 0.0, **given: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Train; everything that should not depend on the number of ranks.
+
+    own: argument -> what each rank gives it. cut: where the data are cut into the ranks' own. one_stream: the same
+    batches and noise for the same data in another form.
+    """
+    rank = getattr(ranks, "rank", 0)
+    columns = data(kind, n)
+    if cut is not None:
+        columns = tuple(column[cut[rank] : cut[rank + 1]] for column in columns)
+    given = (
+        {"batch_size": 12, "epochs": 2, "lr": 0.3} | given | {name: each[rank] for name, each in (own or {}).items()}
+    )
+    watch = Watch(ranks, *trouble)
+    with ExitStack() as patches:
+        if one_stream:
+            patches.enter_context(mock.patch.object(Ranks, "digest", return_value=0))
+            patches.enter_context(mock.patch.object(Alone, "digest", return_value=0))
+        named = evenclip.data.Dataset(*columns, group_names=("a", "b", "c"))
+        found = evenclip.fit(
+            network(kind, seed=rank if own_model else 0, dropout=dropout), named, rule=rule, seed=seed, ranks=ranks,
+            observers=[watch], **given,
+        )  # fmt: skip
+    return {
+        "vector": vector(found.model), "state": found.state, "trace": found.trace, "ledger": found.ledger.to_json(),
+        "epsilon": found.epsilon() if rule.sigma > 0.1 else None, "settings": found.settings, "now": watch.now,
+        "sizes": watch.sizes,
+    }  # fmt: skip
+
+
+def train_with_seeds(ranks: Ranks, seeds: list[int]) -> dict[str, Any]:
+    """Train, each rank from its own seed."""
+    return train(ranks, RULES["dpsgd"], seed=seeds[ranks.rank])
+
+
+def dropout_seeds(ranks: Ranks) -> list[int]:
+    """Of the chunks of a step."""
+    run = evenclip.prepare(
+        network("mlp"), data("mlp", 8), rule=RULES["dpsgd"], batch_size=4, seed=1, ranks=ranks,
+        performance=evenclip.Performance(chunk=2),
+    )  # fmt: skip
+    return [chunk.seed for chunk in run._chunks(ranks.share(torch.arange(8), run.rows))]
+
+
+def shares(ranks: Ranks, batch: Tensor, own: int) -> Tensor:
+    """This rank's part of a batch, as numbers of records."""
+    rows = ranks.rows(own)
+    return ranks.share(batch, rows) + (rows.first if ranks.local else 0)
+
+
+def noise(ranks: Ranks, rule: Any, mistake: str) -> Tensor:
+    """What the first step of a run adds to the clipped sum of all ranks, where somebody makes a mistake."""
+    run = evenclip.prepare(wide(), data("mlp", 40)[:2], rule=rule, batch_size=8, seed=1, ranks=ranks)
+    size = run.tape.layout.size
+    with ExitStack() as patches:
+        patch = partial(mock.patch.object, Spread)
+        if mistake.startswith("everybody"):
+            run._spread.ranges = [(0, size)]
+        if mistake == "everybody, independently":
+            run.noise.set_state(run.noise.state() + ranks.rank)
+        if mistake == "nobody":
+            patches.enter_context(patch("adds_noise", False))
+        if mistake == "rank 0's slice only" and not ranks.leads:
+            run._spread.ranges = [(0, 0)]
+        patches.enter_context(run.listening())
+        step = run.step()
+    return step.public.gradient * step.B - ranks.sum(step.clipped_sum)
+
+
+class Fixed:
+    """A sampler that draws what it is told."""
+
+    q: float | None = 0.5
+
+    def __init__(self, batch: Tensor) -> None:
+        self._batch = batch
+
+    def next(self) -> Tensor:
+        """The batch."""
+        return self._batch
+
+    def expected_size(self, batch: Tensor) -> float:
+        """Public."""
+        del batch
+        return 4.0
+
+
+def clipped_sums(ranks: Ranks, rule: Any, x: Tensor, without: int) -> tuple[Tensor, Tensor, float]:
+    """Σ γ_i g_i over all ranks, with all records and without one of them, and S."""
+    n = len(x)
+    sums, S = [], 0.0
+    for batch in (torch.arange(n), torch.tensor([i for i in range(n) if i != without], dtype=torch.int64)):
+        data = evenclip.data.Dataset(x, torch.arange(n) % 3, torch.arange(n) % 3, ("a", "b", "c"))
+        run = evenclip.prepare(network("mlp"), data, rule=rule, batch_size=2, seed=1, ranks=ranks)
+        run.sampler = Fixed(batch)
+        with run.listening():
+            step = run.step()
+        sums.append(ranks.sum(step.clipped_sum))
+        S = float(step.public.sensitivity)
+    return sums[0], sums[1], S
+
+
+def progress(ranks: Ranks) -> str:
+    """What a rank shows while it trains."""
+    import io
+    from contextlib import redirect_stderr
+
+    with redirect_stderr(io.StringIO()) as shown:
+        train(ranks, RULES["dpsgd"], progress=True)
+    return shown.getvalue()
+
+
+def wide() -> nn.Module:
+    """24,000 parameters that start at 0."""
+    model = nn.Linear(5, 4000).double()
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    return model
+
+
+def single_noise(rule: Any) -> Tensor:
+    """What the first step of a run of one process adds to the clipped sum."""
+    run = evenclip.prepare(wide(), data("mlp", 40)[:2], rule=rule, batch_size=8, seed=1)
+    with run.listening():
+        step = run.step()
+    return step.public.gradient * step.B - step.clipped_sum
+
+
+def sharded_noise(ranks: Ranks, rule: Any, mistake: str) -> Tensor:
+    """The same of all ranks' pieces, put together."""
+    run = evenclip.prepare(wide(), data("mlp", 40)[:2], rule=rule, batch_size=8, seed=1, ranks=ranks)
+    pieces, total = run._move.pieces, Sharded.total
+    with ExitStack() as patches:
+        patch = partial(mock.patch.object, Sharded)
+        if mistake == "everybody, everywhere":
+
+            def noisy(self, value: Tensor, add: Any) -> Tensor:
+                fresh = run.noise.noise.normal(0, len(value), torch.float64)[0]
+                return total(self, value + rule.sigma * rule.C0 * fresh)
+
+            patches.enter_context(patch("noisy_total", noisy))
+        if mistake == "nobody":
+            patches.enter_context(patch("adds_noise", False))
+        if mistake == "the same piece":
+            run._move.ranges = pieces.ranges(0)
+        patches.enter_context(run.listening())
+        step = run.step()
+    whole = pieces.join(ranks.each(step.public.gradient)) * step.B
+    return whole - ranks.sum(step.clipped_sum)
+
+
+def uncuttable(ranks: Ranks, what: str) -> None:
+    """Try to train in pieces what cannot be."""
+    x, y, _ = data("mlp", 12)
+    model, optimizer = network("mlp"), torch.optim.SGD
+    if what == "recurrent":
+        model, x = nn.Sequential(nn.LSTM(5, 3, batch_first=True), Last()).double(), x.unsqueeze(1)
+    if what == "tied":
+        model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)).double()
+        model[2].weight = model[0].weight
+    if what == "optimizer":
+        optimizer = lambda parameters, lr: torch.optim.SGD(parameters, lr=lr)  # noqa: E731
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for p in model.parameters():
+            nn.init.uniform_(p, -0.5, 0.5)
+    evenclip.fit(model, (x, y), rule=RULES["dpsgd"], batch_size=4, optimizer=optimizer, seed=0, ranks=ranks)
+
+
+class Last(nn.Module):
+    """The last output of a recurrent layer."""
+
+    def forward(self, found: Any) -> Tensor:
+        """[sample, feature]"""
+        return found[0][:, -1]

@@ -1,0 +1,299 @@
+"""Several ranks train what one process trains: the same batches, the same noise, once, and the same ledger."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import tasks
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tasks import RULES
+from team import Team
+
+import evenclip
+from evenclip.checkpoint import latest
+from evenclip.objectives import FairLens
+from evenclip.ranks import RankError, Ranks
+
+# A rule's σ is above 0; this one changes no number.
+QUIET = {f"{name}, σ = 0": replace(rule, sigma=1e-40) for name, rule in RULES.items() if name != "non-private"}
+EVERY = RULES | QUIET
+
+
+@cache
+def alone(name: str, kind: str = "mlp", **given):
+    return tasks.train(None, EVERY[name], kind, **given)
+
+
+def close(a, b) -> bool:
+    """Numbers, or anything made of them, that differ by rounding only."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(close(a[name], b[name]) for name in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(close(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, torch.Tensor):
+        return torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+    return a == pytest.approx(b, rel=1e-9, abs=1e-12)
+
+
+def is_as_alone(found, expected) -> bool:
+    """Everything that is not a rank's own."""
+    same = all(found[name] == expected[name] for name in ("ledger", "epsilon", "settings"))
+    return same and all(close(found[name], expected[name]) for name in ("vector", "state", "trace", "now"))
+
+
+# --- the same model --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+@pytest.mark.parametrize("name", EVERY)
+def test_ranks_train_the_model_that_one_process_trains(team, name, kind):
+    found = team(tasks.train, EVERY[name], kind)
+    assert is_as_alone(found[0], alone(name, kind))
+    assert not torch.equal(found[0]["vector"], tasks.vector(tasks.network(kind)))
+    for other in found[1:]:  # to the last bit
+        assert torch.equal(other["vector"], found[0]["vector"])
+        assert other["now"] == found[0]["now"]
+        assert other["state"].equal(found[0]["state"])
+        assert other["trace"] == found[0]["trace"]
+        assert other["ledger"] == found[0]["ledger"]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
+def test_with_chunks_and_any_optimizer(team, optimizer):
+    performance = evenclip.Performance(chunk=2, pad=True)
+    expected = tasks.train(None, RULES["dpsgd-f"], optimizer=optimizer, performance=performance)
+    assert is_as_alone(team(tasks.train, RULES["dpsgd-f"], optimizer=optimizer, performance=performance)[0], expected)
+
+
+def test_a_step_that_would_be_compiled_is_taken_plainly(two):
+    found = two(tasks.train, RULES["dpsgd"], performance=evenclip.Performance(compile=True))
+    assert is_as_alone(found[0], alone("dpsgd"))
+
+
+def test_every_rank_computes_a_part_of_the_batch(team):
+    found = team(tasks.train, RULES["dpsgd"])
+    whole = alone("dpsgd")["sizes"]
+    assert [sum(sizes) for sizes in zip(*(rank["sizes"] for rank in found), strict=True)] == whole
+    assert all(max(sizes) - min(sizes) <= 1 for sizes in zip(*(rank["sizes"] for rank in found), strict=True))
+
+
+def test_ranks_without_a_sample_take_the_step_all_the_same(team):
+    """Batches of 0, 1 or 2 of 6 records."""
+    found = team(tasks.train, RULES["dpsgd-global-adapt"], n=6, batch_size=1, epochs=4)
+    expected = alone("dpsgd-global-adapt", n=6, batch_size=1, epochs=4)
+    assert is_as_alone(found[0], expected)
+    assert [len(rank["sizes"]) for rank in found] == [24] * team.world
+    sizes = list(zip(*(rank["sizes"] for rank in found), strict=True))
+    assert any(sum(each) == 0 for each in sizes)  # an empty batch
+    assert any(sum(each) > 0 and 0 in each for each in sizes)  # a part without anybody
+    assert sum(row["empty_batches"] for row in found[0]["trace"]) == sum(sum(each) == 0 for each in sizes)
+
+
+def test_without_a_seed_the_ranks_agree_on_one(two):
+    first, second = two(tasks.train, RULES["dpsgd"], seed=None)
+    again, _ = two(tasks.train, RULES["dpsgd"], seed=None)
+    assert torch.equal(first["vector"], second["vector"])
+    assert not torch.equal(first["vector"], again["vector"])
+    # halves of one batch, not of two: two Poisson samples would differ by more in some step
+    assert all(0 <= a - b <= 1 for a, b in zip(first["sizes"], second["sizes"], strict=True))
+
+
+def test_with_dropout_the_ranks_agree_and_drop_different_units(two):
+    first, second = two(tasks.train, RULES["dpsgd"], dropout=0.5)
+    assert torch.equal(first["vector"], second["vector"])
+    seeds = two(tasks.dropout_seeds)
+    assert len({seed for rank in seeds for seed in rank}) == sum(len(rank) for rank in seeds) == 4
+
+
+# --- records of their own --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_ranks_with_records_of_their_own_train_on_the_union(two, name):
+    found = two(tasks.train, RULES[name], local=True, cut=[0, 17, 60], one_stream=True)
+    expected = alone(name, one_stream=True)
+    assert is_as_alone(found[0], expected)
+    assert found[0]["settings"].n == 60
+    assert torch.equal(found[0]["vector"], found[1]["vector"])
+
+
+def test_the_parts_of_a_batch_are_the_batch(team):
+    batch = torch.tensor([0, 1, 5, 6, 7, 8, 11, 23, 30, 31])
+    for local in (False, True):
+        parts = team(tasks.shares, batch, 8, local=local)
+        assert torch.cat(parts).equal(batch[batch < 8 * team.world] if local else batch)
+
+
+def test_records_of_their_own_are_nobody_elses(two):
+    found = two(tasks.train, RULES["dpsgd"], local=True)
+    assert [rank.said for rank in found] == [
+        "Ranks 0 and 1 were given the same data, and local=True: every record would count twice, and ε would be wrong. "
+        "Give each rank records of its own, or leave local out."
+    ] * 2
+
+
+# --- noise -----------------------------------------------------------------------------------------------------------
+
+
+def is_right(noise: torch.Tensor, std: float) -> bool:
+    """Whether these are independent N(0, std²) numbers: mean square, mean, and correlation of neighbours."""
+    z, n = noise / std, len(noise)
+    square = abs(float((z**2).mean()) - 1) < 5 * (2 / n) ** 0.5
+    return square and abs(float(z.mean())) < 5 / n**0.5 and abs(float((z[1:] * z[:-1]).mean())) < 5 / n**0.5
+
+
+@pytest.mark.parametrize("mistake", ["none", "everybody", "everybody, independently", "nobody", "rank 0's slice only"])
+@pytest.mark.parametrize("name", ["dpsgd", "dpsgd-global-adapt"])
+def test_every_number_gets_its_noise_once(team, name, mistake):
+    found = team(tasks.noise, RULES[name], mistake)
+    assert len(found[0]) == 24_000
+    assert all(torch.equal(other, found[0]) for other in found)
+    assert is_right(found[0], 0.7 * RULES[name].sigma) == (mistake == "none")
+    assert torch.allclose(found[0], tasks.single_noise(RULES[name]), atol=1e-9) == (mistake == "none")
+
+
+@pytest.mark.parametrize("name", ["dpsgd", "dpsgd-global", "dpsgd-global-adapt"])
+def test_one_record_moves_the_sum_by_at_most_its_sensitivity(two, name):
+    numbers = st.floats(-1e6, 1e6, allow_subnormal=False)
+
+    @settings(max_examples=15)
+    @given(rows=st.lists(st.lists(numbers, min_size=5, max_size=5), min_size=2, max_size=7), without=st.integers(0, 6))
+    def check(rows, without):
+        x = torch.tensor(rows, dtype=torch.float64)
+        found = two(tasks.clipped_sums, EVERY[name], x, without % len(rows))
+        (all_of_them, but_one, S), other = found
+        assert torch.equal(all_of_them, other[0])
+        assert float((all_of_them - but_one).norm()) <= S * (1 + 1e-9)
+
+    check()
+
+
+# --- checkpoints and trouble -----------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(two, four, tmp_path):
+    """Two, four, one; each stops in the middle of an epoch."""
+    name, given = "dpsgd-global-adapt", {"checkpoint": tmp_path, "resume": True, "checkpoint_every": 3}
+    stopped = two(tasks.train, RULES[name], epochs=4, trouble=("stop", 4), **given)
+    assert [rank.kind for rank in stopped] == ["Stop", "Stop"]
+    assert latest(tmp_path).name == "step-00000003"
+    stopped = four(tasks.train, RULES[name], epochs=4, trouble=("stop", 13), **given)
+    assert [rank.kind for rank in stopped] == ["Stop"] * 4
+    found = tasks.train(None, RULES[name], epochs=4, **given)
+    expected = alone(name, epochs=4)
+    assert is_as_alone(found | {"now": expected["now"]}, expected)
+    assert close(found["now"], expected["now"][12:])
+
+
+def test_a_killed_rank_ends_the_others_with_a_sentence_and_the_run_goes_on(two, tmp_path):
+    rule, given = RULES["dpsgd-global-adapt"], {"checkpoint": tmp_path, "resume": True, "checkpoint_every": 2}
+    doomed, start = Team(2), time.monotonic()
+    try:
+        survivor, dead = doomed(tasks.train, rule, trouble=("kill", 7, 1), **given)
+    finally:
+        doomed.close()
+    assert time.monotonic() - start < 60  # most of it for starting them
+    assert dead is None
+    assert survivor.kind == "RankError"
+    assert survivor.said.startswith(
+        "Rank 0 cannot reach the others: one has ended, which will have said why, or did not answer for 60 s. Start "
+        "the same command again with resume=True to go on from the last checkpoint, on as many ranks as you like. "
+    )
+    assert survivor.said.count("cannot reach") == 1
+    assert latest(tmp_path).name == "step-00000006"  # in the middle of an epoch
+    found, expected = two(tasks.train, rule, **given), two(tasks.train, rule)
+    assert torch.equal(found[0]["vector"], expected[0]["vector"])
+    assert found[0]["ledger"] == expected[0]["ledger"]
+
+
+def test_a_rank_that_does_not_answer_ends_the_others():
+    slow = Team(2, timeout=3.0)
+    try:
+        waiting, _ = slow(tasks.train, RULES["dpsgd"], trouble=("sleep", 2, 1))
+    finally:
+        slow.close()
+    assert waiting.kind == "RankError"
+    assert "or did not answer for 3 s" in waiting.said
+
+
+def test_an_interrupt_of_one_rank_stops_all_after_the_same_step(two, tmp_path):
+    found = two(tasks.train, RULES["dpsgd"], trouble=("interrupt", 3, 1), checkpoint=tmp_path)
+    assert [rank.kind for rank in found] == ["KeyboardInterrupt"] * 2
+    assert latest(tmp_path).name == "step-00000008"
+    assert is_as_alone(two(tasks.train, RULES["dpsgd"], checkpoint=tmp_path, resume=True)[0] | {"now": []},
+                       alone("dpsgd") | {"now": []})  # fmt: skip
+
+
+def test_ranks_that_drift_apart_are_found(two):
+    found = two(tasks.train, RULES["dpsgd"], trouble=("drift", 2, 1))
+    assert [rank.said for rank in found] == [
+        "After step 5 rank 1 has other parameters than rank 0, so they no longer train one model. Was the model "
+        "changed on one of them, or do they compute on machines of different kinds? Go on from the last checkpoint "
+        "with resume=True, on machines of one kind."
+    ] * 2
+
+
+def test_only_rank_0_shows_progress(two):
+    first, second = two(tasks.progress)
+    assert "step 10/10" in first
+    assert second == ""
+
+
+# --- what ranks must agree on ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"own": {"lr": [0.1, 0.2]}}, "lr 0.2 instead of 0.1"),
+        ({"own": {"seed": [1, 2]}}, "another seed"),
+        ({"own": {"epochs": [1, 2]}}, "steps 10 instead of 5"),
+        ({"own_model": True}, "another model, or the same from another start"),
+    ],
+    ids=["learning rate", "seed", "steps", "model"],
+)
+def test_ranks_with_other_arguments_are_refused(two, given, said):
+    if "seed" in given.get("own", {}):
+        found = two(tasks.train_with_seeds, given["own"]["seed"])
+    else:
+        found = two(tasks.train, RULES["dpsgd"], **given)
+    assert [(rank.kind, rank.said) for rank in found] == [
+        (
+            "ValueError",
+            f"Rank 1 was given {said}: all ranks train one model, so give each the arguments that rank 0 has; make the "
+            "model from the same seed on every rank, or load it from the same file.",
+        )
+    ] * 2
+
+
+def test_ranks_with_other_data_are_refused(two):
+    found = two(tasks.train, RULES["dpsgd"], cut=[0, 30, 60])
+    assert [rank.said for rank in found] == [
+        "Rank 1 was given other data than rank 0; give every rank the same data, or, where each has records that no "
+        "other has, pass ranks=Ranks(local=True)."
+    ] * 2
+
+
+def test_a_rule_that_needs_the_whole_batch_is_refused(two):
+    found = two(tasks.train, FairLens())
+    assert [rank.said for rank in found] == [
+        "fairlens needs the whole batch at once; train it in one process, without ranks."
+    ] * 2
+
+
+def test_what_is_no_team_of_ranks_is_refused(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(RankError) as error:
+        Ranks()
+    assert str(error.value) == (
+        "ranks=Ranks() is for several processes, and this one was not started as one of them (RANK is not set); start "
+        "it with `torchrun --nproc-per-node 2 SCRIPT.py`, or leave ranks out."
+    )
+    with pytest.raises(TypeError) as error:
+        tasks.train(True, RULES["dpsgd"])
+    assert str(error.value) == "ranks is True; it must be evenclip.Ranks(), or be left out for one process."

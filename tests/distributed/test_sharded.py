@@ -1,0 +1,129 @@
+"""A model in pieces is the model that one process trains; noise is added once, by the owner."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import tasks
+import torch
+from tasks import RULES
+from torch import nn
+from torch.optim import SGD, Adam
+
+import evenclip
+from evenclip.checkpoint import latest
+from evenclip.gradients import Layout
+from evenclip.noise import Noise
+from evenclip.sharded import Pieces
+
+
+def same(found, expected) -> bool:
+    """All that does not depend on how it was computed."""
+    exact = all(found[name] == expected[name] for name in ("ledger", "epsilon", "settings"))
+    return exact and torch.allclose(found["vector"], expected["vector"], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+@pytest.mark.parametrize("name", RULES)
+def test_a_model_in_pieces_is_the_one_that_one_process_trains(team, name, kind):
+    found = team(tasks.train, RULES[name], kind, sharded=True)
+    expected = tasks.train(None, RULES[name], kind)
+    assert same(found[0], expected)
+    for other in found[1:]:
+        assert torch.equal(other["vector"], found[0]["vector"])
+        assert other["now"] == found[0]["now"]
+        assert other["trace"] == found[0]["trace"]
+        assert other["ledger"] == found[0]["ledger"]
+
+
+@pytest.mark.parametrize("optimizer", [Adam, partial(SGD, momentum=0.9)], ids=["Adam", "momentum"])
+def test_it_goes_on_with_another_number_of_ranks_whole_or_in_pieces(two, four, tmp_path, optimizer):
+    """Two in pieces, four in pieces, two with the whole model, one."""
+    rule = RULES["dpsgd-f"]
+    given = {"checkpoint": tmp_path, "resume": True, "checkpoint_every": 3, "epochs": 4, "optimizer": optimizer}
+    for team, sharded, at in ((two, True, 4), (four, True, 8), (two, False, 13)):
+        stopped = team(tasks.train, rule, trouble=("stop", at), sharded=sharded, **given)
+        assert [rank.kind for rank in stopped] == ["Stop"] * team.world
+    assert latest(tmp_path).name == "step-00000012"
+    found, expected = tasks.train(None, rule, **given), tasks.train(None, rule, epochs=4, optimizer=optimizer)
+    assert same(found, expected)
+
+
+def test_ranks_without_a_sample_pass_with_the_others(team):
+    given = {"n": 6, "batch_size": 1, "epochs": 4}
+    found = team(tasks.train, RULES["dpsgd-global-adapt"], sharded=True, **given)
+    assert same(found[0], tasks.train(None, RULES["dpsgd-global-adapt"], **given))
+    assert any(sum(sizes) > 0 and 0 in sizes for sizes in zip(*(rank["sizes"] for rank in found), strict=True))
+
+
+def test_in_chunks_and_with_records_of_their_own(two):
+    given = {"performance": evenclip.Performance(chunk=2), "one_stream": True}
+    found = two(tasks.train, RULES["dpsgd-f"], local=True, sharded=True, cut=[0, 10, 60], **given)
+    assert same(found[0], tasks.train(None, RULES["dpsgd-f"], **given))
+
+
+# --- noise -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mistake", ["none", "everybody, everywhere", "nobody", "the same piece"])
+def test_every_number_gets_its_noise_from_its_owner(team, mistake):
+    """The pieces of the ranks, joined, are N(0, σ²S²) and those of a single process."""
+    found = team(tasks.sharded_noise, RULES["dpsgd"], mistake, sharded=True)
+    noise, std = found[0], 0.7 * 0.8
+    z, n = noise / std, len(noise)
+    right = abs(float((z**2).mean()) - 1) < 5 * (2 / n) ** 0.5
+    assert right == (mistake in ("none", "the same piece"))
+    right &= abs(float((z[: n // 4] * z[n // 4 : 2 * (n // 4)]).mean())) < 5 / (n // 4) ** 0.5
+    right &= torch.allclose(noise, tasks.single_noise(RULES["dpsgd"]), atol=1e-9)
+    assert right == (mistake == "none")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 7, 64, 1001])
+def test_a_part_of_the_noise_is_a_part_of_the_noise(dtype, size):
+    noise = Noise(np.random.SeedSequence(4))
+    whole = noise.normal(3, size, dtype)[0]
+    cuts = sorted({0, 1, size // 3, size // 2, (size + 1) // 2, size - 1, size})
+    for first in cuts:
+        for end in (cut for cut in cuts if cut >= first):
+            part = noise.part(3, size, first, end, dtype)
+            assert part.dtype == dtype
+            assert torch.allclose(part, whole[first:end], rtol=1e-5 if dtype == torch.float32 else 1e-12)
+
+
+def test_a_part_in_the_tail_takes_the_further_bits():
+    """Among a million numbers some have u < 2⁻²⁰."""
+    noise, size = Noise(np.random.SeedSequence(0)), 2**22
+    far = int(noise.normal(0, size)[0].abs().argmax())
+    assert float(noise.part(0, size, far, far + 1)) == pytest.approx(float(noise.normal(0, size)[0][far]), rel=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 9])
+def test_pieces_cut_a_vector_as_torch_cuts_parameters(world):
+    model = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Linear(4, 7), nn.Linear(7, 1))
+    layout = Layout.of(model)
+    pieces, vector = Pieces(layout, world), torch.arange(float(layout.size))
+    cut = [pieces.take(vector, rank) for rank in range(world)]
+    assert torch.equal(pieces.join(cut), vector)
+    for rank in range(world):
+        parts = [torch.chunk(p, world)[rank : rank + 1] for p in layout.split(vector).values()]
+        assert torch.equal(cut[rank], torch.cat([part[0].reshape(-1) if part else vector[:0] for part in parts]))
+
+
+# --- what cannot be cut ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("recurrent", "0 (LSTM) has no formula for its gradients, which needs its parameters whole"),
+        ("tied", "is used by several layers, and a piece has one owner"),
+        ("optimizer", "The optimiser may look at whole parameters, and each rank has a piece of them"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(two, what, said):
+    found = two(tasks.uncuttable, what, sharded=True)
+    assert [rank.kind for rank in found] == ["ValueError"] * 2
+    assert all(said in rank.said and "leave sharded out of Ranks()" in rank.said for rank in found)
