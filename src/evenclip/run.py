@@ -361,7 +361,7 @@ class Run:
             self._feed.close()
         self._feed = None
 
-    def _chunks(self, batch: Tensor, feed: Feed | None) -> list[Chunk]:
+    def _chunks(self, batch: Tensor, feed: Feed | None = None) -> list[Chunk]:
         """The batch as the performance settings want it."""
         size = self.performance.chunk
         if self.performance.pad and size is None:

@@ -39,6 +39,19 @@ def data(kind: str, n: int) -> tuple[Tensor, Tensor, Tensor]:
     return x * (1 + group.double()).view(-1, *[1] * len(shape)), torch.randint(3, (n,), generator=random), group
 
 
+class Items(torch.utils.data.Dataset):
+    """The same, item by item."""
+
+    def __init__(self, columns: tuple[Tensor, ...]) -> None:
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def __getitem__(self, i: int) -> tuple[Tensor, ...]:
+        return tuple(column[i] for column in self._columns)
+
+
 def network(kind: str, seed: int = 0, dropout: float = 0.0) -> nn.Module:
     """A small one for these data."""
     with torch.random.fork_rng(devices=[]):
@@ -86,12 +99,12 @@ class Watch:
 def train(
     ranks: Ranks | None, rule: Any, kind: str = "mlp", *, n: int = 60, seed: int | None = 7, own_model: bool = False,
     own: dict[str, list[Any]] | None = None, cut: list[int] | None = None, one_stream: bool = False,
-    trouble: tuple[Any, ...] = (), dropout: float = 0.0, **given: Any,
+    trouble: tuple[Any, ...] = (), dropout: float = 0.0, streamed: bool = False, **given: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Train; everything that should not depend on the number of ranks.
 
     own: argument -> what each rank gives it. cut: where the data are cut into the ranks' own. one_stream: the same
-    batches and noise for the same data in another form.
+    batches and noise for the same data in another form. streamed: whether the data are read item by item.
     """
     rank = getattr(ranks, "rank", 0)
     columns = data(kind, n)
@@ -105,7 +118,8 @@ def train(
         if one_stream:
             patches.enter_context(mock.patch.object(Ranks, "digest", return_value=0))
             patches.enter_context(mock.patch.object(Alone, "digest", return_value=0))
-        named = evenclip.data.Dataset(*columns, group_names=("a", "b", "c"))
+        names = ("a", "b", "c")
+        named = evenclip.data.MapDataset(Items(columns), names) if streamed else evenclip.data.Dataset(*columns, names)
         found = evenclip.fit(
             network(kind, seed=rank if own_model else 0, dropout=dropout), named, rule=rule, seed=seed, ranks=ranks,
             observers=[watch], **given,

@@ -66,6 +66,7 @@ def _work(pipe: Any, place: dict[str, Any], timeout: float, backend: str | None)
     """A rank: does what comes until nothing does."""
     os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)
+    multiprocessing.current_process()._config["daemon"] = False  # it may have readers; it ends with its pipe
     from evenclip.ranks import Ranks
 
     if backend is not None:  # somebody's own process group, which is taken as it is

@@ -94,6 +94,19 @@ def test_ranks_without_a_sample_take_the_step_all_the_same(team):
     assert sum(row["empty_batches"] for row in found[0]["trace"]) == sum(sum(each) == 0 for each in sizes)
 
 
+@pytest.mark.parametrize("readers", [0, 1])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_each_rank_reads_its_part_of_data_that_are_not_in_memory(two, sharded, readers):
+    """The second batches are small: a part is empty at times."""
+    for more in ({}, {"n": 6, "batch_size": 1, "epochs": 4}):
+        performance = evenclip.Performance(readers=readers)
+        given = {"one_stream": True, **more}
+        found = two(
+            tasks.train, RULES["dpsgd-global-adapt"], streamed=True, sharded=sharded, performance=performance, **given
+        )
+        assert is_as_alone(found[0], tasks.train(None, RULES["dpsgd-global-adapt"], **given)), found
+
+
 def test_without_a_seed_the_ranks_agree_on_one(two):
     first, second = two(tasks.train, RULES["dpsgd"], seed=None)
     again, _ = two(tasks.train, RULES["dpsgd"], seed=None)
