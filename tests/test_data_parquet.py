@@ -426,6 +426,14 @@ def test_what_epsilon_does_not_cover(tmp_path):
     assert found.encoder.features == ("income", "member")
 
 
+def test_what_epsilon_does_not_cover_is_in_the_privacy_report(tmp_path):
+    written(numbers(), tmp_path)
+    data = parquet(tmp_path, target="y")
+    assert data.uncovered
+    covered = trained(data).privacy["not_covered"]
+    assert covered[-len(data.uncovered) :] == list(data.uncovered)
+
+
 def test_with_a_schema_no_row_is_looked_at_before_training(tmp_path, monkeypatch):
     (path,) = written(people(), tmp_path)
     monkeypatch.setattr(MODULE, "_batches", None)

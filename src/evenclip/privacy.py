@@ -43,9 +43,18 @@ def epsilon(settings: Settings, ledger: Ledger, accountant: str = "pld", delta: 
 
 
 def report(
-    settings: Settings, ledger: Ledger, trace: Sequence[dict[str, Any]], *, tf32: bool = False
-) -> dict[str, Any]:
-    """The report of one run, as values that JSON can hold; ε is None where none is valid."""
+    settings: Settings, ledger: Ledger, trace: Sequence[dict[str, Any]], *, tf32: bool = False,
+    uncovered: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """The report of one run, as values that JSON can hold; ε is None where none is valid.
+
+    Args:
+        settings: its constants.
+        ledger: what it released.
+        trace: what it looked like.
+        tf32: whether operands of products were rounded.
+        uncovered: further looks at the data that ε does not cover.
+    """
     from evenclip import accounting
 
     valid = settings.rule.soundness != NO_EPSILON
@@ -60,7 +69,7 @@ def report(
             "traces and group figures", "what observers record", "metrics on test data",
             "the counts of empty batches, non-finite samples and clamped weights in this report",
         ],
-        "not_covered": list(NOT_COVERED),
+        "not_covered": [*NOT_COVERED, *uncovered],
         "epsilon": epsilon(settings, ledger, "pld"),
         "epsilon_rdp": epsilon(settings, ledger, "rdp"),
         "epsilon_without_amplification": (

@@ -64,6 +64,7 @@ class Result:
         trace: one row per epoch; see `evenclip.trace`. Private.
         records: what the observers returned, step by step. Private.
         tf32: whether a GPU was allowed to round the operands of products.
+        uncovered: looks at the data before training that ε does not cover, where it is known that there were any.
     """
 
     model: nn.Module
@@ -73,6 +74,7 @@ class Result:
     trace: list[dict[str, Any]] = field(repr=False)
     records: list[dict[str, Any]] = field(repr=False)
     tf32: bool = False
+    uncovered: tuple[str, ...] = ()
 
     def epsilon(self, accountant: str = "pld", delta: float | None = None) -> float | None:
         """ε at δ for releasing this model and all that is public about its training; None where none is valid."""
@@ -81,7 +83,7 @@ class Result:
     @cached_property
     def privacy(self) -> dict[str, Any]:
         """Everything that a privacy report must state; `evenclip.privacy.paragraph` puts it in words."""
-        return privacy.report(self.settings, self.ledger, self.trace, tf32=self.tf32)
+        return privacy.report(self.settings, self.ledger, self.trace, tf32=self.tf32, uncovered=self.uncovered)
 
 
 def fit(
@@ -167,7 +169,8 @@ def result(run: Run, records: Sequence[dict[str, Any]] = ()) -> Result:
     """What came of a run, which ends with this."""
     run.close()
     tf32 = run.performance.tf32 and run.device.type == "cuda"
-    return Result(run.model, run.settings, run.ledger, run.state.cpu(), run.trace.rows, list(records), tf32)
+    looks = () if isinstance(run.data, Dataset) else run.data.uncovered
+    return Result(run.model, run.settings, run.ledger, run.state.cpu(), run.trace.rows, list(records), tf32, looks)
 
 
 def prepare(

@@ -132,6 +132,7 @@ class MapDataset(Streamed):
         class_names: as in `Dataset`.
         name: for reports.
         device: where `take` puts the rows.
+        uncovered: looks at the data before this that ε does not cover, each a phrase for the privacy report.
         labels: number of labels that the model knows, and the one that its loss ignores; None: not known yet.
 
     Raises:
@@ -144,6 +145,7 @@ class MapDataset(Streamed):
     class_names: tuple[str, ...] = ()
     name: str = "data"
     device: torch.device | str = "cpu"
+    uncovered: tuple[str, ...] = ()
     labels: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:

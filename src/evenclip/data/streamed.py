@@ -41,6 +41,7 @@ class Streamed(abc.ABC):
     class_names: tuple[str, ...]
     name: str
     device: torch.device | str
+    uncovered: tuple[str, ...]  # looks at the data that ε does not cover, each a phrase for the privacy report
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
