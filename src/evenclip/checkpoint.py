@@ -26,7 +26,7 @@ import torch
 
 __all__ = ["Checkpoint", "CheckpointError", "latest", "load", "save"]
 
-FORMAT = 1
+FORMAT = 2
 _FILES = ("model.pt", "published.json", "secret.pt")
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from evenclip import check, checkpoint
 from evenclip.checkpoint import Checkpoint, CheckpointError
-from evenclip.data import Dataset, Streamed
+from evenclip.data import Dataset, MapDataset, Streamed
 from evenclip.data.dataset import Samples
 from evenclip.data.streamed import Bits, fingerprint
 from evenclip.gradients import Tape, WholeTape, plan
@@ -159,7 +159,9 @@ class Run:
         _check_tape(settings.rule, performance, ranks)
         _check_equal(ranks, settings, model, data)
         self.tape = settings.rule.tape(_tape(model, loss, data))
-        streams = _streams(settings, model, data, ranks)
+        digest = ranks.digest(_digest(data))
+        self._mark = _mark(data, ranks, digest)
+        streams = _streams(settings, model, digest, ranks)
         self._move = self._moved(optimizer)
         self.optimizer = self._move.optimizer
         self.scheduler = None if scheduler is None else scheduler(self.optimizer)
@@ -418,6 +420,7 @@ class Run:
             "batches": self.sampler.state(),
             "dropout": self.dropout,
             "seed": self.settings.seed,
+            "data": self._mark,
             "optimizer": optimizer,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "trace": trace,
@@ -429,6 +432,7 @@ class Run:
         found = checkpoint.load(path)
         ours = json.loads(json.dumps(self.settings.to_json()))
         _refuse_foreign(path, found.published["settings"], ours, found.secret["seed"] == self.settings.seed)
+        _refuse_other_data(path, found.secret["data"], self._mark)
         try:
             self._move.set_state(found.model, found.secret["optimizer"])
         except RuntimeError as error:
@@ -508,9 +512,18 @@ def _sampler(settings: Settings, seed: np.random.SeedSequence) -> Sampler:
     return Poisson(settings.n, settings.q, settings.B, seed)
 
 
-def _streams(
-    settings: Settings, model: nn.Module, data: Dataset | Streamed, ranks: AnyRanks
-) -> dict[str, np.random.SeedSequence]:
+def _mark(data: Dataset | Streamed, ranks: AnyRanks, digest: int) -> str | None:
+    """What tells these data from others when a run is resumed: whoever went on from one checkpoint with the data and
+    with those without one record would add the same noise to both.
+
+    None where that cannot be told: of records that ranks have of their own, how they are cut counts too.
+    """
+    if isinstance(ranks, Ranks) and ranks.local:
+        return None
+    return f"{'some' if isinstance(data, MapDataset) else 'all'} {digest:032x}"
+
+
+def _streams(settings: Settings, model: nn.Module, digest: int, ranks: AnyRanks) -> dict[str, np.random.SeedSequence]:
     """A random stream for each purpose, of this run alone: two models that shared noise would cancel it.
 
     A run is data, model, rule, settings and seed. All are mixed into the streams, so that no two runs draw the same
@@ -519,7 +532,6 @@ def _streams(
     """
     entropy = ranks.first(np.random.SeedSequence().entropy) if settings.seed is None else settings.seed
     assert isinstance(entropy, int)
-    digest = ranks.digest(_digest(data))
     words = [entropy, int(settings.specification[:32], 16), _digest(model.state_dict()), digest]
     purposes = ("batches", "noise", "dropout")
     return {purpose: np.random.SeedSequence(words, spawn_key=(i,)) for i, purpose in enumerate(purposes)}
@@ -557,3 +569,13 @@ def _refuse_foreign(path: Path, theirs: dict[str, Any], ours: dict[str, Any], sa
             f"{path} belongs to another run ({'; '.join(differ)}). Resume with the settings it was started "
             "with, or choose another folder."
         )
+
+
+def _refuse_other_data(path: Path, theirs: str | None, ours: str | None) -> None:
+    """Raise if the checkpoint was written by a run on other data, where that can be told: by all rows, or by some."""
+    if theirs is None or ours is None or theirs.split()[0] != ours.split()[0] or theirs == ours:
+        return
+    raise CheckpointError(
+        f"{path} belongs to a run on other data: a record differs, or their order. Resume with the data it was started "
+        "with, or choose another folder; going on with other data would add the same noise to two datasets."
+    )

@@ -305,7 +305,7 @@ def test_one_of_another_format_is_refused(toy, folder):
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError) as caught:
         resume(toy, folder)
-    assert str(caught.value) == f"{path} was written in another format than this version reads (1)."
+    assert str(caught.value) == f"{path} was written in another format than this version reads (2)."
 
 
 FOREIGN = {
@@ -321,6 +321,16 @@ FOREIGN = {
         "optimizer: 'SGD' there, 'SGD(momentum=0.9)' here",
     ),
 }
+
+
+@pytest.mark.parametrize("column", [0, 1, 2], ids=["features", "labels", "groups"])
+def test_a_checkpoint_of_as_many_other_records_is_refused(toy, folder, column):
+    """One number differs, of as many records."""
+    data = [part.clone() for part in toy.data()]
+    last = data[column].view(-1)[-1:]
+    last.copy_(last + 1 if column == 0 else 1 - last.clamp(max=1))
+    with pytest.raises(CheckpointError, match=r"step-00000007 belongs to a run on other data: a record differs"):
+        resume(toy, folder, data=tuple(data))
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
@@ -431,7 +441,7 @@ def test_nothing_is_unpickled(toy, tmp_path, rule):
     model = torch.load(path / "model.pt", weights_only=True)
     assert list(model) == list(toy.mlp().state_dict())
     secret = torch.load(path / "secret.pt", weights_only=True)
-    assert sorted(secret) == ["batches", "dropout", "noise", "optimizer", "scheduler", "seed", "trace"]
+    assert sorted(secret) == ["batches", "data", "dropout", "noise", "optimizer", "scheduler", "seed", "trace"]
     published = json.loads((path / "published.json").read_text())
     assert sorted(published) == ["format", "ledger", "settings", "state", "t"]
 
