@@ -39,9 +39,12 @@ def test_a_run_that_fails_does_not_stop_the_others(store, spec, told):
         carry_out([spec(0), bad, spec(1)], store, told, Local(2))
     assert str(raised.value) == (
         "1 of 3 runs failed; the other 2 are kept. dpsgd, seed 5: lr is -1.0; it must be a finite number above 0. "
-        "Run the same command again to finish what is missing."
+        "Run the same command again to finish what is missing. "
+        f"Tracebacks are in {store.root / 'failures.txt'}."
     )
     assert "Traceback" in raised.value.failures[0].trace
+    assert (store.root / "failures.txt").read_text().startswith("dpsgd, seed 5: lr is -1.0; ")
+    assert raised.value.failures[0].trace in (store.root / "failures.txt").read_text()
     assert store.has(spec(0))
     assert store.has(spec(1))
     assert not store.has(bad)

@@ -42,7 +42,8 @@ def test_a_run_that_fails_three_times_is_reported_with_its_traceback_and_the_res
         carry_out([spec(0), spec(5, lr=-1.0), spec(1)], store, told, slurm)
     assert str(raised.value) == (
         "1 of 3 runs failed; the other 2 are kept. dpsgd, seed 5: lr is -1.0; it must be a finite number above 0. "
-        "Run the same command again to finish what is missing."
+        "Run the same command again to finish what is missing. "
+        f"Tracebacks are in {store.root / 'failures.txt'}."
     )
     (failure,) = raised.value.failures
     assert "Traceback" in failure.trace

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from evenclip.runs.spec import Spec
@@ -35,14 +36,28 @@ class Failure:
 class RunsError(RuntimeError):
     """Some runs did not end well; all the others did, and are kept."""
 
-    def __init__(self, failures: Sequence[Failure], total: int) -> None:
+    def __init__(self, failures: Sequence[Failure], total: int, traces: Path | None = None) -> None:
         self.failures = tuple(failures)
-        first = self.failures[0]
         kept = f"; the other {total - len(failures)} are kept" if total > len(failures) else ""
+        where = "" if traces is None else f" Tracebacks are in {traces}."
         super().__init__(
-            f"{len(failures)} of {total} runs failed{kept}. {first.spec.rule.get('name', 'The rule')}, seed "
-            f"{first.spec.seed}: {first.why.rstrip('.')}. Run the same command again to finish what is missing."
+            f"{len(failures)} of {total} runs failed{kept}. {_told(self.failures[0])}. Run the same command again to "
+            f"finish what is missing.{where}"
         )
+
+
+def _told(failure: Failure) -> str:
+    """Which run, and why."""
+    return f"{failure.spec.rule.get('name', 'The rule')}, seed {failure.spec.seed}: {failure.why.rstrip('.')}"
+
+
+def _traces(failures: Sequence[Failure], store: Store) -> Path | None:
+    """Write the tracebacks down; where, or None if there are none."""
+    if not any(failure.trace for failure in failures):
+        return None
+    path = store.root / "failures.txt"
+    path.write_text("\n".join(f"{_told(failure)}\n{failure.trace}" for failure in failures))
+    return path
 
 
 class Show(Protocol):
@@ -101,7 +116,7 @@ def carry_out(specs: Sequence[Spec], store: Store, show: Show, engine: Engine) -
     show.planned(len(todo))
     failures = engine.carry_out(todo, store, show) if todo else []
     if failures:
-        raise RunsError(failures, len(distinct))
+        raise RunsError(failures, len(distinct), _traces(failures, store))
     return [store.read(spec) for spec in specs]
 
 
