@@ -40,7 +40,7 @@ def test_a_run_that_fails_does_not_stop_the_others(store, spec, told):
     assert str(raised.value) == (
         "1 of 3 runs failed; the other 2 are kept. dpsgd, seed 5: lr is -1.0; it must be a finite number above 0. "
         "Run the same command again to finish what is missing. "
-        f"Tracebacks are in {store.root / 'failures.txt'}."
+        f"Details are in {store.root / 'failures.txt'}."
     )
     assert "Traceback" in raised.value.failures[0].trace
     assert (store.root / "failures.txt").read_text().startswith("dpsgd, seed 5: lr is -1.0; ")

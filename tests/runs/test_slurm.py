@@ -43,7 +43,7 @@ def test_a_run_that_fails_three_times_is_reported_with_its_traceback_and_the_res
     assert str(raised.value) == (
         "1 of 3 runs failed; the other 2 are kept. dpsgd, seed 5: lr is -1.0; it must be a finite number above 0. "
         "Run the same command again to finish what is missing. "
-        f"Tracebacks are in {store.root / 'failures.txt'}."
+        f"Details are in {store.root / 'failures.txt'}."
     )
     (failure,) = raised.value.failures
     assert "Traceback" in failure.trace

@@ -39,7 +39,7 @@ class RunsError(RuntimeError):
     def __init__(self, failures: Sequence[Failure], total: int, traces: Path | None = None) -> None:
         self.failures = tuple(failures)
         kept = f"; the other {total - len(failures)} are kept" if total > len(failures) else ""
-        where = "" if traces is None else f" Tracebacks are in {traces}."
+        where = "" if traces is None else f" Details are in {traces}."
         super().__init__(
             f"{len(failures)} of {total} runs failed{kept}. {_told(self.failures[0])}. Run the same command again to "
             f"finish what is missing.{where}"
