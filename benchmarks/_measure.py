@@ -172,9 +172,9 @@ def memory(make: Callable[[], Loop], steps: int, device: str, there: int) -> dic
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak so far
-    before = _status("VmRSS")
+    before = status("VmRSS")
     _some(loop, steps)
-    held = _status("VmHWM") - before
+    held = status("VmHWM") - before
     return {"MiB": max(_allocated(loop) for _ in range(_LOOKED_AT)), "held": held, "first": first}
 
 
@@ -196,7 +196,7 @@ def _some(loop: Loop, steps: int) -> None:
         next(loop)
 
 
-def _status(field: str) -> float:
+def status(field: str) -> float:
     """A size from the kernel's account of this process, in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024

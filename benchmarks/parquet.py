@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import sys
 import tempfile
 import time
@@ -31,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _measure import arguments, in_child, prepare_torch, ratios, save, spread
+from _measure import arguments, in_child, prepare_torch, ratios, save, spread, status
 from torch import nn
 
 import evenclip
@@ -117,7 +116,7 @@ def epoch(task: dict[str, Any]) -> dict[str, float]:
         "train": done - ready,
         "cpu": time.process_time() - computed,
         "rows/s": run.trace.rows[0]["samples"] / (done - ready),
-        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak": status("VmHWM"),
         "sum": float(run.vector.double().sum()),
     }
 

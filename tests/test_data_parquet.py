@@ -343,7 +343,7 @@ def test_windows_hold_two_at_most_and_deal_in_order():
 
 
 PEAK = """
-import json, resource, sys
+import pathlib, sys
 import torch, evenclip, pandas, pyarrow.parquet
 from torch import nn
 path, memory = sys.argv[1], int(sys.argv[2])
@@ -351,10 +351,13 @@ torch.set_num_threads(1)
 data = evenclip.data.parquet(path, target="y", memory=memory)
 def trained(**more):
     evenclip.fit(nn.Linear(40, 2), data, rule=evenclip.DPSGD(), batch_size=512, seed=0, **more)
+def peak():  # not ru_maxrss, which begins with the peak of whoever started this
+    (line,) = [line for line in pathlib.Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) / 1024
 trained(steps=2)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+print(peak())
 trained(epochs=1)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+print(peak())
 """
 
 
@@ -397,7 +400,7 @@ def test_an_epoch_of_any_length_is_added_up_in_parts(tmp_path, monkeypatch):
     parts = trained(data)
     for one, other in zip(whole.trace, parts.trace, strict=True):
         assert one["group_samples"] == other["group_samples"]
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+        assert one["loss"] == other["loss"]
         assert one["clip_fraction"] == other["clip_fraction"]
 
     def stop(found):
