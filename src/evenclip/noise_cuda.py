@@ -1,8 +1,9 @@
 """`noise.normal` on a GPU by a kernel of our own: one launch for the noise of all runs.
 
-In tensor operations it is six kernels, each shorter than the pause before it. Here a thread computes a block of Philox,
-four pairs of numbers, and keeps everything in registers. 64-bit products have the hardware's upper half, and u is kept
-in float64 until its logarithm is taken, so that neither end of it needs a case of its own.
+In tensor operations it is six kernels, of some three microseconds each for a hundred thousand numbers. Here a thread
+computes a block of Philox, four pairs of numbers, and keeps everything in registers. 64-bit products have the
+hardware's upper half, and u is kept in float64 until its logarithm is taken, so that neither end of it needs a case of
+its own.
 """
 
 from __future__ import annotations
