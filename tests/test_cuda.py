@@ -266,7 +266,7 @@ def hold(monkeypatch):
 
     def uncounted(self, rows):
         found = one(self, rows)
-        self._t.sub_(1)
+        self._clock[0].sub_(1)
         return found
 
     monkeypatch.setattr(Reel, "_one", uncounted)
