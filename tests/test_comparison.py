@@ -241,6 +241,7 @@ BAD = {
     "There is no model 'resnet'": {"model": "resnet"},
     "The batch size is 5000 and there are 600 training rows; give --batch-size.": {"batch_size": 5000},
     "There is no rule 'dp'": {"rules": ["dp"]},
+    "tf32 is for a GPU; give cuda as the device with it, or leave it out.": {"tf32": True},
 }
 
 

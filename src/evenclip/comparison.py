@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -253,6 +253,7 @@ def compare(
     rows: int | None = None,
     risk: bool = False,
     device: str = "cpu",
+    tf32: bool = False,
     options: Mapping[str, Any] | None = None,
     data_dir: str | os.PathLike[str] | None = None,
     store: str | os.PathLike[str] | None = None,
@@ -280,6 +281,7 @@ def compare(
         rows: a sample of so many training rows at the most, and of as many test rows: for a look.
         risk: whether to look, in one more run of each rule, at what direction and magnitude cost each group.
         device: where to train.
+        tf32: whether a GPU may round the operands of products to 11 bits, which is quicker; norms allow for it.
         options: further options of the dataset; for a table those of `evenclip.data.table.table`.
         data_dir: where files of datasets are; EVENCLIP_DATA unless given.
         store: where results of runs are kept and found again; the user's cache unless given.
@@ -293,7 +295,7 @@ def compare(
     """
     chosen = _seeds(seeds)
     engine = _engine(workers, on)
-    _check_device(device, engine)
+    _check_device(device, tf32, engine)
     kept = Store(default_root() if store is None else store)
     described = _described(data, target, group, dict(options or {}), data_dir, kept)
     if rows is not None:
@@ -310,15 +312,16 @@ def compare(
         plan = _calibrated(plan, epsilon, len(train))
     make_model(plan.model, train, chosen[0])  # a model that does not fit is found before anything is trained
     shown = Silent() if show is None else show
-    rates = _chosen_rates(plan, described, loaded, chosen, device, kept, engine, shown)
+    spec = partial(_spec, plan, device=device, tf32=tf32)
+    rates = _chosen_rates(plan, spec, described, loaded, chosen, kept, engine, shown)
     specs = [
-        _spec(plan, method.rule, rates[seed] if method.lr is None else method.lr, described, seed, device)
+        spec(method.rule, rates[seed] if method.lr is None else method.lr, described, seed)
         for seed in chosen
         for method in plan.methods
     ]
     results = carry_out(specs, kept, shown, engine)
     settings = {"ε": epsilon, "δ": delta, "epochs": epochs, "batch size": batch_size, "lr": lr, "model": model}
-    settings["rows"] = rows
+    settings |= {"rows": rows, "products in": "TF32" if tf32 else None}
     says = _says(plan, [f"{name} {value}" for name, value in settings.items() if value is not None])
     notes = (*loaded.notes, *skipped, *_doubts(plan, len(train)), *_unsound(plan))
     found = _comparison(plan, replace(loaded, notes=notes), chosen, results, says)
@@ -540,8 +543,8 @@ def _calibrated(plan: Protocol, epsilon: float, n: int) -> Protocol:
 
 
 def _chosen_rates(
-    plan: Protocol, described: Mapping[str, Any], loaded: Loaded, seeds: Sequence[int], device: str, store: Store,
-    engine: Engine, show: Show,
+    plan: Protocol, spec: Callable[..., Spec], described: Mapping[str, Any], loaded: Loaded, seeds: Sequence[int],
+    store: Store, engine: Engine, show: Show,
 ) -> dict[int, float]:  # fmt: skip
     """Seed -> the reference's learning rate, chosen by accuracy on that seed's own validation rows.
 
@@ -553,7 +556,7 @@ def _chosen_rates(
         return {}
     held = {} if loaded.splits.validation is not None else {"hold_out": HELD_OUT}
     pairs = [(seed, lr) for seed in seeds for lr in LEARNING_RATES]
-    tries = [_spec(plan, NonPrivate(), lr, {**described, **held}, seed, device) for seed, lr in pairs]
+    tries = [spec(NonPrivate(), lr, {**described, **held}, seed) for seed, lr in pairs]
     accuracy = {
         pair: result["validation"]["overall"]["accuracy"]
         for pair, result in zip(pairs, carry_out(tries, store, show, engine), strict=True)
@@ -569,11 +572,14 @@ def _best(accuracy: Mapping[tuple[int, float], float], seeds: Sequence[int], *, 
     return dict.fromkeys(seeds, max(LEARNING_RATES, key=lambda lr: sum(accuracy[seed, lr] for seed in seeds)))
 
 
-def _spec(plan: Protocol, rule: Rule, lr: float, described: Mapping[str, Any], seed: int, device: str) -> Spec:
+def _spec(
+    plan: Protocol, rule: Rule, lr: float, described: Mapping[str, Any], seed: int, *, device: str, tf32: bool
+) -> Spec:
     q = None if plan.batches is None or not rule.poisson else 1 / plan.batches
     return Spec(
-        dict(described), plan.model, describe_rule(rule), lr, plan.epochs, plan.batch_size, q, plan.delta, seed, device
-    )
+        dict(described), plan.model, describe_rule(rule), lr, plan.epochs, plan.batch_size, q, plan.delta, seed,
+        device, tf32,
+    )  # fmt: skip
 
 
 def _doubts(plan: Protocol, n: int) -> list[str]:
@@ -596,7 +602,7 @@ def _engine(workers: int | None, on: Engine | None) -> Engine:
     return Local(workers) if on is None else on
 
 
-def _check_device(device: str, engine: Engine) -> None:
+def _check_device(device: str, tf32: bool, engine: Engine) -> None:
     """Raise for a device that runs will not have, before every run does."""
     import torch
 
@@ -606,6 +612,8 @@ def _check_device(device: str, engine: Engine) -> None:
         raise ValueError(f"device is {device!r}; give cpu, cuda or cuda:NUMBER.") from None
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device is {device!r} and there is none here; use cpu.")
+    if tf32 and kind == "cpu":
+        raise ValueError("tf32 is for a GPU; give cuda as the device with it, or leave it out.")
     engine.check_device(device)
 
 

@@ -23,6 +23,7 @@ def test_a_column_called_path_does(spec):
 def test_everything_else_does(spec):
     one = spec()
     changes = {"lr": 0.2, "epochs": 2, "batch_size": 21, "q": 0.5, "delta": 1e-3, "seed": 1, "device": "cuda"}
+    changes["tf32"] = True
     others = [replace(one, **{name: value}) for name, value in changes.items()]
     others += [replace(one, **{part: {**getattr(one, part), "sha256": "other"}}) for part in ("data", "model", "rule")]
     others.append(replace(one, data={**one.data, "test": {"path": "/a", "sha256": "b"}}))

@@ -53,13 +53,15 @@ def test_every_run_is_in_one_bundle_and_with_its_like(spec, workers):
 
 @pytest.mark.parametrize(
     "change",
-    [{"epochs": 2}, {"batch_size": 25}, {"q": 0.1}, {"delta": 1e-5}, {"device": "cuda"}],
+    [{"epochs": 2}, {"batch_size": 25}, {"q": 0.1}, {"delta": 1e-5}, {"device": "cuda"}, {"tf32": True}],
     ids=lambda change: next(iter(change)),
 )
 def test_runs_that_differ_in_more_are_kept_apart(spec, change):
     found = bundles([spec(0), spec(0, **change), spec(1), spec(1, **change)], 1)
     assert sorted(len(bundle) for bundle in found) == [2, 2]
-    assert all(len({(one.epochs, one.batch_size, one.q, one.delta, one.device) for one in b}) == 1 for b in found)
+    assert all(
+        len({(one.epochs, one.batch_size, one.q, one.delta, one.device, one.tf32) for one in b}) == 1 for b in found
+    )
 
 
 def test_on_a_gpu_a_bundle_is_of_one_rule(spec):

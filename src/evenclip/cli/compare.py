@@ -55,6 +55,7 @@ def compare(
         typer.Option("--risk", help="Also what direction and magnitude cost each group; one more run of each rule."),
     ] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    tf32: Annotated[bool, typer.Option("--tf32", help="A GPU may round products' operands; quicker.")] = False,
     test: Annotated[Path | None, typer.Option(help="A file with the test rows.")] = None,
     schema: Annotated[
         Path | None, typer.Option(help="Public ranges and categories; see `evenclip data schema`.")
@@ -102,8 +103,8 @@ def compare(
     with kept(), watching() as show:
         found = comparison.compare(
             data, names, seeds, target=target, group=columns, epsilon=epsilon, delta=delta, epochs=epochs,
-            batch_size=batch_size, lr=lr, model=model, match=match, risk=risk, device=device, options=options,
-            data_dir=data_dir, store=None if out is None else out / "runs", on=who, show=show,
+            batch_size=batch_size, lr=lr, model=model, match=match, risk=risk, device=device, tf32=tf32,
+            options=options, data_dir=data_dir, store=None if out is None else out / "runs", on=who, show=show,
         )  # fmt: skip
     text = json.dumps(found.to_json() | {"command": shlex.join(["evenclip", *sys.argv[1:]])}, indent=1)
     if out is not None:

@@ -39,10 +39,9 @@ def looks(specs: Sequence[Spec], store: Store, engine: Engine) -> list[list[Look
 def watched(spec: Spec) -> list[Look]:
     """Train it, and what was seen."""
     from evenclip.audit import RiskTerms
-    from evenclip.run import Performance
     from evenclip.runs.work import prepared
 
-    _, run = prepared(spec, Performance())
+    _, run = prepared(spec)
     every = max(1, run.settings.steps // LOOKS)
     risk = RiskTerms(run.data, spec.lr, every=every, probes=0, sample=_SAMPLE, seed=spec.seed)
     found: list[Look] = []

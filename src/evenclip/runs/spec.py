@@ -39,6 +39,7 @@ class Spec:
     delta: float | None
     seed: int
     device: str = "cpu"
+    tf32: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, places included."""

@@ -20,7 +20,7 @@ import torch
 
 from evenclip.data.disk import cache_directory
 from evenclip.objectives import FairLens
-from evenclip.run import CONVOLUTIONS, Performance
+from evenclip.run import CONVOLUTIONS
 from evenclip.runs.spec import Spec, code
 from evenclip.runs.work import prepared
 
@@ -72,7 +72,7 @@ def bundles(specs: Sequence[Spec], workers: int, devices: int = 1) -> list[list[
 
 def choose(specs: Sequence[Spec]) -> How:
     """What is quickest for these runs, which are alike."""
-    _, run = prepared(specs[0], Performance())
+    _, run = prepared(specs[0])
     steps = run.settings.steps
     if steps * len(specs) < _FEW:
         return PLAIN
@@ -114,7 +114,7 @@ def _measured(specs: Sequence[Spec]) -> tuple[float, float]:
 
 
 def _time_alone(spec: Spec) -> float:
-    _, run = prepared(spec, Performance())
+    _, run = prepared(spec)
     with run.listening():
         return _seconds(lambda: run.update(run.step()), spec.device)
 
@@ -124,7 +124,7 @@ def _time_together(specs: Sequence[Spec]) -> float:
     from evenclip.stack import Stack
 
     try:
-        stack = Stack([prepared(spec, Performance())[1] for spec in specs], compile=False)
+        stack = Stack([prepared(spec)[1] for spec in specs], compile=False)
     except NoProgram:
         return float("inf")
     with stack.listening():

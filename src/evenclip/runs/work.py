@@ -31,7 +31,7 @@ Outcome = tuple[dict[str, Any], dict[str, torch.Tensor]]  # the result as plain 
 def work(spec: Spec, report: Report, *, compile: bool = False) -> Outcome:
     """Train and measure one run."""
     started, pulse = time.perf_counter(), _Pulse(report)
-    loaded, run = prepared(spec, Performance(compile=compile))
+    loaded, run = prepared(spec, compile=compile)
     with run.listening():
         while run.t < run.settings.steps:
             run.update(run.step())
@@ -54,7 +54,7 @@ def work_together(specs: Sequence[Spec], report: Report, *, compile: bool, turns
     from evenclip.stack import Stack  # torch's machinery for tracing takes long to import
 
     started, pulse = time.perf_counter(), _Pulse(report)
-    made = [prepared(spec, Performance()) for spec in specs]
+    made = [prepared(spec) for spec in specs]
     runs = [run for _, run in made]
     stacks = [Stack([run], compile=compile) for run in runs] if turns else [Stack(runs, compile=compile)]
     with ExitStack() as ears:
@@ -68,14 +68,14 @@ def work_together(specs: Sequence[Spec], report: Report, *, compile: bool, turns
     return [_outcome(spec, loaded, run, seconds) for spec, (loaded, run) in zip(specs, made, strict=True)]
 
 
-def prepared(spec: Spec, performance: Performance) -> tuple[Loaded, Run]:
+def prepared(spec: Spec, *, compile: bool = False) -> tuple[Loaded, Run]:
     """The data of a run, and the run before its first step."""
     loaded = _loaded(_Key(spec.data), spec.seed)
     train = _placed(loaded, spec.device)
     run = prepare(
         make_model(spec.model, loaded.splits.train, spec.seed), train, rule=make_rule(spec.rule), epochs=spec.epochs,
         batch_size=spec.batch_size, lr=spec.lr, q=spec.q, delta=spec.delta, seed=spec.seed, device=spec.device,
-        performance=performance,
+        performance=Performance(compile=compile, tf32=spec.tf32),
     )  # fmt: skip
     return loaded, run
 
@@ -118,7 +118,7 @@ def _result(spec: Spec, loaded: Loaded, result: Result, seconds: float) -> dict[
         "seconds": seconds,
         "environment": {
             "evenclip": _version(), "code": code(), "torch": torch.__version__, "python": platform.python_version(),
-            "machine": platform.machine(), "device": spec.device,
+            "machine": platform.machine(), "device": spec.device, "tf32": spec.tf32,
         },
     }  # fmt: skip
 
