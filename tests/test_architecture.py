@@ -30,7 +30,7 @@ ORDER = [
     ["program", "trace"],
     ["logs"],
     ["sharded"],
-    ["step", "checkpoint", "privacy", "progress", "update"],
+    ["step", "checkpoint", "privacy", "progress", "update", "lowering"],
     ["rules", "gradients", "data", "models", "sampling"],
     ["accounting"],
     ["release", "noise", "noise_cuda", "compiler", "recording"],
