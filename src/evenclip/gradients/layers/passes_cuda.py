@@ -37,6 +37,7 @@ def forward(
     Returns:
         [sample, out, height, width]
     """
+    weight = weight.contiguous()
     out = a.new_empty(_size(a, weight, stride, padding, dilation))
     _launch(a, weight, out, weight.shape[1], (weight.stride(0), weight.stride(1)), stride, padding, dilation, 1, exact)
     return out
@@ -65,6 +66,7 @@ def backward(
     Returns:
         [sample, in, height, width]
     """
+    weight = weight.contiguous()
     out = delta.new_empty(delta.shape[0], weight.shape[1], size[0], size[1])
     strides = weight.stride(1), weight.stride(0)
     _launch(delta, weight, out, weight.shape[0], strides, [1, 1], [-padding[0], -padding[1]], dilation, -1, exact)
