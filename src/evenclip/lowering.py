@@ -1,7 +1,7 @@
 """What a traced step is changed into on a GPU, where libraries are slow: the same products, taken in another way.
 
 a last layer's product      long rows with few columns: in parts, by many blocks of the GPU instead of a few
-convolutions                by our own kernel, forward and back
+convolutions of images      large ones with few channels: by our own kernel, forward and back
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ __all__ = ["lower"]
 _aten = torch.ops.aten
 # Rows of at least this length, with at most so many columns, in parts of this length.
 _LONG, _FEW, _PART = 2048, 32, 256
+# Convolutions by our own kernel have at most so many channels and at least so many positions.
+_CHANNELS, _POSITIONS = 32, 1024
 
 
 def lower(graph: GraphModule) -> None:
@@ -65,28 +67,27 @@ def in_parts(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _forward(graph: Graph, node: Node) -> None:
-    a, weight, bias, stride, padding, dilation, *rest = node.args
-    if not _is_ours(a, rest[0], rest[-1]):
+    a, weight, bias, stride, padding, dilation, transposed, _, groups = node.args
+    if not _is_ours(a, node, transposed, groups):
         return
     with graph.inserting_before(node):
-        found = graph.call_function(
-            torch.ops.evenclip.convolution.default, (a, weight, stride, padding, dilation, _is_exact())
-        )
+        found = graph.call_function(torch.ops.evenclip.convolution.default, (a, weight, stride, padding, dilation))
         if bias is not None:
             found = graph.call_function(_with_bias, (found, bias))
     node.replace_all_uses_with(found)
 
 
 def _backward(graph: Graph, node: Node) -> None:
-    delta, a, weight, _, stride, padding, dilation, transposed, _, groups, wanted = node.args
-    if not _is_ours(a, transposed, groups) or tuple(wanted) != (True, False, False) or any(s != 1 for s in stride):  # type: ignore[arg-type, union-attr]
+    given: tuple[Any, ...] = node.args
+    delta, a, weight, _, stride, padding, dilation, transposed, _, groups, wanted = given
+    is_plain = tuple(wanted) == (True, False, False) and all(s == 1 for s in stride)
+    if not is_plain or not _is_ours(delta, a, transposed, groups):
         return
-    assert isinstance(a, Node)
     size = list(a.meta["val"].shape[2:])
     for user in list(node.users):  # the first of what it returns; nobody takes the others
         with graph.inserting_before(user):
             found = graph.call_function(
-                torch.ops.evenclip.convolution_back.default, (delta, weight, size, padding, dilation, _is_exact())
+                torch.ops.evenclip.convolution_back.default, (delta, weight, size, padding, dilation)
             )
         user.replace_all_uses_with(found)
 
@@ -95,12 +96,11 @@ def _with_bias(x: Tensor, bias: Tensor) -> Tensor:
     return x + bias.view(1, -1, 1, 1)
 
 
-def _is_ours(a: Any, transposed: Any, groups: Any) -> bool:
-    """Whether the kernel takes it: in two dimensions, of float32, without channel groups."""
+def _is_ours(a: Any, out: Any, transposed: Any, groups: Any) -> bool:
+    """Whether the kernel takes it, and does so more quickly: few channels come out at many positions, in all bits."""
     like = a.meta["val"]
-    return bool(like.ndim == 4 and like.dtype == torch.float32 and not transposed and groups == 1)
-
-
-def _is_exact() -> bool:
-    """Whether nobody has allowed operands of eleven bits."""
-    return bool(torch.backends.cudnn.conv.fp32_precision != "tf32")  # type: ignore[attr-defined]
+    if like.ndim != 4 or like.dtype != torch.float32 or transposed or groups != 1:
+        return False
+    channels, height, width = out.meta["val"].shape[1:]
+    rounded = torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    return bool(channels <= _CHANNELS and height * width >= _POSITIONS and not rounded)

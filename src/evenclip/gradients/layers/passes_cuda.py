@@ -2,7 +2,8 @@
 
 In full float32 the library takes them on the ordinary cores, with tiles that are half empty where there are few output
 channels. Here they are products on the tensor cores in three parts (3xTF32), as exact as float32, with the windows
-addressed where they lie. Both passes are one product of windows [position, channel · offset] with a matrix:
+addressed where they lie. It pays where images are large and channels few (`lowering` says where). Both passes are one
+product of a matrix with windows [channel · offset, position]:
 
     forward     window at  y·stride + offset·dilation − padding     of the input,  times w[out, in, offset]
     back        window at  y + padding − offset·dilation            of δ,          times w[out, in, offset] over `out`
@@ -17,13 +18,11 @@ from torch import Tensor
 
 __all__ = ["backward", "forward"]
 
-_POSITIONS, _DEPTH = 128, 32
+_POSITIONS, _DEPTH = 128, 16
 
 
 @torch.library.custom_op("evenclip::convolution", mutates_args=())
-def forward(
-    a: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], exact: bool
-) -> Tensor:
+def forward(a: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
     """The convolution, without its bias.
 
     Args:
@@ -32,27 +31,23 @@ def forward(
         stride: along both axes.
         padding: with zeros, along both.
         dilation: along both.
-        exact: whether operands have all their bits, or eleven.
 
     Returns:
         [sample, out, height, width]
     """
     weight = weight.contiguous()
     out = a.new_empty(_size(a, weight, stride, padding, dilation))
-    _launch(a, weight, out, weight.shape[1], (weight.stride(0), weight.stride(1)), stride, padding, dilation, 1, exact)
+    _launch(a, weight, out, weight.shape[1], (weight.stride(0), weight.stride(1)), stride, padding, dilation, 1)
     return out
 
 
 @forward.register_fake
-def _(a: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], exact: bool) -> Tensor:
-    del exact
+def _(a: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
     return a.new_empty(_size(a, weight, stride, padding, dilation))
 
 
 @torch.library.custom_op("evenclip::convolution_back", mutates_args=())
-def backward(
-    delta: Tensor, weight: Tensor, size: list[int], padding: list[int], dilation: list[int], exact: bool
-) -> Tensor:
+def backward(delta: Tensor, weight: Tensor, size: list[int], padding: list[int], dilation: list[int]) -> Tensor:
     """The gradient with respect to the input of a convolution of stride 1.
 
     Args:
@@ -61,7 +56,6 @@ def backward(
         size: height and width of the input.
         padding: with zeros, along both axes.
         dilation: along both.
-        exact: whether operands have all their bits, or eleven.
 
     Returns:
         [sample, in, height, width]
@@ -69,13 +63,13 @@ def backward(
     weight = weight.contiguous()
     out = delta.new_empty(delta.shape[0], weight.shape[1], size[0], size[1])
     strides = weight.stride(1), weight.stride(0)
-    _launch(delta, weight, out, weight.shape[0], strides, [1, 1], [-padding[0], -padding[1]], dilation, -1, exact)
+    _launch(delta, weight, out, weight.shape[0], strides, [1, 1], [-padding[0], -padding[1]], dilation, -1)
     return out
 
 
 @backward.register_fake
-def _(delta: Tensor, weight: Tensor, size: list[int], padding: list[int], dilation: list[int], exact: bool) -> Tensor:
-    del padding, dilation, exact
+def _(delta: Tensor, weight: Tensor, size: list[int], padding: list[int], dilation: list[int]) -> Tensor:
+    del padding, dilation
     return delta.new_empty(delta.shape[0], weight.shape[1], size[0], size[1])
 
 
@@ -89,7 +83,7 @@ def _size(a: Tensor, weight: Tensor, stride: list[int], padding: list[int], dila
 
 def _launch(
     a: Tensor, weight: Tensor, out: Tensor, channels: int, strides: tuple[int, int], stride: list[int],
-    padding: list[int], dilation: list[int], sign: int, exact: bool,
+    padding: list[int], dilation: list[int], sign: int,
 ) -> None:  # fmt: skip
     a, kernel = a.contiguous(), weight.shape[2:]
     n, outs, rows, columns = out.shape
@@ -99,7 +93,7 @@ def _launch(
     _times_windows[grid](
         a, weight, out, n, channels, a.shape[2], a.shape[3], outs, rows, columns, kernel[0], kernel[1], stride[0],
         stride[1], padding[0], padding[1], sign * dilation[0], sign * dilation[1], strides[0], strides[1], has_edges,
-        _POSITIONS, block_outs, _DEPTH, "tf32x3" if exact else "tf32", num_warps=4, num_stages=3,
+        _POSITIONS, block_outs, _DEPTH, num_warps=4, num_stages=3,
     )  # fmt: skip
 
 
@@ -110,7 +104,7 @@ def _times_windows(  # type: ignore[no-untyped-def]  # noqa: ANN202
     kernel_h: tl.constexpr, kernel_w: tl.constexpr, stride_h: tl.constexpr, stride_w: tl.constexpr,
     padding_h: tl.constexpr, padding_w: tl.constexpr, dilation_h: tl.constexpr, dilation_w: tl.constexpr,
     stride_out: tl.constexpr, stride_channel: tl.constexpr, has_edges: tl.constexpr,
-    block_positions: tl.constexpr, block_outs: tl.constexpr, block_depth: tl.constexpr, precision: tl.constexpr,
+    block_positions: tl.constexpr, block_outs: tl.constexpr, block_depth: tl.constexpr,
 ):  # fmt: skip
     # A block of output channels at some positions of some samples. Positions are the last axis of all that is loaded:
     # neighbours lie side by side in memory.
@@ -136,6 +130,6 @@ def _times_windows(  # type: ignore[no-untyped-def]  # noqa: ANN202
         window = tl.load(corner[None, :] + shift[:, None], mask=inside, other=0.0)
         matrix = weight + (o * stride_out)[:, None] + (channel * stride_channel + offset)[None, :]
         w = tl.load(matrix, mask=(o < outs)[:, None] & (k < depth)[None, :], other=0.0)
-        total = tl.dot(w, window, total, input_precision=precision)
+        total = tl.dot(w, window, total, input_precision="tf32x3")
     target = out + (sample * (outs * positions) + position)[None, :] + (o * positions)[:, None]
     tl.store(target, total, mask=(o < outs)[:, None] & there[None, :])
