@@ -7,7 +7,9 @@ and the device never waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -82,10 +84,28 @@ class Recorder:
                 act()
                 _put_back(moved, before)
         torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream), torch.no_grad():
-            found = act()
+        graph: Any = torch.cuda.CUDAGraph()
+        # Not `torch.cuda.graph`, which first waits for everything on the device and gives its free memory back: there is
+        # a recording for every size of batch and every run.
+        with torch.cuda.stream(self._stream), torch.no_grad(), _nothing_collected():
+            graph.capture_begin(pool=self._pool)
+            try:
+                found = act()
+            finally:
+                graph.capture_end()
         return Recording(graph, found)
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """No garbage is collected meanwhile: what holds something of the device must not go while it is recorded."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _put_back(moved: Sequence[Tensor], before: Sequence[Tensor]) -> None:
