@@ -1,11 +1,11 @@
 """Wall-clock of whole comparisons as a user runs them, with empty caches and with filled ones.
 
     python benchmarks/compare.py [--what demo adult dutch mnist] [--device cpu|cuda] [--seeds 5] [--rounds 1]
-                                 [--data-dir FOLDER] [--quick] [--out FILE]
+                                 [--once] [--data-dir FOLDER] [--quick] [--out FILE]
 
 Each is `evenclip compare NAME --seeds N` in a process of its own, start of Python included; "demo" is what `make demo`
 runs. "Cold" has an empty EVENCLIP_CACHE and an empty cache of torch's compiler; "warm" finds both as cold left them,
-but no finished runs: everything is trained again. A dataset whose files are not there is left out, and said.
+but no finished runs: everything is trained again; --once leaves it out. A dataset whose files are not there is left out, and said.
 Writes benchmarks/results/compare.json (compare-cuda.json) with the environment.
 """
 
@@ -63,7 +63,7 @@ def seconds(words: list[str], folder: Path, name: str, data: Path | None) -> flo
 def measured(what: str, given: argparse.Namespace) -> dict[str, Any]:
     """One comparison, cold and then warm, as often as asked."""
     words = options(what, given)
-    times: dict[str, list[float]] = {"cold": [], "warm": []}
+    times: dict[str, list[float]] = {"cold": []} if given.once else {"cold": [], "warm": []}
     chosen: list[Any] = []
     for _ in range(given.rounds):
         with tempfile.TemporaryDirectory(prefix="compare-") as folder:
@@ -74,7 +74,7 @@ def measured(what: str, given: argparse.Namespace) -> dict[str, Any]:
         "what": what,
         "command": "evenclip " + " ".join(words),
         "seconds": {which: spread(found)[1] for which, found in times.items()},
-        "ratio": spread(ratios(times["warm"], times["cold"]))[1],
+        "ratio": None if given.once else spread(ratios(times["warm"], times["cold"]))[1],
         "measured": chosen,
         "rounds": times,
     }
@@ -94,8 +94,9 @@ def table(found: list[dict[str, Any]], skipped: dict[str, str]) -> str:
     """Readable at 80 columns."""
     lines = [f"{'':<48}{'cold, s':>10}{'warm, s':>10}{'ratio':>10}"]
     for row in found:
-        cold, warm = row["seconds"]["cold"], row["seconds"]["warm"]
-        lines.append(f"{row['command'][:47]:<48}{cold:>10.1f}{warm:>10.1f}{row['ratio']:>10.2f}")
+        cold, warm = row["seconds"]["cold"], row["seconds"].get("warm")
+        again = f"{'-':>10}{'-':>10}" if warm is None else f"{warm:>10.1f}{row['ratio']:>10.2f}"
+        lines.append(f"{row['command'][:47]:<48}{cold:>10.1f}{again}")
     return "\n".join(lines + [f"{what}: {why}"[:80] for what, why in skipped.items()])
 
 
@@ -105,6 +106,7 @@ def main() -> None:
     names = ("demo", "adult", "dutch", "mnist", "celeba")
     parser.add_argument("--what", nargs="+", choices=names, help="which; without it all that suit the device")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--once", action="store_true", help="with empty caches only")
     parser.add_argument("--data-dir", type=Path, help="where files of datasets are, instead of EVENCLIP_DATA")
     given = parser.parse_args()
     if given.quick:

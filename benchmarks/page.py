@@ -154,9 +154,19 @@ def scaling_table(found: Found) -> str:
 def compare_table(found: Found) -> str:
     """Whole comparisons."""
     lines = [
-        [f"`{row['command']}`", number(row["seconds"]["cold"]), number(row["seconds"]["warm"])] for row in found["rows"]
+        [f"`{row['command']}`", number(row["seconds"]["cold"]), number(row["seconds"].get("warm"))]
+        for row in found["rows"]
     ]
     return f"{grid(['command', 'first time, s', 'again, s'], lines)}\n\n{machine(found)}"
+
+
+def celeba_table(found: Found) -> str:
+    """All of CelebA, in a sentence."""
+    return (
+        f"All {found['steps']:,} steps of the comparison on CelebA: **{found['seconds'] / 60:.1f} minutes**. "
+        f"{found['warm']:.0f} s until every rule was compiled and under way, {found['steps a second']:,.0f} steps a "
+        f"second from there on, counted for {found['window']:.0f} s. {machine(found)}"
+    )
 
 
 def parquet_table(found: Found) -> str:
@@ -195,6 +205,9 @@ TABLES: dict[str, tuple[str, Callable[[Found], str], str]] = {
     "scaling-cuda": ("scaling-cuda.json", scaling_table, "scaling.py --device cuda --compiled"),
     "compare": ("compare.json", compare_table, "compare.py"),
     "parquet": ("parquet.json", parquet_table, "parquet.py"),
+    "celeba-cuda": ("celeba-cuda.json", celeba_table, "celeba.py"),
+    "celeba-cuda-tf32": ("celeba-cuda-tf32.json", celeba_table, "celeba.py --tf32"),
+    "memory-cuda": ("step-cuda.json", memory_table, "step.py --device cuda"),
     "compare-cuda": ("compare-cuda.json", compare_table, "compare.py --device cuda"),
 }
 

@@ -85,8 +85,8 @@ class Recorder:
                 _put_back(moved, before)
         torch.cuda.current_stream().wait_stream(self._stream)
         graph: Any = torch.cuda.CUDAGraph()
-        # Not `torch.cuda.graph`, which first waits for everything on the device and gives its free memory back: there is
-        # a recording for every size of batch and every run.
+        # Not `torch.cuda.graph`, which first waits for everything on the device and gives its free memory back: there
+        # is a recording for every size of batch and every run.
         with torch.cuda.stream(self._stream), torch.no_grad(), _nothing_collected():
             graph.capture_begin(pool=self._pool)
             try:
