@@ -5,8 +5,8 @@
 
 Each is `evenclip compare NAME --seeds N` in a process of its own, start of Python included; "demo" is what `make demo`
 runs. "Cold" has an empty EVENCLIP_CACHE and an empty cache of torch's compiler; "warm" finds both as cold left them,
-but no finished runs: everything is trained again; --once leaves it out. A dataset whose files are not there is left out, and said.
-Writes benchmarks/results/compare.json (compare-cuda.json) with the environment.
+but no finished runs: everything is trained again; --once leaves it out. A dataset whose files are not there is left
+out, and said. Writes benchmarks/results/compare.json (compare-cuda.json) with the environment.
 """
 
 from __future__ import annotations
