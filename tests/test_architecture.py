@@ -30,7 +30,7 @@ ORDER = [
     ["program", "trace"],
     ["logs"],
     ["sharded"],
-    ["step", "checkpoint", "privacy", "progress", "update", "lowering"],
+    ["step", "checkpoint", "privacy", "progress", "update"],
     ["rules", "gradients", "data", "models", "sampling"],
     ["accounting"],
     ["release", "noise", "noise_cuda", "compiler", "recording"],

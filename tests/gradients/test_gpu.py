@@ -117,38 +117,3 @@ def test_the_kernel_has_the_tail():
         far += int((expected.abs() > 5.2).sum())
         assert torch.allclose(drawn, expected, rtol=1e-5, atol=2e-6)
     assert far > 3
-
-
-PASSES = {  # samples, in, height, width, out, and how the kernel goes over it; the last has strides
-    "MNIST's first": (5, 1, 28, 28, 32, {"kernel_size": 3}),
-    "MNIST's second": (5, 32, 26, 26, 16, {"kernel_size": 3}),
-    "padded, more outputs than a block": (3, 5, 9, 11, 70, {"kernel_size": 3, "padding": 1}),
-    "wider than high, dilated": (2, 3, 12, 17, 4, {"kernel_size": (2, 5), "padding": (0, 3), "dilation": (3, 2)}),
-    "one pixel": (7, 4, 1, 1, 3, {"kernel_size": 1}),
-    "with strides": (3, 4, 11, 14, 6, {"kernel_size": (4, 3), "stride": (2, 3), "padding": (2, 1)}),
-}
-
-
-@pytest.mark.parametrize("name", PASSES)
-def test_the_kernel_takes_a_convolutions_passes(name, made, numbers):
-    from evenclip.gradients.layers import passes_cuda
-
-    n, channels, height, width, outs, how = PASSES[name]
-    layer = made(0, lambda: nn.Conv2d(channels, outs, **how, bias=False)).double().cuda()
-    a = numbers(1, n, channels, height, width).cuda().requires_grad_()
-    a.data[-1] = torch.nan  # a sample that ruins itself, and nobody else
-    out = layer(a)
-    delta = numbers(2, *out.shape).cuda()
-    weight, padding, dilation = layer.weight.detach().float(), list(layer.padding), list(layer.dilation)
-    found = passes_cuda.forward(a.detach().float(), weight, list(layer.stride), padding, dilation)
-    close = {"rtol": 1e-5, "atol": 1e-5}
-    assert found[-1].isnan().any()
-    torch.testing.assert_close(found[:-1].double(), out[:-1], **close)
-    if layer.stride == (1, 1):
-        (expected,) = torch.autograd.grad(out, a, delta)
-        back = passes_cuda.backward(delta.float(), weight, [height, width], padding, dilation)
-        torch.testing.assert_close(back.double(), expected, **close)
-    # However the memory of what comes in is laid out.
-    turned = (x.to(memory_format=torch.channels_last) for x in (a.detach().float(), weight))
-    again = passes_cuda.forward(*turned, list(layer.stride), padding, dilation)
-    assert torch.equal(again[:-1], found[:-1])

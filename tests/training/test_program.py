@@ -14,6 +14,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
@@ -740,3 +741,21 @@ def test_two_seeds_have_each_their_own_noise_and_data(toy):
     """What runs that are alike may share is the graph, and nothing that is in it."""
     for seed in (0, 1):
         assert_same(*plain_and_traced(toy.mlp(seed=seed), toy.data(seed=seed), ADAPT, seed=seed, lr=0.1 + seed))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_long_products_with_few_columns_are_taken_in_parts(bias):
+    layer = torch.nn.Linear(2304, 5, bias=bias)
+    inputs = [torch.randn(7, 2304), *layer.parameters()]
+
+    def act(x, *parameters):
+        return F.linear(x, *parameters), x.T @ x[:, :64]  # the second has too many columns
+
+    graph = make_fx(act)(*inputs)
+    program._take_in_parts(graph)
+    targets = [node.target for node in graph.graph.nodes]
+    assert targets.count(program._in_parts) == 1
+    assert torch.ops.aten.addmm.default not in targets
+    assert torch.ops.aten.mm.default in targets
+    for found, expected in zip(graph(*inputs), act(*inputs), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
