@@ -160,13 +160,20 @@ def compare_table(found: Found) -> str:
     return f"{grid(['command', 'first time, s', 'again, s'], lines)}\n\n{machine(found)}"
 
 
-def celeba_table(found: Found) -> str:
-    """All of CelebA, in a sentence."""
-    return (
-        f"All {found['steps']:,} steps of the comparison on CelebA: **{found['seconds'] / 60:.1f} minutes**. "
-        f"{found['warm']:.0f} s until every rule was compiled and under way, {found['steps a second']:,.0f} steps a "
-        f"second from there on, counted for {found['window']:.0f} s. {machine(found)}"
-    )
+def sharing_table(found: Found) -> str:
+    """Steps a second by processes and runs, and whole comparisons."""
+    lines = [
+        [TITLES.get(row["model"], row["model"]), *(str(row[key]) for key in ("processes", "runs")), *_rate(row)]
+        for row in found["rows"]
+    ]
+    each = ", ".join(f"{TITLES[model].split(',')[0]} {minutes:.1f}" for model, minutes in found["minutes"].items())
+    head = ["model", "processes", "runs in each", "steps a second", "ms a step"]
+    return f"{grid(head, lines)}\n\nMinutes of a whole comparison so, 25 runs: {each}. {machine(found)}"
+
+
+def _rate(row: Found) -> list[str]:
+    """Steps a second, and milliseconds a step."""
+    return [f"{row['steps a second']:,.0f}", number(1e3 / row["steps a second"])]
 
 
 def parquet_table(found: Found) -> str:
@@ -205,8 +212,7 @@ TABLES: dict[str, tuple[str, Callable[[Found], str], str]] = {
     "scaling-cuda": ("scaling-cuda.json", scaling_table, "scaling.py --device cuda --compiled"),
     "compare": ("compare.json", compare_table, "compare.py"),
     "parquet": ("parquet.json", parquet_table, "parquet.py"),
-    "celeba-cuda": ("celeba-cuda.json", celeba_table, "celeba.py"),
-    "celeba-cuda-tf32": ("celeba-cuda-tf32.json", celeba_table, "celeba.py --tf32"),
+    "sharing-cuda": ("sharing-cuda.json", sharing_table, "sharing.py"),
     "memory-cuda": ("step-cuda.json", memory_table, "step.py --device cuda"),
     "compare-cuda": ("compare-cuda.json", compare_table, "compare.py --device cuda"),
 }

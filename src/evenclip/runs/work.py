@@ -16,6 +16,7 @@ import torch
 from evenclip.audit import metrics
 from evenclip.data import Dataset
 from evenclip.run import Performance, Run
+from evenclip.runs.gate import alone_on
 from evenclip.runs.parts import Loaded, load_data, make_model, make_rule
 from evenclip.runs.spec import FORMAT, Spec, code
 from evenclip.train import Result, prepare, result
@@ -57,7 +58,7 @@ def work_together(specs: Sequence[Spec], report: Report, *, compile: bool, turns
     made = [prepared(spec) for spec in specs]
     runs = [run for _, run in made]
     stacks = [Stack([run], compile=compile) for run in runs] if turns else [Stack(runs, compile=compile)]
-    with ExitStack() as ears:
+    with alone_on(specs[0].device), ExitStack() as ears:  # it is compiled by now
         for stack in stacks:
             ears.enter_context(stack.listening())
         while going := [stack for stack in stacks if stack.t < stack.steps]:
