@@ -56,6 +56,24 @@ def test_the_index_links_every_table_and_figure(tmp_path, kept, seen):
     assert "http" not in page.replace("http-equiv", "")
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, ""),
+        ({"n": 7920}, "Partial: 7,920 training records."),
+        ({"watch": {"epochs": 1}}, "A quick look."),
+    ],
+    ids=["whole", "partial", "quick"],
+)
+def test_a_figure_that_is_not_the_papers_is_marked(change, says, tmp_path, kept, seen):
+    shelf = filled(tmp_path, kept, lambda rule: {**seen(rule), "n": 23458, "watch": {"epochs": None}, **change})
+    list(shelf.redraw())
+    caption = f"{FIGURES['adult-noise'].caption}{says and ' ' + says} (<a"
+    assert caption in (tmp_path / "index.html").read_text()
+    drawing = (tmp_path / "figures" / "adult-noise.svg").read_text()
+    assert (says[1:-1] in drawing) if says else ("partial" not in drawing and "quick look" not in drawing)
+
+
 def test_figures_lack_nothing_of_the_paper():
     of = {figure.name for figure in FIGURES.values() if not figure.match}
     assert {f"{d}-{k}" for d in PUBLISHED for k in ("epochs", "risk", "noise")} <= of

@@ -23,14 +23,14 @@ import numpy as np
 
 from evenclip.audit import bounds
 from evenclip.paper import style
-from evenclip.paper.settings import SETTINGS
+from evenclip.paper.settings import PUBLISHED, SETTINGS
 from evenclip.paper.tables import TITLES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["CLOSER", "FIGURES", "PaperFigure", "bound_rows", "draw"]
+__all__ = ["CLOSER", "FIGURES", "PaperFigure", "bound_rows", "draw", "mark"]
 
 Watched = Mapping[str, Mapping[str, Any]]  # rule -> what was seen
 
@@ -89,7 +89,19 @@ def draw(of: PaperFigure, watched: Watched, *, published_scale: bool = False) ->
         "noise": lambda found, rules: _noise(found, rules, published_scale=published_scale),
     }  # fmt: skip
     with style.applied():
-        return makes[of.kind]({rule: watched[rule] for rule in order}, order)
+        figure = makes[of.kind]({rule: watched[rule] for rule in order}, order)
+        figure.text(0.005, 0.01, mark(of, watched), fontsize=style.SMALLEST, style="italic")
+        return figure
+
+
+def mark(of: PaperFigure, watched: Watched) -> str:
+    """What keeps the figure from being the paper's: a few words, or none."""
+    one = next(iter(watched.values()))
+    published = PUBLISHED[of.dataset]
+    n = published.batch_size * (published.batches or 1)
+    if one["watch"].get("epochs") is not None:
+        return "a quick look"
+    return f"partial: {one['n']:,} training records" if one["n"] < 0.95 * n else ""
 
 
 # --- panels -----------------------------------------------------------------------------------------------------------

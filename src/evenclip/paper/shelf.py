@@ -107,13 +107,19 @@ class Shelf:
             f'<section id="{name}">{_as_html((self.tables / f"{name}.md").read_text())}</section>' for name in made
         ]
         for name in drawn:
-            caption = html.escape(_title(name))
+            caption = html.escape(self._caption(name))
             parts.append(
                 f'<section id="{name}"><figure><img src="figures/{name}.svg" alt="{caption}">'
                 f'<figcaption>{caption} (<a href="figures/{name}.png">PNG</a>)</figcaption></figure></section>'
             )
         body = f"<h1>The paper, beside its printed numbers</h1><ul>{''.join(links)}</ul>{''.join(parts)}"
         return _write(self.root / "index.html", _PAGE.format(body=body))
+
+    def _caption(self, name: str) -> str:
+        """Of a figure, with what keeps it from being the paper's."""
+        seen = self.seen(FIGURES[name]) if name in FIGURES else None
+        mark = "" if seen is None else figures.mark(FIGURES[name], seen)
+        return _title(name) + (f" {mark[0].upper()}{mark[1:]}." if mark else "")
 
 
 _PAGE = """<!doctype html>
