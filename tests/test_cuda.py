@@ -340,6 +340,19 @@ def test_a_run_in_a_stack_on_the_gpu_is_the_run_alone(compile):
         assert_close(alone(partial(make, device="cpu")), run, 3 * ROUNDING)
 
 
+@pytest.mark.parametrize("runs", [1, 2])
+def test_steps_that_are_recorded_ahead_are_not_taken(runs):
+    makes = [making(ADAPT, table(seed=seed), seed) for seed in range(runs)]
+    stack = Stack([make() for make in makes], compile=False)
+    stack.ready()
+    assert stack._feeder.reel._recorded
+    with stack.listening():
+        while stack.t < stack.steps:
+            stack.step()
+    for make, run in zip(makes, stack.runs, strict=True):
+        assert_close(alone(make), run, 3 * ROUNDING)
+
+
 def test_batches_larger_than_the_room_on_the_gpu():
     """Each size is recorded when it first comes, in the middle of training: a trial must not be taken for a step."""
     makes = [making(ADAPT, table(seed=seed), seed, q=0.03, batch_size=8) for seed in (0, 1)]

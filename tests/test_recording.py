@@ -117,6 +117,19 @@ def test_a_trial_that_is_taken_for_a_step_would_be_seen():
     assert not torch.equal(*totals)
 
 
+def test_a_step_that_is_recorded_ahead_is_not_taken():
+    ahead, plain = Steps(), Steps()
+    for rows in (4, 8, 100):  # the last is more than there is room for
+        ahead.reel.recorded(rows)
+    assert ahead.t == 0
+    assert not ahead.total.any()
+    block = made([(3, 2, 1), (5, 0, 2), (1, 7, 8)])
+    found = [steps.take(0, *block)() for steps in (ahead, plain)]
+    assert torch.equal(ahead.total, plain.total)
+    for one, other in zip(*found, strict=True):
+        assert all(map(torch.equal, one.seen, other.seen))
+
+
 def test_a_recording_is_made_once_for_each_number_of_rows():
     made_for = []
 

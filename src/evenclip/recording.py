@@ -214,10 +214,14 @@ class Reel(Generic[F]):
 
     def step(self, rows: int) -> None:
         """The next of the loaded steps, with so many rows of every batch."""
+        self.last = self.recorded(rows)()
+
+    def recorded(self, rows: int) -> Callable[[], Sequence[F]]:
+        """The step with so many rows, recorded when it is first asked for; that takes no step."""
         rows = min(rows, self.width)
         if rows not in self._recorded:
             self._recorded[rows] = self._recorder(lambda: self._one(rows), [self._clock, *self._moved])
-        self.last = self._recorded[rows]()
+        return self._recorded[rows]
 
     def seen(self, steps: int) -> Callable[[], list[Seen]]:
         """What was seen of the first of the loaded steps, of every kind: on its way to the host, who may ask later."""

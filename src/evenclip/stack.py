@@ -6,8 +6,9 @@ and the same noise, clips by its own rule, and ends with the same ledger; number
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, groupby, zip_longest
@@ -134,6 +135,13 @@ class Stack:
         self._before = list[dict[str, Any]]()  # the samplers' states before them
         self._open = deque[_Taken]()  # what the runs were not told yet
 
+    def ready(self) -> None:
+        """On a GPU, record steps of the sizes that batches are likely to have: the first of each takes long."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with self.runs[0].precision(), self._apart():
+            self._feeder.ready({self._engine.rows(size) for run in self.runs for size in _likely(run)})
+
     @contextmanager
     def listening(self) -> Iterator[Stack]:
         """Where steps can be taken; afterwards the runs have what they have learned."""
@@ -246,6 +254,9 @@ class _Handed:
     def __init__(self, stack: Stack) -> None:
         self._stack, self._seen = stack, list[list[Seen]]()  # of each step and kind, that step alone
 
+    def ready(self, sizes: Iterable[int]) -> None:
+        del sizes
+
     def load(self, block: Sequence[Batches]) -> None:
         del block
         self._seen = []
@@ -277,6 +288,10 @@ class _Reeled:
         engine = stack._engine
         recorder = partial(Recorder, stack._stream)
         self.reel = Reel(self._act, sizes, moved, engine.clock, steps, engine.rows(room), recorder)
+
+    def ready(self, sizes: Iterable[int]) -> None:
+        for rows in sorted(sizes):
+            self.reel.recorded(rows)
 
     def load(self, block: Sequence[Batches]) -> None:
         runs = self._stack.runs
@@ -342,6 +357,13 @@ def _shared(run: Run) -> tuple[Any, ...]:
 def _rows_at_most(run: Run) -> int:
     """Rows of a batch, but for one Poisson batch in a million."""
     return roomy(run.settings.B) if run.settings.q is not None else int(run.settings.B)
+
+
+def _likely(run: Run) -> range:
+    """Rows that most batches have: of Poisson batches, all but one in a hundred."""
+    B = int(run.settings.B)
+    around = math.ceil(2.6 * math.sqrt(B)) if run.settings.q is not None else 0
+    return range(max(1, B - around), B + around + 1)
 
 
 def _joined(runs: Sequence[Run]) -> tuple[Samples, list[int]]:
