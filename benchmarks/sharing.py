@@ -21,13 +21,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from itertools import count, product
 from pathlib import Path
 from typing import Any
 
 import torch
 from _cases import CASES
-from _measure import arguments, save
+from _measure import arguments, prepare_torch, save
 from _ways import LR, RULES
 
 import evenclip
@@ -37,14 +38,15 @@ from evenclip.stack import Stack
 BATCH, SEEDS = 256, 5
 # Samples and epochs, as the paper has them.
 WHOLE = {"mnist": (60_000, 60), "celeba": (162_770, 30)}
-# Steps of each run before its process counts as warmed up: most sizes of batches have come by then, and are recorded.
-WARM = 100
+# Steps of each run before its process counts as warmed up.
+WARM = 50
 # Seconds between two words of a process; and in which all of them have to be warm.
 TICK, PATIENCE = 0.25, 300.0
 
 
 def train(model: str, rule: int, runs: int, *, tf32: bool) -> None:
     """The body of a process: for ever; says how many steps of all its runs are behind it."""
+    prepare_torch(1, "cuda", tf32)
     case, (n, _) = CASES[model], WHOLE[model]
     random = torch.Generator(device="cuda").manual_seed(0)
     x = torch.randint(256, (n, *case.shape), dtype=torch.uint8, device="cuda", generator=random)
@@ -59,15 +61,17 @@ def train(model: str, rule: int, runs: int, *, tf32: bool) -> None:
     ]  # fmt: skip
     stacks = [Stack([run], compile=True) for run in made]
     told = 0.0
-    for stack in stacks:
-        stack.listening().__enter__()
-    for t in count(1):
+    with ExitStack() as ears:
         for stack in stacks:
-            stack.step()
-        if t % 10 == 0 and time.monotonic() - told > TICK:
-            torch.cuda.synchronize()
-            told = time.monotonic()
-            print(t * runs, flush=True)
+            stack.ready()
+            ears.enter_context(stack.listening())
+        for t in count(1):
+            for stack in stacks:
+                stack.step()
+            if t % 10 == 0 and time.monotonic() - told > TICK:
+                torch.cuda.synchronize()
+                told = time.monotonic()
+                print(t * runs, flush=True)
 
 
 class Process:
