@@ -78,10 +78,10 @@ class Process:
     """A process, as it is heard from."""
 
     def __init__(self, task: dict[str, Any], folder: Path, cache: Path) -> None:
-        self._said = (folder / str(task["rule"])).open("w+")
-        self._errors = (folder / f"{task['rule']}.errors").open("w+")
+        self._said, self._errors = folder / f"{task['rule']}.steps", folder / f"{task['rule']}.errors"
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--child", json.dumps(task)], stdout=self._said, stderr=self._errors,
+            [sys.executable, __file__, "--child", json.dumps(task)], stdout=self._said.open("w"),
+            stderr=self._errors.open("w"),
             env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
@@ -92,10 +92,8 @@ class Process:
             RuntimeError: it has ended; the message is what it said last.
         """
         if self._process.poll() is not None:
-            self._errors.seek(0)
-            raise RuntimeError((self._errors.read().strip().splitlines() or ["a process has ended"])[-1])
-        self._said.seek(0)
-        whole = self._said.read().rpartition("\n")[0].splitlines()
+            raise RuntimeError((self._errors.read_text().strip().splitlines() or ["a process has ended"])[-1])
+        whole = self._said.read_text().rpartition("\n")[0].splitlines()
         return int(whole[-1]) if whole else 0
 
     def end(self) -> None:
