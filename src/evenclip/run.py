@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -164,7 +165,9 @@ class Run:
         streams = _streams(settings, model, digest, ranks)
         self._move = self._moved(optimizer)
         self.optimizer = self._move.optimizer
+        _check_step(self.optimizer, _NO_CLOSURE)
         self.scheduler = None if scheduler is None else scheduler(self.optimizer)
+        _check_step(self.scheduler, _NO_METRICS)
         self._move.is_plain &= self.scheduler is None  # a schedule watches the optimiser's own step
         self.sampler = _sampler(settings, streams["batches"])
         self.dropout = int(streams["dropout"].generate_state(1, np.uint64)[0] >> 1)
@@ -453,6 +456,24 @@ class Run:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(secret["scheduler"])
         self.trace.set_state(secret["trace"])
+
+
+_NO_CLOSURE = "which would be a second look at the batch; take another optimizer, such as SGD or Adam."
+_NO_METRICS = (
+    "and whatever could be measured of training is private; take one that counts epochs, such as StepLR or "
+    "CosineAnnealingLR."
+)
+
+
+def _check_step(of: Any, why: str) -> None:
+    """Raise for an optimiser or a schedule whose step must be given something."""
+    if of is None:
+        return
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = inspect.signature(of.step).parameters.values()
+    lacks = next((p.name for p in needed if p.kind in named and p.default is inspect.Parameter.empty), None)
+    if lacks is not None:
+        raise ValueError(f"{type(of).__name__} must be given {lacks!r} at every step, {why}")
 
 
 def _check_tape(rule: Rule, performance: Performance, ranks: AnyRanks) -> None:
