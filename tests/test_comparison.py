@@ -17,7 +17,7 @@ from evenclip.data import Dataset, Splits
 from evenclip.paper.settings import PUBLISHED
 from evenclip.protocol import LEARNING_RATES, for_table
 from evenclip.report.page import page
-from evenclip.runs import Store, risk
+from evenclip.runs import Store, risk, work
 
 
 def part(n, seed, K=2):
@@ -223,6 +223,33 @@ def test_rules_with_settings_of_ones_own(splits, root):
     assert "sigma=2.0" in found["dpsgd"].rule
     with pytest.raises(ValueError, match="The rule 'dpsgd' is given twice"):
         evenclip.compare(splits, [DPSGD(), "dpsgd"], 1, store=root)
+
+
+class Elsewhere:
+    """An engine with a GPU, which is a CPU."""
+
+    def __init__(self):
+        self.specs = []
+
+    def check_device(self, device):
+        assert device == "cuda"
+
+    def carry_out(self, specs, store, show):
+        self.specs += specs
+        for spec in specs:
+            store.write(spec, *work.work(dataclasses.replace(spec, device="cpu"), lambda t: None))
+        return []
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_products_are_rounded_where_that_is_allowed_and_it_is_said(tf32, splits, tmp_path):
+    given = {"epochs": 1, "batch_size": 60, "delta": 1e-4, "model": "linear", "device": "cuda", "store": tmp_path}
+    found = evenclip.compare(splits, ["dpsgd"], 1, **given, tf32=tf32, on=(engine := Elsewhere()))
+    assert len(engine.specs) > 2  # those that choose the learning rate too
+    assert {spec.tf32 for spec in engine.specs} == {tf32}
+    assert ("products in TF32" in found.table()) is tf32
+    _, run = work.prepared(dataclasses.replace(engine.specs[0], device="cpu"))
+    assert run.performance.tf32 is tf32
 
 
 def test_many_groups_go_below_each_other(tmp_path):

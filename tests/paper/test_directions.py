@@ -71,13 +71,14 @@ def test_they_train_have_no_epsilon_and_can_be_sent_to_a_worker(rule):
 
 
 def test_the_table_is_drawn_from_its_record():
-    rows = {name: {"accuracy": [[95.0 + s] * 10 for s in range(3)], "train_loss": [[0.1] * 10] * 3}
-            for name in ("magnitude", "direction")}  # fmt: skip
-    record = {
-        "table": "directions", "quick": False, "seeds": [0, 1, 2], "lr": 0.1, "groups": [str(d) for d in range(10)],
-        "rows": rows,
-    }  # fmt: skip
+    rows = [
+        {"error": error, "lr": lr, "seeds": list(range(seeds)), "accuracy": [[95.0 + s] * 10 for s in range(seeds)],
+         "train_loss": [[0.1] * 10] * seeds}
+        for error, lr, seeds in (("magnitude", 0.1, 3), ("direction", 0.01, 1))
+    ]  # fmt: skip
+    record = {"table": "directions", "quick": False, "groups": [str(d) for d in range(10)], "rows": rows}
     text = draw(record)
     assert f"## {directions.TITLE}" in text
-    assert "| magnitude | 96.0 ± 0.6 | 99.0 | 96.0 ± 0.6 | 93.5 | 0.100 ± 0.000 | 0.002 |" in text
+    assert "| magnitude | 0.1 | 3 | 96.0 ± 0.6 | 99.0 | 96.0 ± 0.6 | 93.5 | 0.100 ± 0.000 | 0.002 |" in text
+    assert "| direction | 0.01 | 1 | 95.0 | 96.8 | 95.0 | 84.1 | 0.100 | 0.076 |" in text
     assert "quick look" in draw({**record, "quick": True})
