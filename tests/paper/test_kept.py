@@ -30,7 +30,8 @@ def test_a_redraw_of_the_record_is_the_kept_table(name, tmp_path):
     drawn = Shelf(tmp_path).keep(record).read_text()
     assert drawn == (KEPT / "tables" / f"{name}.md").read_text()
     assert not record["quick"]
-    assert len(record["seeds"]) == 5
+    first = record if "seeds" in record else record["rows"][0]  # Table 1 has rows of one seed as well
+    assert len(first["seeds"]) == 5
 
 
 def published(*, partial=False):
