@@ -79,7 +79,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]  # noqa: ANN202
         there = t < positions
         at = (t // columns) * stride_h * width + (t % columns) * stride_w
         d = tl.load(signal[:, None] + t[None, :], mask=(outs < p)[:, None] & there[None, :], other=0.0)
-        # Positions along the last axis here too: neighbours lie side by side in memory.
+        # Positions along the last axis, as in d: neighbours lie side by side in memory.
         x = tl.load(window[:, None] + at[None, :], mask=there[None, :] & (places < size)[:, None], other=0.0)
         total = tl.dot(d, tl.trans(x), total, input_precision=precision)
     target = out + sample * p * size + outs[:, None] * size + places[None, :]
