@@ -5,7 +5,8 @@
 
 without noise, on MNIST with class 8 undersampled. Such steps need ‖g_B‖ in clear, so they are no rules and have no ε:
 they live here, and not among the rules. The paper does not print their settings. We take those of its MNIST table
-(C0 = 1, batches of 256, 60 epochs) and the learning rate of DPSGD-Global-Adapt, 0.1.
+(C0 = 1, batches of 256, 60 epochs) and the learning rate of DPSGD-Global-Adapt, 0.1; and, with one seed, the learning
+rates that come nearest to what is printed, which are 2 and 0.01.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = ["NAME", "TITLE", "DirectionOnly", "MagnitudeOnly", "draw", "make"]
 
 NAME, TITLE = "directions", "Table 1: magnitude against direction"
 # What is trained: the error that is kept, the learning rate, and whether with one seed alone.
-_ROWS = (("magnitude", 0.1, False), ("direction", 0.1, False), ("magnitude", 1.0, True), ("direction", 0.01, True))
+_ROWS = (("magnitude", 0.1, False), ("direction", 0.1, False), ("magnitude", 2.0, True), ("direction", 0.01, True))
 
 
 @dataclass(frozen=True)
