@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from evenclip.data import Dataset, Splits
-from evenclip.runs import Spec, Store
+from evenclip.runs import RunsError, Spec, Store, carry_out
 from evenclip.runs.parts import save_splits
 
 
@@ -62,3 +62,23 @@ class Told:
 @pytest.fixture
 def told():
     return Told()
+
+
+@pytest.fixture
+def one_of_three_fails(store, spec, told):
+    """A function of an engine: a run that cannot succeed is tried three times, reported, and the others are kept."""
+
+    def check(engine):
+        with pytest.raises(RunsError) as raised:
+            carry_out([spec(0), spec(5, lr=-1.0), spec(1)], store, told, engine)
+        assert str(raised.value) == (
+            "1 of 3 runs failed; the other 2 are kept. dpsgd, seed 5: lr is -1.0; it must be a finite number above 0. "
+            f"Run the same command again to finish what is missing. Details are in {store.root / 'failures.txt'}."
+        )
+        (failure,) = raised.value.failures
+        assert "Traceback" in failure.trace
+        assert sorted(told.begun) == [0, 1, 5, 5, 5]
+        assert store.has(spec(0))
+        assert store.has(spec(1))
+
+    return check

@@ -66,9 +66,10 @@ def test_one_that_fails_or_dies_lets_go(place):
 
 
 def test_where_nothing_can_be_locked_nobody_waits(place, monkeypatch):
-    place.symlink_to(place.parent / "somebody's")  # not followed
-    with gate.alone_on("cuda"), gate.alone_on("cuda"):
-        pass
+    theirs = place.parent / "somebody's"
+    place.symlink_to(theirs)
+    with gate.alone_on("cuda"):
+        assert not theirs.exists()  # it is not followed
     place.unlink()
 
     def no_locks(*given):
@@ -76,7 +77,7 @@ def test_where_nothing_can_be_locked_nobody_waits(place, monkeypatch):
 
     monkeypatch.setattr(gate.fcntl, "flock", no_locks)
     with gate.alone_on("cuda"), gate.alone_on("cuda"):
-        pass
+        assert place.exists()
 
 
 def test_runs_that_are_computed_together_are_ready_before_it_and_train_behind_it(spec, monkeypatch):

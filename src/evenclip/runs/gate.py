@@ -1,7 +1,7 @@
 """One process at a time trains on a GPU; the others get ready meanwhile.
 
-Processes that share a GPU have it in slices, and what changing over takes is lost: five of them on CelebA's network
-took 3.1 ms a step, one alone takes 2.0. The runs of one process are computed side by side all the same, on streams.
+Processes that share a GPU have it in slices, and what changing over takes is lost (benchmarks/sharing.py). The runs of
+one process are computed side by side all the same, on streams.
 """
 
 from __future__ import annotations
