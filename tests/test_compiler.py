@@ -36,20 +36,40 @@ def graph_of(function, *given, mode="symbolic"):
     return make_fx(function, tracing_mode=mode)(*given)
 
 
-def some(rows, seed=0):
+def some(rows, seed=0, samples=40):
     random = torch.Generator().manual_seed(seed)
-    table, weight = torch.randn(40, 5, generator=random), torch.randn(5, generator=random)
-    return table, weight, torch.randint(40, (rows,), generator=random)
+    table, weight = torch.randn(samples, 5, generator=random), torch.randn(5, generator=random)
+    return table, weight, torch.randint(samples, (rows,), generator=random)
 
 
 def test_for_any_number_of_rows_and_directly():
     graph = graph_of(gathered, *some(37))
-    run = compiled(graph, [some(37), some(6)], rows=[2])
+    run = compiled(graph, [some(37), some(6)], free=[(2, 0)])
     assert isinstance(run, compiler._Road)
     for rows in (2, 3, 7, 16, 64, 251):
         given = some(rows, seed=rows)
         for ours, theirs in zip(run(*given), gathered(*given), strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+def test_for_any_number_of_samples_too():
+    graph = graph_of(gathered, *some(37))
+    run = compiled(graph, [some(37), some(6, samples=9)], free=[(0, 0), (2, 0)])
+    assert isinstance(run, compiler._Road)
+    for rows, samples in ((2, 3), (7, 500), (64, 41), (9, 9), (300, 12)):
+        given = some(rows, seed=rows, samples=samples)
+        for ours, theirs in zip(run(*given), gathered(*given), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_a_size_that_is_taken_from_another_axis_is_seen():
+    """Where the first try cannot tell two sizes apart, the second does; then torch's own way is taken."""
+    alike = [some(40), some(6, samples=9)]
+    run = compiled(graph_of(gathered, *some(37)), alike, free=[(0, 0), (2, 0)])
+    assert run is not None
+    given = some(12, samples=30)
+    for ours, theirs in zip(run(*given), gathered(*given), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_for_one_size_and_directly():
@@ -63,7 +83,7 @@ def test_it_is_not_looked_at_any_more(monkeypatch):
     """What a guard would see changes, the code is the same: no compiler is asked again."""
     from torch._inductor import compile_fx
 
-    run = compiled(graph_of(gathered, *some(37)), [some(37), some(6)], rows=[2])
+    run = compiled(graph_of(gathered, *some(37)), [some(37), some(6)], free=[(2, 0)])
     monkeypatch.setattr(compile_fx, "compile_fx", lambda *_: pytest.fail("compiled again"))
     before = torch.get_num_threads()
     try:
@@ -93,8 +113,8 @@ def test_what_is_passed_on_untouched():
 
 
 def test_a_road_that_leads_elsewhere_is_not_taken(monkeypatch):
-    def crossed(self, given, rows):
-        return compiler._Road(self._last[0], (1, 0), 0)
+    def crossed(self, given, free):
+        return compiler._Road(self._last[0], ((1, None), (0, None)))
 
     monkeypatch.setattr(compiler._Watcher, "road", crossed)
     a, b = torch.tensor([1.0, 2.0]), torch.tensor([5.0, 7.0])
@@ -126,7 +146,7 @@ def test_nothing_that_was_tried_is_kept_alive():
     given = some(37)
     gone = [weakref.ref(tensor) for tensor in given]
     graph = graph_of(gathered, *some(37))
-    run = compiled(graph, [given, some(6)], rows=[2])
+    run = compiled(graph, [given, some(6)], free=[(2, 0)])
     del given
     gc.collect()
     assert run is not None

@@ -5,7 +5,7 @@ compiler errs, and one that finds code in its cache that was made for another pr
 wrong numbers, without a word.)
 
 torch checks at every call whether what it compiled still fits, which takes a quarter of a small step. Here nothing
-changes from call to call but the number of rows, so the check is left out where that can be done.
+changes from call to call but the sizes it was compiled for any of, so the check is left out where that can be done.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-__all__ = ["Compiled", "compiled"]
+__all__ = ["Axis", "Compiled", "compiled"]
 
 Compiled = Callable[..., Sequence[Tensor]]
+Axis = tuple[int, int]  # which of the inputs, and which of its axes
 
 # How far from the graph's numbers those of compiled code may be, relative to the largest of each output. Rounding stays
 # far below (with operands of eleven bits: 5e-4), wrong code does not.
@@ -29,13 +30,13 @@ _CLOSE = 1e-2
 _log = logging.getLogger(__name__)
 
 
-def compiled(graph: GraphModule, tries: Sequence[Sequence[Tensor]], rows: Sequence[int] = ()) -> Compiled | None:
+def compiled(graph: GraphModule, tries: Sequence[Sequence[Tensor]], free: Sequence[Axis] = ()) -> Compiled | None:
     """The graph compiled, without gradients; None where there is no compiler, or it stumbles, or errs.
 
     Args:
         graph: takes tensors, returns a list of them.
         tries: inputs to try it on, of different sizes if it takes any. It is compiled for the first.
-        rows: places of the inputs whose last axis may have any size from two on, the same for all.
+        free: axes that may have any size from two on, in each try another; those of one size are so in every try.
     """
     watcher = _Watcher()
     try:
@@ -43,13 +44,13 @@ def compiled(graph: GraphModule, tries: Sequence[Sequence[Tensor]], rows: Sequen
             warnings.simplefilter("ignore")  # torch's compiler has much to say, to its own authors
             # Not the module, whose call alone costs as much as a small step.
             run: Compiled = torch.compile(graph.forward, backend=watcher)
-            for place in rows:
-                torch._dynamo.maybe_mark_dynamic(tries[0][place], tries[0][place].ndim - 1)
+            for place, axis in free:
+                torch._dynamo.maybe_mark_dynamic(tries[0][place], axis)
             expected = [graph(*given) for given in tries]
             roads = []
             for given, theirs in zip(tries, expected, strict=True):
                 _compare(run(*given), theirs)
-                roads.append(watcher.road(given, rows))
+                roads.append(watcher.road(given, free))
             direct = roads[0] if all(road == roads[0] for road in roads) else None
             watcher.close()
             return run if direct is None or not _leads(direct, tries, expected) else direct
@@ -102,30 +103,35 @@ class _Watcher:
         """Look no longer, and let go of what was seen."""
         self._closed, self._last = True, None
 
-    def road(self, given: Sequence[Tensor], rows: Sequence[int]) -> _Road | None:
+    def road(self, given: Sequence[Tensor], free: Sequence[Axis]) -> _Road | None:
         """How the code was reached from these inputs; None where that cannot be told.
 
-        Each tensor it was called with is one of the inputs, each number the number of rows.
+        Each tensor it was called with is one of the inputs, each number the size of a free axis.
         """
         if self._last is None:
             return None
         run, seen = self._last
-        places = [[place for place, tensor in enumerate(given) if tensor is value] for value in seen]
-        size = given[rows[0]].shape[-1] if rows else None
-        for value, found in zip(seen, places, strict=True):
-            if len(found) != 1 if isinstance(value, Tensor) else value != size:
+        sizes = {given[place].shape[axis]: (place, axis) for place, axis in reversed(free)}
+        order = list[tuple[int, int | None]]()
+        for value in seen:
+            places = [place for place, tensor in enumerate(given) if tensor is value]
+            if len(places) == 1:
+                order.append((places[0], None))
+            elif isinstance(value, int) and value in sizes:
+                order.append(sizes[value])
+            else:
                 return None
-        return _Road(run, tuple(found[0] if found else None for found in places), rows[0] if rows else 0)
+        return _Road(run, tuple(order))
 
 
 class _Road:
-    """Compiled code, and which inputs it takes in which order; None for the number of rows."""
+    """Compiled code, and what it takes in which order: inputs, or the size of an axis of one."""
 
-    def __init__(self, run: Compiled, order: tuple[int | None, ...], rows: int) -> None:
-        self._run, self._order, self._rows = run, order, rows
+    def __init__(self, run: Compiled, order: tuple[tuple[int, int | None], ...]) -> None:
+        self._run, self._order = run, order
 
     def __call__(self, *given: Tensor) -> Sequence[Tensor]:
-        return self._run(*[given[self._rows].shape[-1] if place is None else given[place] for place in self._order])
+        return self._run(*[given[place] if axis is None else given[place].shape[axis] for place, axis in self._order])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Road) and (self._run, self._order) == (other._run, other._order)

@@ -28,7 +28,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from evenclip import noise
-from evenclip.compiler import Compiled, compiled
+from evenclip.compiler import Axis, Compiled, compiled
 from evenclip.data.dataset import Samples
 from evenclip.gradients.anylayer import call_with
 from evenclip.gradients.functional import FunctionalTape
@@ -181,7 +181,7 @@ class Engine:
     """
 
     def __init__(self, program: Program, data: Samples, inputs: Sequence[Inputs], *, compile: bool) -> None:
-        """Trace the program: for any number of rows, unless runs are mapped.
+        """Trace the program: for any number of samples, and of rows unless runs are mapped.
 
         Args:
             program: the step.
@@ -196,6 +196,9 @@ class Engine:
         self._symbolic = all(_is_unmapped(kind) for kind in program.kinds)  # vmap has no symbols for sizes
         self._samples, self._spec = data, tree_flatten(data)[1]
         self._data = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
+        self._few = _cut(
+            self._data, [given.rows[..., : _FEW if self._symbolic else None] for given in inputs], self._rows
+        )
         self.clock = torch.zeros(2, dtype=torch.int64, device=self._data[0].device)
         self.t = self.clock[0]
         self._draw = [_Draw(kind, given.vector.dtype) for kind, given in zip(program.kinds, inputs, strict=True)]
@@ -235,14 +238,14 @@ class Engine:
         return [given._replace(noise=draw(given.noise, self.t)) for draw, given in pairs]
 
     def traced(self, inputs: Sequence[Inputs]) -> GraphModule:
-        """The program as a graph of tensor operations, with one symbol for the number of rows."""
+        """The program as a graph of tensor operations, with symbols for the numbers of samples and of rows."""
         shapes = ShapeEnv()
         fake = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)  # frozen parameters are constants
-        flat = [*((leaf, None) for leaf in self._data), *_with_rows(inputs, symbolic=self._symbolic)]
+        free, flat = dict(self._free(inputs)), [*self._data, *_flat(inputs)]
         try:
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="There is a performance drop")  # while tracing only
-                stand_ins = [_stand_in(fake, tensor, axis) for tensor, axis in flat]
+                stand_ins = [_stand_in(fake, tensor, free.get(place)) for place, tensor in enumerate(flat)]
                 graph: GraphModule = make_fx(self._of_tensors)(*stand_ins)
         except Exception as error:  # whatever tracing stumbles over, the plain step does the same work
             raise NoProgram(str(error)) from error
@@ -250,7 +253,7 @@ class Engine:
         if random is not None:
             raise NoProgram(f"the model draws random numbers ({random})")
         if shapes.replacements:
-            raise NoProgram("the number of rows was taken for a constant")
+            raise NoProgram("the number of rows or of samples was taken for a constant")
         if self.t.is_cuda:
             _take_in_parts(graph)
         return graph
@@ -263,12 +266,19 @@ class Engine:
         return [column for columns in self._program(data, inputs) for column in columns]
 
     def compile(self, graph: GraphModule, inputs: Sequence[Inputs]) -> Compiled | None:
-        """The graph compiled, if that can be done."""
-        size, first = len(Inputs._fields), len(self._data) + Inputs._fields.index("rows")
-        tries, rows = [inputs], range(first, first + size * len(inputs), size)
-        if self._symbolic:
-            tries.append([given._replace(rows=given.rows[..., :_FEW]) for given in inputs])
-        return compiled(graph, [[*self._data, *_flat(tried)] for tried in tries], rows if self._symbolic else ())
+        """The graph compiled, if that can be done; tried out on fewer samples and rows too."""
+        free, tries = self._free(inputs), [[*self._data, *_flat(inputs)]]
+        if free:
+            fewer = [given._replace(rows=given.rows[..., :_FEW]) for given in inputs] if self._symbolic else inputs
+            tries.append([*(self._data if self._few is None else self._few), *_flat(fewer)])
+        return compiled(graph, tries, free)
+
+    def _free(self, inputs: Sequence[Inputs]) -> list[Axis]:
+        """Axes of any size: the samples of the data, and the rows of a step."""
+        samples = [] if self._few is None else [(place, 0) for place in range(len(self._data))]
+        first, size = len(self._data) + Inputs._fields.index("rows"), len(Inputs._fields)
+        rows = [(first + i * size, given.rows.ndim - 1) for i, given in enumerate(inputs) if self._symbolic]
+        return [*samples, *rows]
 
     def likeness(self, inputs: Sequence[Inputs]) -> tuple[Any, ...] | None:
         """The same for steps that are the same graph; None where the graph has numbers of its own in it."""
@@ -279,7 +289,8 @@ class Engine:
             return None
         if not all(Guarded(kind.rule).is_ours for kind in self._program.kinds):
             return None
-        tensors = [(tuple(t.shape), t.dtype, t.device) for t in (*self._data, *_flat(inputs))]
+        free = dict(self._free(inputs))
+        tensors = [_kind_of(tensor, free.get(i)) for i, tensor in enumerate((*self._data, *_flat(inputs)))]
         precision = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
         return (self._program.kinds, str(tape.model), tape.layout.names, tape.loss, tuple(tensors), precision)
 
@@ -321,18 +332,24 @@ def _flat(inputs: Sequence[Inputs]) -> list[Tensor]:
     return [part for given in inputs for part in given]
 
 
-def _with_rows(inputs: Sequence[Inputs], *, symbolic: bool) -> list[tuple[Tensor, int | None]]:
-    """The inputs, each with the axis along which its number of rows is a symbol."""
-    return [
-        (part, part.ndim - 1 if symbolic and name == "rows" else None)
-        for given in inputs
-        for name, part in zip(Inputs._fields, given, strict=True)
-    ]
+def _cut(data: Sequence[Tensor], places: Sequence[Tensor], rows: int) -> list[Tensor] | None:
+    """Fewer samples, those at these places among them; None where their number has to be a constant of the graph."""
+    n, few = len(data[0]), 2 + max(int(of.max()) for of in places)
+    if few >= n or n == rows or not all(part.is_contiguous() for part in data):
+        return None
+    return [part[:few] for part in data]
 
 
-def _stand_in(fake: FakeTensorMode, tensor: Tensor, rows: int | None) -> Tensor:
-    """A tensor without numbers, whose size along `rows` is a symbol, the same for all of equal size."""
-    kinds = [DimDynamic.DUCK if axis == rows else DimDynamic.STATIC for axis in range(tensor.ndim)]
+def _kind_of(tensor: Tensor, free: int | None) -> tuple[Any, ...]:
+    """The same for tensors that one graph serves. Where an axis is free, code counts in 32 bits if those will do."""
+    shape = tuple(-1 if axis == free else size for axis, size in enumerate(tensor.shape))
+    place = tensor.stride() if free is None else tensor.numel() >= 2**31
+    return (shape, place, tensor.dtype, tensor.device)
+
+
+def _stand_in(fake: FakeTensorMode, tensor: Tensor, free: int | None) -> Tensor:
+    """A tensor without numbers, whose size along the free axis is a symbol, the same for all of equal size."""
+    kinds = [DimDynamic.DUCK if axis == free else DimDynamic.STATIC for axis in range(tensor.ndim)]
     return fake.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
 
 

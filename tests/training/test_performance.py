@@ -131,6 +131,20 @@ def test_the_compiled_one_agrees(toy, task, rule, monkeypatch):
     assert_close(toy, result(run), trained(model, data, rule))
 
 
+@compiles
+def test_data_of_another_length_are_not_compiled_for_again(toy, monkeypatch):
+    from torch._inductor import compile_fx
+
+    torch._dynamo.reset()
+    monkeypatch.setattr("evenclip.program._GRAPHS", {})
+    given = {"rule": DPSGDGlobalAdapt(C0=0.7, sigma=0.8, Z0=1.2), "performance": Performance(compile=True)}
+    trained(toy.mlp(), toy.data(40), **given)
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda *_: pytest.fail("compiled again"))
+    for n in (200, 23):
+        plain = trained(toy.mlp(), toy.data(n, seed=n), given["rule"])
+        assert_close(toy, trained(toy.mlp(), toy.data(n, seed=n), **given), plain)
+
+
 @pytest.mark.parametrize("rows", ["all", "few"])
 def test_a_compiler_that_errs_is_not_believed(toy, monkeypatch, rows):
     """A number of the gradient is wrong, always or in small batches only: then the step is not compiled."""

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, Performance, Rule, fit, program
 from evenclip import run as run_module
-from evenclip.quick import Quick
+from evenclip.quick import _ANY, Quick
 from evenclip.stack import Stack
 from evenclip.train import prepare
 
@@ -741,6 +741,42 @@ def test_two_seeds_have_each_their_own_noise_and_data(toy):
     """What runs that are alike may share is the graph, and nothing that is in it."""
     for seed in (0, 1):
         assert_same(*plain_and_traced(toy.mlp(seed=seed), toy.data(seed=seed), ADAPT, seed=seed, lr=0.1 + seed))
+
+
+def test_datasets_of_any_length_share_a_graph(toy):
+    """More samples than it was traced for, fewer, and as many as a batch has rows, where the two could be mixed up."""
+    for n in (40, 97, 23):
+        assert_same(*plain_and_traced(toy.mlp(), toy.data(n, seed=n), ADAPT))
+    assert len(program._GRAPHS) == 1
+    assert_same(*plain_and_traced(toy.mlp(), toy.data(_ANY), ADAPT))
+    assert_same(*plain_and_traced(toy.mlp(), toy.data(5), ADAPT, batch_size=2))  # too few to try it on fewer
+    assert len(program._GRAPHS) == 3
+
+
+def test_stacks_on_data_of_any_length_share_a_graph(toy):
+    """Mapped over runs, whose data lie one after the other."""
+    for lengths in ((40, 40), (44, 38), (37, 45)):
+        runs = [made(toy.mlp(seed=n), toy.data(n, seed=n), ADAPT, seed=i) for i, n in enumerate(lengths)]
+        alone = [made(toy.mlp(seed=n), toy.data(n, seed=n), ADAPT, seed=i) for i, n in enumerate(lengths)]
+        for one, other in zip(stacked(*runs), map(through, alone), strict=True):
+            assert_same(one, other)
+    assert len(program._GRAPHS) == 1
+
+
+def test_data_that_lie_otherwise_are_another_graph(toy):
+    """Columns one after the other, and rows with gaps between them."""
+    x, y, group = toy.data()
+    wide = torch.zeros(len(x), 9, dtype=x.dtype)
+    wide[:, : toy.d] = x
+    for same in (x, x.T.contiguous().T, wide[:, : toy.d]):
+        assert_same(*plain_and_traced(toy.mlp(), (same, y, group), ADAPT))
+
+
+def test_data_beyond_32_bits_are_another_graph():
+    """Compiled code counts in as many bits as the data need that it was compiled for."""
+    few, many = (torch.empty(n, 2**16, dtype=torch.uint8, device="meta") for n in (2**15 - 1, 2**15))
+    assert program._kind_of(few, 0) == program._kind_of(few[:100], 0)
+    assert program._kind_of(few, 0) != program._kind_of(many, 0)
 
 
 @pytest.mark.parametrize("bias", [True, False])
