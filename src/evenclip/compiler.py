@@ -13,13 +13,14 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-__all__ = ["Axis", "Compiled", "compiled"]
+__all__ = ["Axis", "Compiled", "compiled", "warm"]
 
 Compiled = Callable[..., Sequence[Tensor]]
 Axis = tuple[int, int]  # which of the inputs, and which of its axes
@@ -38,6 +39,8 @@ def compiled(graph: GraphModule, tries: Sequence[Sequence[Tensor]], free: Sequen
         tries: inputs to try it on, of different sizes if it takes any. It is compiled for the first.
         free: axes that may have any size from two on, in each try another; those of one size are so in every try.
     """
+    if any(tensor.is_cuda for tensor in tries[0]):
+        warm()
     watcher = _Watcher()
     try:
         with warnings.catch_warnings(), torch.no_grad():
@@ -57,6 +60,18 @@ def compiled(graph: GraphModule, tries: Sequence[Sequence[Tensor]], free: Sequen
     except Exception as error:  # whatever it is, the graph does the same work
         _log.debug("not compiled: %s", error)
         return None
+
+
+def warm() -> None:
+    """Start the processes that make code for a GPU: better before it is needed, as it takes some seconds.
+
+    torch's own backend does so when it is first asked for. Ours goes past it, and until they are there everything is
+    made one by one.
+    """
+    with suppress(Exception):  # without them it is slower
+        from torch._inductor import async_compile
+
+        async_compile.maybe_warm_pool()
 
 
 def _compare(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from evenclip import compiler
 from evenclip.data.disk import cache_directory
 from evenclip.objectives import FairLens
 from evenclip.run import CONVOLUTIONS
@@ -72,6 +73,8 @@ def bundles(specs: Sequence[Spec], workers: int, devices: int = 1) -> list[list[
 
 def choose(specs: Sequence[Spec]) -> How:
     """What is quickest for these runs, which are alike."""
+    if specs[0].device != "cpu":
+        compiler.warm()
     _, run = prepared(specs[0])
     steps = run.settings.steps
     if steps * len(specs) < _FEW:
