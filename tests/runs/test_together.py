@@ -73,6 +73,14 @@ def test_on_a_gpu_a_bundle_is_of_one_rule(spec):
         assert all(len({one.rule["name"] for one in bundle}) == 1 for bundle in found)
 
 
+def test_what_cannot_be_stacked_is_spread_over_the_workers(spec):
+    """On a GPU too: it waits for its own process most of the time."""
+    for device in ("cpu", "cuda"):
+        specs = [spec(seed, {"name": "fairlens"}, device=device) for seed in range(5)]
+        assert sorted(len(bundle) for bundle in bundles(specs, 3)) == [1, 2, 2]
+        assert len(bundles(specs, 16)) == 5
+
+
 def test_nothing_to_do_is_no_bundle():
     assert bundles([], 4) == []
 

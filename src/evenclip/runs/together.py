@@ -58,17 +58,23 @@ def bundles(specs: Sequence[Spec], workers: int, devices: int = 1) -> list[list[
     """The runs, those that are alike side by side, in as many bundles for each kind as there are workers.
 
     On GPUs a bundle is of one rule, of which there are as many bundles as GPUs: a rule's graph is compiled once for
-    each, and all processes share them.
+    each, and all processes share them. What has no graph waits for its own process more than for the GPU, and is spread
+    over the workers there too.
     """
     kinds: dict[str, list[Spec]] = {}
     for spec in specs:
-        apart = spec.device != "cpu" or spec.rule.get("name") == FairLens.name  # which cannot be stacked
+        apart = spec.device != "cpu" or not _is_stacked(spec)
         kinds.setdefault(_likeness(spec) + (_rule(spec) if apart else ""), []).append(spec)
     found = []
     for alike in kinds.values():
-        parts = min(workers if alike[0].device == "cpu" else devices, len(alike))
+        parts = min(workers if alike[0].device == "cpu" or not _is_stacked(alike[0]) else devices, len(alike))
         found += [alike[i::parts] for i in range(parts)]
     return found
+
+
+def _is_stacked(spec: Spec) -> bool:
+    """Whether runs of its rule can be computed together: not where the loss itself looks at the whole batch."""
+    return spec.rule.get("name") != FairLens.name
 
 
 def choose(specs: Sequence[Spec]) -> How:
