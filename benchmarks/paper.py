@@ -1,7 +1,7 @@
 """Wall-clock of each of the paper's tables, as a user makes them.
 
-    python benchmarks/paper.py [--what adult dutch ...] [--device cpu|cuda] [--seeds 5] [--data-dir FOLDER]
-                               [--keep FOLDER] [--out FILE]
+    python benchmarks/paper.py [--what adult dutch ...] [--device cpu|cuda] [--tf32] [--seeds 5]
+                               [--data-dir FOLDER] [--keep FOLDER] [--out FILE]
 
 Each is `evenclip paper table NAME` in a process of its own, in an empty folder (or in --keep, where the tables stay)
 and with an empty cache of torch's compiler, start of Python included; diagnostics are not a part of it. A table whose
@@ -27,7 +27,7 @@ from evenclip.paper.tables import TABLES
 _COMMAND = [sys.executable, "-c", "from evenclip.cli import main; main()"]
 
 
-def seconds(name: str, device: str, seeds: int, data: Path | None, keep: Path | None) -> float:
+def seconds(words: list[str], data: Path | None, keep: Path | None) -> float:
     """One table from start to end.
 
     Raises:
@@ -35,8 +35,7 @@ def seconds(name: str, device: str, seeds: int, data: Path | None, keep: Path | 
     """
     with tempfile.TemporaryDirectory(prefix="paper-") as folder:
         env = {**os.environ, "EVENCLIP_CACHE": f"{folder}/cache", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/compiled"}
-        words = ["paper", "table", name, "--seeds", str(seeds), "--device", device]
-        words += ["--out", f"{folder}/paper" if keep is None else str(keep)]
+        words = [*words, "--out", f"{folder}/paper" if keep is None else str(keep)]
         words += [] if data is None else ["--data-dir", str(data)]
         started = time.perf_counter()
         done = subprocess.run([*_COMMAND, *words], env=env, capture_output=True, text=True, check=False)
@@ -54,19 +53,23 @@ def main() -> None:
     parser.add_argument("--what", nargs="+", choices=list(TABLES), default=usual)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--data-dir", type=Path, help="where files of datasets are, instead of EVENCLIP_DATA")
+    parser.add_argument("--tf32", action="store_true", help="on a GPU, operands of 11 bits")
     parser.add_argument("--keep", type=Path, help="folder for the tables; runs that it has are not trained again")
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     skipped = {}
-    print(f"{'':<48}{'seconds':>10}")
+    print(f"{'':<60}{'seconds':>10}")
     for name in given.what:
         why = watched.lacks(TABLES[name].dataset, given.data_dir)
         if why is not None:
             skipped[name] = why
             continue
-        took = seconds(name, given.device, given.seeds, given.data_dir, given.keep)
-        rows.append({"table": name, "command": f"evenclip paper table {name} --seeds {given.seeds}", "seconds": took})
-        print(f"{rows[-1]['command']:<48}{took:>10.1f}", flush=True)
+        words = ["paper", "table", name, "--seeds", str(given.seeds)]
+        words += ["--device", given.device] if given.device != "cpu" else []
+        words += ["--tf32"] if given.tf32 else []
+        took = seconds(words, given.data_dir, given.keep)
+        rows.append({"table": name, "command": " ".join(["evenclip", *words]), "seconds": took})
+        print(f"{rows[-1]['command']:<60}{took:>10.1f}", flush=True)
     print("\n".join(f"{name}: {why}"[:80] for name, why in skipped.items()))
     save("paper", given, {"rows": rows, "skipped": skipped})
 

@@ -209,6 +209,8 @@ def test_the_list_names_everything_and_what_is_missing(monkeypatch, tmp_path):
         (["paper", "table", "iris"], "There is no table 'iris'; choose among directions, variants, adult,"),
         (["paper", "figure", "iris"], "There is no figure 'iris'; `evenclip paper list` has their names."),
         (["paper", "redraw", "--out", "nowhere"], "nowhere is not there; give the folder"),
+        (["paper", "table", "directions", "--tf32"], "Table directions is not made with --tf32; leave it out,"),
+        (["paper", "table", "adult", "--tf32"], "tf32 is for a GPU; give cuda as the device with it, or leave it out."),
         (["paper", "all", "--only", "iris"], "There is no dataset 'iris' in the paper; choose among adult,"),
     ],
 )

@@ -142,6 +142,10 @@ def test_the_settings_of_the_paper_are_trained(monkeypatch, tmp_path):
         tables.make(TABLES["dutch-matched"], seeds=3, store=tmp_path)
     assert heard["given"] == ("dutch", ["dpsgd", "fairlens", "dpsgd-f", "dpsgd-global", "dpsgd-global-adapt"], 3)
     assert heard["match"] is True
+    assert heard["tf32"] is False
+    with pytest.raises(RuntimeError, match="enough"):
+        tables.make(TABLES["celeba"], device="cuda", tf32=True, store=tmp_path)
+    assert (heard["device"], heard["tf32"]) == ("cuda", True)
     assert [m.name for m in PUBLISHED["mnist"].methods].count("fairlens") == 0
 
 

@@ -34,6 +34,7 @@ app = typer.Typer(no_args_is_help=True, help="The paper's tables and figures, be
 Out = Annotated[Path, typer.Option(help="Folder for tables, figures and the page that shows them.")]
 Seeds = Annotated[int, typer.Option(help="Number of seeds.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Tf32 = Annotated[bool, typer.Option("--tf32", help="In tables of the datasets a GPU may round products' operands.")]
 DataDir = Annotated[Path | None, typer.Option(help="Where files of datasets are; EVENCLIP_DATA by default.")]
 Quick = Annotated[bool, typer.Option("--quick", help="One epoch, two seeds, few images: a look, marked so.")]
 
@@ -70,7 +71,7 @@ def list_() -> None:
 def table(
     name: Annotated[str, typer.Argument(help="See `evenclip paper list`.")],
     seeds: Seeds = 5, device: Device = "cpu", out: Out = FOLDER, data_dir: DataDir = None, workers: Workers = None,
-    quick: Quick = False,
+    quick: Quick = False, tf32: Tf32 = False,
     on: OnOption = On.LOCAL, ray_address: RayAddress = None, cpus_per_run: Cpus = None, gpus_per_run: Gpus = None,
     slurm_partition: Partition = None, slurm_account: Account = None, slurm_minutes: Minutes = None,
     slurm_jobs: Jobs = None,
@@ -85,7 +86,7 @@ def table(
     )  # fmt: skip
     shelf = Shelf(out)
     with kept():
-        path = _table(shelf, name, seeds, device, data_dir, who, quick)
+        path = _table(shelf, name, seeds, device, data_dir, who, quick, tf32)
     print(path.read_text())
     print(f"{path} has it, {path.with_suffix('.json')} all that it was drawn from.")
 
@@ -124,7 +125,7 @@ def figure(
 @app.command("all")
 def all_(
     seeds: Seeds = 5, device: Device = "cpu", out: Out = FOLDER, data_dir: DataDir = None, workers: Workers = None,
-    quick: Quick = False,
+    quick: Quick = False, tf32: Tf32 = False,
     on: OnOption = On.LOCAL, ray_address: RayAddress = None, cpus_per_run: Cpus = None, gpus_per_run: Gpus = None,
     slurm_partition: Partition = None, slurm_account: Account = None, slurm_minutes: Minutes = None,
     slurm_jobs: Jobs = None,
@@ -154,7 +155,7 @@ def all_(
                 continue
             for match in (False, True):
                 name = f"{dataset}-matched" if match else dataset
-                print(_table(shelf, name, seeds, device, data_dir, who, quick))
+                print(_table(shelf, name, seeds, device, data_dir, who, quick, tf32))
                 _watch(shelf, dataset, match, device, data_dir, who, quick)
             if dataset == "mnist":
                 print(_table(shelf, directions.NAME, seeds, device, data_dir, who, quick))
@@ -178,7 +179,9 @@ def redraw(out: Out = FOLDER) -> None:
         print(path)
 
 
-def _table(shelf: Shelf, name: str, seeds: int, device: str, data_dir: Path | None, on: Engine, quick: bool) -> Path:
+def _table(
+    shelf: Shelf, name: str, seeds: int, device: str, data_dir: Path | None, on: Engine, quick: bool, tf32: bool = False
+) -> Path:
     """A table trained, kept and drawn."""
     from evenclip.paper import tables
     from evenclip.paper.shelf import MADE
@@ -186,12 +189,14 @@ def _table(shelf: Shelf, name: str, seeds: int, device: str, data_dir: Path | No
 
     if name not in (*MADE, *tables.TABLES):
         raise ValueError(f"There is no table {name!r}; choose among {', '.join((*MADE, *tables.TABLES))}.")
+    if tf32 and name in MADE:
+        raise ValueError(f"Table {name} is not made with --tf32; leave it out, or choose a table of a dataset.")
     with watching() as show:
         given: dict[str, Any] = {
             "seeds": min(seeds, 2) if quick else seeds, "device": device, "quick": quick,
             "data_dir": data_dir, "store": shelf.root / "runs", "on": on, "show": show,
         }  # fmt: skip
-        made = MADE[name].make(**given) if name in MADE else tables.make(tables.TABLES[name], **given)
+        made = MADE[name].make(**given) if name in MADE else tables.make(tables.TABLES[name], tf32=tf32, **given)
     return shelf.keep(made)
 
 

@@ -74,15 +74,18 @@ TABLES: dict[str, Table] = {
 
 
 def make(
-    table: Table, *, seeds: int = 5, device: str = "cpu", quick: bool = False,
+    table: Table, *, seeds: int = 5, device: str = "cpu", tf32: bool = False, quick: bool = False,
     data_dir: Path | None = None, store: Path | None = None, on: Engine | None = None, show: Show | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train what the table needs and is not there yet; its record. Quick: one epoch, and of images a sample."""
+    """Train what the table needs and is not there yet; its record. Quick: one epoch, and of images a sample.
+
+    tf32: whether a GPU may round the operands of products to 11 bits; the table says so.
+    """
     options = {"allow_partial": True} if table.dataset == "celeba" else {}
     few: dict[str, Any] = {"epochs": 1, "rows": quick_rows(table.dataset)} if quick else {}
     found = compare(
         table.dataset, [m.name for m in PUBLISHED[table.dataset].methods if m.name != REFERENCE], seeds,
-        match=table.match, device=device, options=options, data_dir=data_dir, store=store, on=on, show=show,
+        match=table.match, device=device, tf32=tf32, options=options, data_dir=data_dir, store=store, on=on, show=show,
         **few,
     )  # fmt: skip
     return record(table, found, device=device, quick=quick, partial=partial(table.dataset, data_dir))
