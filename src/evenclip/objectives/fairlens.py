@@ -13,7 +13,7 @@ sample's. A batch without one of the groups has R1 = R2 = 0.
 
     ∇⟨p, q⟩ = Σ_i H_i v_i,   v_i = α_i q + β_i p − 1[n_i > C0] · C0 ⟨g_i, p⟩/(|B| n_i³) · g_i
 
-which is the gradient of ⟨∇Σ α_i ℓ_i, q⟩ + ⟨∇Σ β_i ℓ_i, p⟩ + ½ Σ w_i n_i² at fixed p, q and w_i: one double backward.
+which is the gradient of Σ α_i ⟨g_i, q⟩ + Σ β_i ⟨g_i, p⟩ + ½ Σ w_i n_i² at fixed p, q and w_i: one double backward.
 
 Sensitivity. None. Clipping bounds what sample i adds, but the regularisers tie every g'_i to every record: one record
 more or less moves all of them, and Σ ḡ'_i by up to 2C0 for each (a test shows one that moves it by more than C0). So
@@ -22,13 +22,14 @@ there is no ε, whatever noise is added, and the ledger has a release in clear.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from evenclip import check
 from evenclip.gradients import PerSample, Tape
@@ -174,10 +175,9 @@ def regulariser_gradient(tape: Tape, found: PerSample, x: Any, y: Tensor, group:
     norms = found.norms().to(dtype)
     alpha = in_a.to(dtype) / in_a.sum() - in_b.to(dtype) / in_b.sum()
     beta = ((rule.C0 / norms).clamp(max=1.0) - 1) / n
-    p, q = found.weighted_sum(alpha), found.weighted_sum(beta)
-    turned = torch.where(norms > rule.C0, -rule.C0 * _inner(found, p).to(dtype) / (n * norms**3), 0.0)  # w
-    sign = float(torch.sign(p.double() @ q.double()))
-    parameters = [dict(tape.model.named_parameters())[name] for name in tape.layout.names]
+    differing, turning = found.weighted_sum(alpha), found.weighted_sum(beta)  # p, q
+    sign = float(torch.sign(differing.double() @ turning.double()))
+    parameters = {name: p for name, p in tape.model.named_parameters() if name in tape.layout.names}
     with torch.enable_grad(), _Taps(tape.model) as taps:
         output = tape.model(x)
         losses = tape.loss(output, y)
@@ -185,17 +185,23 @@ def regulariser_gradient(tape: Tape, found: PerSample, x: Any, y: Tensor, group:
         f_a, f_b = share[in_a].mean(), share[in_b].mean()
         objective = rule.gamma2 * 0.5 * (f_a * (1 - f_a) + f_b * (1 - f_b))
         if rule.gamma1 and sign:
-            first = torch.autograd.grad(losses, parameters, alpha, create_graph=True)
-            second = torch.autograd.grad(losses, parameters, beta, create_graph=True)
-            pairs = ((first, tape.layout.split(q).values()), (second, tape.layout.split(p).values()))
-            bilinear = sum((g * v).sum() for gradients, vs in pairs for g, v in zip(gradients, vs, strict=True))
-            squares = taps.square_norms(losses, parameters)
-            if squares is None:
-                squares = _square_norms(tape, x, y)
-            objective = objective + rule.gamma1 * sign * (bilinear + 0.5 * (turned * squares).sum())
-        gradients = torch.autograd.grad(objective, parameters, allow_unused=True)
-    parts = zip(tape.layout.names, gradients, parameters, strict=True)
-    return tape.layout.join({name: torch.zeros_like(p) if g is None else g for name, g, p in parts}).detach()
+            p, q = tape.layout.split(differing), tape.layout.split(turning)
+            terms = taps.terms(losses, parameters, p, q)
+            along_p, along_q, squares = _formed_terms(tape, x, y, p, q) if terms is None else terms
+            turned = torch.where(norms > rule.C0, -rule.C0 * along_p.detach() / (n * norms**3), 0.0)  # w
+            pulled = alpha @ along_q + beta @ along_p + 0.5 * turned @ squares
+            objective = objective + rule.gamma1 * sign * pulled
+        gradients = torch.autograd.grad(objective, list(parameters.values()), allow_unused=True)
+    parts = zip(parameters.items(), gradients, strict=True)
+    return tape.layout.join({name: torch.zeros_like(p) if g is None else g for (name, p), g in parts}).detach()
+
+
+class _Terms(NamedTuple):
+    """⟨g_i, p⟩, ⟨g_i, q⟩ and ‖g_i‖² of every sample, as functions of the parameters.  # [sample] each"""
+
+    along_p: Tensor
+    along_q: Tensor
+    squares: Tensor
 
 
 class _Taps:
@@ -219,23 +225,33 @@ class _Taps:
         assert isinstance(layer, nn.Linear)
         self._calls.append((layer, inputs[0], output))
 
-    def square_norms(self, losses: Tensor, parameters: Sequence[Tensor]) -> Tensor | None:
-        """‖g_i‖² as a function of the parameters: Σ ‖δ_i‖² (‖a_i‖² + 1) over the layers; None unless every parameter is
-        that of a linear layer which is called once, on one position a sample.  # [sample]
+    def terms(
+        self, losses: Tensor, parameters: Mapping[str, Tensor], p: Mapping[str, Tensor], q: Mapping[str, Tensor]
+    ) -> _Terms | None:
+        """Of a layer's g_i = (δ_i a_iᵀ, δ_i): δ_i·(P a_i + p) and ‖δ_i‖² (‖a_i‖² + 1), added up over the layers; None
+        unless every parameter is that of a linear layer which is called once, on one position a sample.
         """
-        own = [p for layer, _, _ in self._calls for p in (layer.weight, layer.bias) if p is not None]
-        if {id(p) for p in own} != {id(p) for p in parameters} or len(own) != len(parameters):
+        names = {id(value): name for name, value in parameters.items()}
+        own = [value for layer, _, _ in self._calls for value in (layer.weight, layer.bias) if value is not None]
+        if {id(value) for value in own} != set(names) or len(own) != len(names):
             return None
         if any(a.ndim != 2 for _, a, _ in self._calls):
             return None
         deltas = torch.autograd.grad(losses.sum(), [z for _, _, z in self._calls], create_graph=True)
-        pairs = zip(self._calls, deltas, strict=True)
-        return torch.stack([
-            d.square().sum(1) * (a.square().sum(1) + (layer.bias is not None)) for (layer, a, _), d in pairs
-        ]).sum(0)  # fmt: skip
+        each = []
+        for (layer, a, _), delta in zip(self._calls, deltas, strict=True):
+            weight = names[id(layer.weight)]
+            bias = None if layer.bias is None else names[id(layer.bias)]
+            both = functional.linear(
+                a, torch.cat([p[weight], q[weight]]), None if bias is None else torch.cat([p[bias], q[bias]])
+            )
+            along = (delta.unsqueeze(1) * both.view(len(a), 2, -1)).sum(2)
+            squares = delta.square().sum(1) * (a.square().sum(1) + (bias is not None))
+            each.append(torch.cat([along, squares.unsqueeze(1)], dim=1))
+        return _Terms(*torch.stack(each).sum(0).unbind(1))
 
 
-def _square_norms(tape: Tape, x: Any, y: Tensor) -> Tensor:
+def _formed_terms(tape: Tape, x: Any, y: Tensor, p: Mapping[str, Tensor], q: Mapping[str, Tensor]) -> _Terms:
     """The same for any model, every gradient formed."""
     parameters = dict(tape.model.named_parameters())
     chosen: dict[str, Tensor] = {name: parameters[name] for name in tape.layout.names}
@@ -245,5 +261,9 @@ def _square_norms(tape: Tape, x: Any, y: Tensor) -> Tensor:
         output = torch.func.functional_call(tape.model, (own, buffers), (one.unsqueeze(0),))
         return tape.loss(output, target.unsqueeze(0))[0]
 
-    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(chosen, x, y)
-    return torch.stack([g.flatten(1).square().sum(1) for g in each.values()]).sum(0)
+    formed = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(chosen, x, y)
+    each = [
+        torch.stack([g.flatten(1) @ p[name].flatten(), g.flatten(1) @ q[name].flatten(), g.flatten(1).square().sum(1)])
+        for name, g in formed.items()
+    ]
+    return _Terms(*torch.stack(each).sum(0))
