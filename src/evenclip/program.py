@@ -267,7 +267,8 @@ class Engine:
 
     def compile(self, graph: GraphModule, inputs: Sequence[Inputs]) -> Compiled | None:
         """The graph compiled, if that can be done; tried out on fewer samples and rows too."""
-        free, tries = self._free(inputs), [[*self._data, *_flat(inputs)]]
+        # Not the data themselves, which are somebody's: torch notes on its inputs what may change.
+        free, tries = self._free(inputs), [[*(part.detach() for part in self._data), *_flat(inputs)]]
         if free:
             fewer = [given._replace(rows=given.rows[..., :_FEW]) for given in inputs] if self._symbolic else inputs
             tries.append([*(self._data if self._few is None else self._few), *_flat(fewer)])

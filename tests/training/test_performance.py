@@ -138,7 +138,10 @@ def test_data_of_another_length_are_not_compiled_for_again(toy, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr("evenclip.program._GRAPHS", {})
     given = {"rule": DPSGDGlobalAdapt(C0=0.7, sigma=0.8, Z0=1.2), "performance": Performance(compile=True)}
-    trained(toy.mlp(), toy.data(40), **given)
+    data = toy.data(40)
+    before = [set(dir(part)) for part in data]
+    trained(toy.mlp(), data, **given)
+    assert [set(dir(part)) for part in data] == before, "nothing is written on the user's tensors"
     monkeypatch.setattr(compile_fx, "compile_fx", lambda *_: pytest.fail("compiled again"))
     for n in (200, 23):
         plain = trained(toy.mlp(), toy.data(n, seed=n), given["rule"])
