@@ -770,6 +770,7 @@ def test_data_that_lie_otherwise_are_another_graph(toy):
     wide[:, : toy.d] = x
     for same in (x, x.T.contiguous().T, wide[:, : toy.d]):
         assert_same(*plain_and_traced(toy.mlp(), (same, y, group), ADAPT))
+    assert len(program._GRAPHS) == 3, "compiled code has the steps from one number to the next in it"
 
 
 def test_data_beyond_32_bits_are_another_graph():
