@@ -28,6 +28,7 @@ ORDER = [
     ["run"],
     ["quick", "objectives"],
     ["program", "trace"],
+    ["lowering"],
     ["logs"],
     ["sharded"],
     ["step", "checkpoint", "privacy", "progress", "update"],

@@ -151,3 +151,12 @@ def test_nothing_that_was_tried_is_kept_alive():
     gc.collect()
     assert run is not None
     assert [ref() for ref in gone] == [None] * 3
+
+
+def test_a_graph_that_was_rewritten_wrongly_is_not_taken():
+    """It is compared with the one it was made from, not with itself."""
+    graph = graph_of(gathered, *some(37))
+    wrong = graph_of(lambda table, weight, rows: gathered(table, 1.1 * weight, rows), *some(37))
+    assert compiled(wrong, [some(37), some(6)], free=[(2, 0)]) is not None
+    assert compiled(wrong, [some(37), some(6)], free=[(2, 0)], like=graph) is None
+    assert compiled(graph, [some(37), some(6)], free=[(2, 0)], like=gathered) is not None

@@ -8,7 +8,7 @@ import torch
 from torch.optim import SGD, Adam
 
 import evenclip
-from evenclip import Performance
+from evenclip import Performance, program
 from evenclip import stack as stack_module
 from evenclip.models import cnn, mlp
 from evenclip.quick import Quick
@@ -18,6 +18,8 @@ from evenclip.train import prepare
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
+
+from evenclip.gradients.layers import passes_cuda  # triton comes with torch for CUDA
 
 GPU, COMPILED = "cuda", Performance(compile=True)
 ADAPT = evenclip.DPSGDGlobalAdapt(sigma_count=3.0)
@@ -170,6 +172,23 @@ def test_compiled_images_on_the_gpu_are_images_on_the_cpu():
     assert there._quick is not None
     assert_close(here, there, 3 * ROUNDING)
     assert_close(eager, there, 3 * ROUNDING)
+
+
+def test_images_go_through_convolutions_of_our_own(monkeypatch):
+    """In a compiled step, unless operands of fewer bits are allowed; and it is the quicker graph that was taken."""
+    counted, launch = [], passes_cuda.windows_times
+    monkeypatch.setattr(passes_cuda, "windows_times", lambda *a, **k: (counted.append(k["tanh"]), launch(*a, **k)))
+    monkeypatch.setattr(program, "_GRAPHS", {})
+    generator = torch.Generator().manual_seed(1)
+    data = torch.rand(300, 3, 32, 32, generator=generator), torch.randint(0, 2, (300,), generator=generator)
+    make = partial(prepare, cnn(3, 32, 2), data, rule=ADAPT, steps=3, batch_size=64, seed=0, lr=0.1, device=GPU)
+    quick = alone(partial(make, performance=COMPILED))
+    assert {True, False} == {*counted}
+    assert 2 * counted.count(False) == counted.count(True) > 0
+    counted.clear()
+    alone(partial(make, performance=Performance(compile=True, tf32=True)))
+    assert counted == []
+    assert_close(alone(make), quick, 3 * ROUNDING)
 
 
 def test_batches_of_every_size():

@@ -1,8 +1,8 @@
 """A graph of tensor operations through torch's compiler: tried before it is believed, and called directly.
 
-What comes out of the compiler is compared with the graph itself on the inputs it was compiled for, and on others: a
-compiler errs, and one that finds code in its cache that was made for another processor may load it. (Both were seen:
-wrong numbers, without a word.)
+What comes out of the compiler is compared with the graph itself, or the one that this was made from, on the inputs it
+was compiled for, and on others: a compiler errs, and one that finds code in its cache that was made for another
+processor may load it. (Both were seen: wrong numbers, without a word.)
 
 torch checks at every call whether what it compiled still fits, which takes a quarter of a small step. Here nothing
 changes from call to call but the sizes it was compiled for any of, so the check is left out where that can be done.
@@ -31,13 +31,20 @@ _CLOSE = 1e-2
 _log = logging.getLogger(__name__)
 
 
-def compiled(graph: GraphModule, tries: Sequence[Sequence[Tensor]], free: Sequence[Axis] = ()) -> Compiled | None:
+def compiled(
+    graph: GraphModule,
+    tries: Sequence[Sequence[Tensor]],
+    free: Sequence[Axis] = (),
+    *,
+    like: Callable[..., Sequence[Tensor]] | None = None,
+) -> Compiled | None:
     """The graph compiled, without gradients; None where there is no compiler, or it stumbles, or errs.
 
     Args:
         graph: takes tensors, returns a list of them.
         tries: inputs to try it on, of different sizes if it takes any. It is compiled for the first.
         free: axes that may have any size from two on, in each try another; those of one size are so in every try.
+        like: what has to come out, if not what the graph itself makes.
     """
     if any(tensor.is_cuda for tensor in tries[0]):
         warm()
@@ -49,7 +56,7 @@ def compiled(graph: GraphModule, tries: Sequence[Sequence[Tensor]], free: Sequen
             run: Compiled = torch.compile(graph.forward, backend=watcher)
             for place, axis in free:
                 torch._dynamo.maybe_mark_dynamic(tries[0][place], axis)
-            expected = [graph(*given) for given in tries]
+            expected = [(like or graph)(*given) for given in tries]
             roads = []
             for given, theirs in zip(tries, expected, strict=True):
                 _compare(run(*given), theirs)

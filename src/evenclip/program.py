@@ -32,6 +32,7 @@ from evenclip.compiler import Axis, Compiled, compiled
 from evenclip.data.dataset import Samples
 from evenclip.gradients.anylayer import call_with
 from evenclip.gradients.functional import FunctionalTape
+from evenclip.lowering import lowered
 from evenclip.release import Releases
 from evenclip.rules import Guarded, Rule
 from evenclip.step import Chunk, Columns, blind_step
@@ -45,10 +46,6 @@ _log = logging.getLogger(__name__)
 _FEW = 6
 # Batches are filled up to a multiple of this: on a GPU each size is recorded once, the first time it comes.
 _STRIDE = 8
-
-
-# What `_take_in_parts` takes: rows of at least this length, with at most so many columns, in parts of this length.
-_LONG, _FEW_COLUMNS, _PART = 2048, 32, 256
 
 
 class NoProgram(RuntimeError):  # noqa: N818  # it is no error, there is another road
@@ -254,8 +251,6 @@ class Engine:
             raise NoProgram(f"the model draws random numbers ({random})")
         if shapes.replacements:
             raise NoProgram("the number of rows or of samples was taken for a constant")
-        if self.t.is_cuda:
-            _take_in_parts(graph)
         return graph
 
     def _of_tensors(self, *flat: Tensor) -> list[Tensor]:
@@ -272,7 +267,8 @@ class Engine:
         if free:
             fewer = [given._replace(rows=given.rows[..., :_FEW]) for given in inputs] if self._symbolic else inputs
             tries.append([*(self._data if self._few is None else self._few), *_flat(fewer)])
-        return compiled(graph, tries, free)
+        quicker = lowered(graph, exact=_conv_precision() not in ("tf32", "bf16")) if self.t.is_cuda else graph
+        return compiled(quicker, tries, free, like=graph)
 
     def _free(self, inputs: Sequence[Inputs]) -> list[Axis]:
         """Axes of any size: the samples of the data, and the rows of a step."""
@@ -292,7 +288,7 @@ class Engine:
             return None
         free = dict(self._free(inputs))
         tensors = [_kind_of(tensor, free.get(i)) for i, tensor in enumerate((*self._data, *_flat(inputs)))]
-        precision = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+        precision = torch.backends.cuda.matmul.fp32_precision, _conv_precision()
         return (self._program.kinds, str(tape.model), tape.layout.names, tape.loss, tuple(tensors), precision)
 
 
@@ -393,30 +389,10 @@ def _normals(size: int, dtype: torch.dtype, runs: int, device: torch.device) -> 
     return lambda *given: run(*given)[0]
 
 
-def _take_in_parts(graph: GraphModule) -> None:
-    """Products of long rows with few columns (a last layer) by many blocks of the GPU: libraries give them to a few."""
-    for node in list(graph.graph.nodes):
-        if node.target not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            continue
-        a, b = node.args[-2:]
-        length, columns = b.meta["val"].shape
-        if length < _LONG or columns > _FEW_COLUMNS or node.kwargs:
-            continue
-        with graph.graph.inserting_before(node):
-            found = graph.graph.call_function(_in_parts, (a, b))
-            if len(node.args) == 3:
-                found = graph.graph.call_function(torch.add, (found, node.args[0]))
-        node.replace_all_uses_with(found)
-        graph.graph.erase_node(node)
-    graph.recompile()
-
-
-def _in_parts(a: Tensor, b: Tensor) -> Tensor:
-    """The product as the sum of the products of parts.  a: [row, long], b: [long, column]"""
-    length, columns = b.shape
-    parts = max(count for count in range(1, length // _PART + 1) if length % count == 0)
-    rows = a.view(-1, parts, length // parts).transpose(0, 1)
-    return torch.bmm(rows, b.mT.view(columns, parts, length // parts).permute(1, 2, 0)).sum(dim=0)
+def _conv_precision() -> str:
+    """What operands of convolutions are rounded to on a GPU."""
+    found: str = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+    return found
 
 
 def _is_random(node: Any) -> bool:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from evenclip.gradients import plan
+from evenclip.gradients.layers import operations
 from evenclip.noise import Noise
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -117,3 +118,64 @@ def test_the_kernel_has_the_tail():
         far += int((expected.abs() > 5.2).sum())
         assert torch.allclose(drawn, expected, rtol=1e-5, atol=2e-6)
     assert far > 3
+
+
+# --- small convolutions by kernels of our own -------------------------------------------------------------------------
+
+SHAPES = [  # samples, channels in and out, height and width, kernel, padding
+    (3, 1, 32, (28, 28), (3, 3), (0, 0)),
+    (5, 32, 16, (26, 26), (3, 3), (0, 0)),
+    (2, 3, 8, (9, 7), (5, 5), (2, 1)),
+    (1, 7, 24, (4, 11), (1, 3), (0, 1)),
+    (40, 16, 32, (24, 24), (3, 3), (2, 2)),
+    (1, 8, 8, (3, 3), (3, 3), (0, 0)),
+]
+
+
+@pytest.mark.parametrize("tanh", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("n", "c", "p", "space", "kernel", "padding"), SHAPES)
+def test_a_convolution_by_our_kernel(n, c, p, space, kernel, padding, bias, tanh, numbers):
+    a, weight, b = numbers(0, n, c, *space), numbers(1, c, *kernel, p), numbers(2, p) if bias else None
+    expected = F.conv2d(a, weight.permute(3, 0, 1, 2), b, padding=padding)
+    expected = expected.tanh() if tanh else expected
+    given = [None if part is None else part.float().cuda() for part in (a, weight, b)]
+    assert operations.has_kernels(given[0])
+    found = operations.convolved(*given, [*padding], tanh)
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("n", "c", "p", "space", "kernel", "padding"), SHAPES)
+def test_back_through_a_convolution_by_our_kernel(n, c, p, space, kernel, padding, numbers):
+    """δ is written where the input was: every place once, also in the last block, which is not full."""
+    del padding
+    c = 8 * -(-c // 8)
+    before = numbers(0, n, c, *space).requires_grad_(True)
+    a, weight = before.tanh(), numbers(1, p, c, *kernel)
+    out = F.conv2d(a, weight)
+    delta = numbers(2, *out.shape)
+    (out * delta).sum().backward()
+    turned = weight.flip(2, 3).permute(0, 2, 3, 1)
+    expected = operations.weight_gradients(a.detach(), delta, [*kernel], [1, 1], [1, 1], True)
+    written, signal = a.detach().float().cuda(), delta.float().cuda()
+    found = operations.pulled_back(written, signal, turned.float().cuda(), True)
+    torch.testing.assert_close(written.cpu().double(), before.grad, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_samples_do_not_touch(numbers):
+    """What is not finite stays in its own sample."""
+    a, weight = numbers(0, 9, 8, 6, 6).float().cuda(), numbers(1, 8, 3, 3, 16).float().cuda()
+    expected = operations.convolved(a, weight, None, [1, 1], True)
+    a[4], a[7, 2, 3, 3] = float("inf"), float("nan")
+    found = operations.convolved(a, weight, None, [1, 1], True)
+    others = torch.tensor([0, 1, 2, 3, 5, 6, 8]).cuda()
+    assert torch.equal(found[others], expected[others])
+    assert found[7].isnan().any()
+
+
+def test_more_positions_than_are_counted_at_once(monkeypatch, numbers):
+    a, weight = numbers(0, 9, 8, 6, 6).float().cuda(), numbers(1, 8, 3, 3, 16).float().cuda()
+    expected = operations.convolved(a, weight, None, [0, 0], False)
+    monkeypatch.setattr(operations, "_MOST_POSITIONS", 3 * 16 + 1)
+    assert torch.equal(operations.convolved(a, weight, None, [0, 0], False), expected)

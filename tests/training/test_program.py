@@ -14,7 +14,6 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
@@ -778,21 +777,3 @@ def test_data_beyond_32_bits_are_another_graph():
     few, many = (torch.empty(n, 2**16, dtype=torch.uint8, device="meta") for n in (2**15 - 1, 2**15))
     assert program._kind_of(few, 0) == program._kind_of(few[:100], 0)
     assert program._kind_of(few, 0) != program._kind_of(many, 0)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_long_products_with_few_columns_are_taken_in_parts(bias):
-    layer = torch.nn.Linear(2304, 5, bias=bias)
-    inputs = [torch.randn(7, 2304), *layer.parameters()]
-
-    def act(x, *parameters):
-        return F.linear(x, *parameters), x.T @ x[:, :64]  # the second has too many columns
-
-    graph = make_fx(act)(*inputs)
-    program._take_in_parts(graph)
-    targets = [node.target for node in graph.graph.nodes]
-    assert targets.count(program._in_parts) == 1
-    assert torch.ops.aten.addmm.default not in targets
-    assert torch.ops.aten.mm.default in targets
-    for found, expected in zip(graph(*inputs), act(*inputs), strict=True):
-        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)

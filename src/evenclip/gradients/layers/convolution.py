@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from evenclip.gradients.layers.layer import Formed, LayerGradient, has_kernels, kept, operand_roundoff, sum_square_norms
 from evenclip.gradients.layers.linear import product_square_norms
+from evenclip.gradients.layers.operations import weight_gradients
 
 __all__ = ["Convolution", "gradient"]
 
@@ -113,8 +114,6 @@ class Shifts:
 
     def by_kernel(self) -> Tensor:
         """The product for all offsets, with the windows addressed where they lie."""
-        from evenclip.gradients.layers.convolution_cuda import weight_gradients  # triton comes with torch for CUDA
-
         module = self.module
         sides = list(module.kernel_size), list(module.stride), list(module.dilation)
         each: Tensor = weight_gradients(self.a, self.delta, *sides, exact=_operands(self.a) == 0)

@@ -10,7 +10,6 @@ norm is too small for it.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,23 +17,10 @@ from torch import Tensor
 __all__ = ["weight_gradients"]
 
 
-@torch.library.custom_op("evenclip::weight_gradients", mutates_args=())
 def weight_gradients(
-    a: Tensor, delta: Tensor, kernel: list[int], stride: list[int], dilation: list[int], exact: bool
+    a: Tensor, delta: Tensor, kernel: list[int], stride: list[int], dilation: list[int], *, exact: bool
 ) -> Tensor:
-    """Every sample's gradient of the weight of a convolution in two dimensions, without channel groups.
-
-    Args:
-        a: the padded input.  # [sample, in, height, width], float32
-        delta: [sample, out, height, width], float32
-        kernel: its height and width.
-        stride: along both.
-        dilation: along both.
-        exact: whether operands have all their bits, or eleven.
-
-    Returns:
-        [sample, out, in · kernel height · kernel width]
-    """
+    """Every sample's gradient of the weight, as `operations.weight_gradients` has it."""
     a, delta = a.contiguous(), delta.contiguous()
     n, c, height, width = a.shape
     _, p, rows, columns = delta.shape
@@ -47,12 +33,6 @@ def weight_gradients(
         dilation[1], block_p, block_size, 32, "tf32x3" if exact else "tf32", num_warps=2, num_stages=3,
     )  # fmt: skip
     return out
-
-
-@weight_gradients.register_fake
-def _(a: Tensor, delta: Tensor, kernel: list[int], stride: list[int], dilation: list[int], exact: bool) -> Tensor:
-    del stride, dilation, exact
-    return a.new_empty(a.shape[0], delta.shape[1], a.shape[1] * kernel[0] * kernel[1])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
