@@ -59,8 +59,9 @@ def compiled(
             expected = [(like or graph)(*given) for given in tries]
             roads = []
             for given, theirs in zip(tries, expected, strict=True):
-                _compare(run(*given), theirs)
-                roads.append(watcher.road(given, free))
+                found = run(*given)
+                _compare(found, theirs)
+                roads.append(watcher.road(given, found, free))
             direct = roads[0] if all(road == roads[0] for road in roads) else None
             watcher.close()
             return run if direct is None or not _leads(direct, tries, expected) else direct
@@ -101,10 +102,10 @@ def _leads(road: _Road, tries: Sequence[Sequence[Tensor]], expected: Sequence[Se
 
 
 class _Watcher:
-    """torch's compiler, and a look at what the code it makes is called with."""
+    """torch's compiler, and a look at what the code it makes is called with, and returns."""
 
     def __init__(self) -> None:
-        self._last: tuple[Compiled, tuple[Any, ...]] | None = None
+        self._last: tuple[Compiled, tuple[Any, ...], Sequence[Any]] | None = None
         self._closed = False
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
@@ -114,9 +115,9 @@ class _Watcher:
         run: Any = compile_fx.compile_fx(graph, list(inputs))
 
         def watched(*given: Any) -> Sequence[Tensor]:
-            if not self._closed:
-                self._last = run, given
             found: Sequence[Tensor] = run(*given)
+            if not self._closed:
+                self._last = run, given, found
             return found
 
         return watched
@@ -125,38 +126,65 @@ class _Watcher:
         """Look no longer, and let go of what was seen."""
         self._closed, self._last = True, None
 
-    def road(self, given: Sequence[Tensor], free: Sequence[Axis]) -> _Road | None:
-        """How the code was reached from these inputs; None where that cannot be told.
+    def road(self, given: Sequence[Tensor], found: Sequence[Tensor], free: Sequence[Axis]) -> _Road | None:
+        """How the code was reached from these inputs, and these outputs from it; None where that cannot be told.
 
-        Each tensor it was called with is one of the inputs, each number the size of a free axis.
+        Each tensor it was called with is one of the inputs, each number the size of a free axis. Each output is one of
+        its own, or an input that was passed on.
         """
         if self._last is None:
             return None
-        run, seen = self._last
+        run, seen, own = self._last
         sizes = {given[place].shape[axis]: (place, axis) for place, axis in reversed(free)}
-        order = list[tuple[int, int | None]]()
+        order, results = list[tuple[int, int | None]](), list[tuple[bool, int]]()
         for value in seen:
-            places = [place for place, tensor in enumerate(given) if tensor is value]
-            if len(places) == 1:
-                order.append((places[0], None))
+            place = _only(value, given)
+            if place is not None:
+                order.append((place, None))
             elif isinstance(value, int) and value in sizes:
                 order.append(sizes[value])
             else:
                 return None
-        return _Road(run, tuple(order))
+        for value in found:
+            mine, passed = _only(value, own), _only(value, given)
+            if mine is not None and passed is None:
+                results.append((False, mine))
+            elif passed is not None and mine is None:
+                results.append((True, passed))
+            else:
+                return None
+        return _Road(run, tuple(order), tuple(results))
+
+
+def _only(value: Any, among: Sequence[Any]) -> int | None:
+    """At which one place it is."""
+    places = [place for place, other in enumerate(among) if other is value]
+    return places[0] if len(places) == 1 and isinstance(value, Tensor) else None
 
 
 class _Road:
-    """Compiled code, and what it takes in which order: inputs, or the size of an axis of one."""
+    """Compiled code; what it takes in which order: inputs, or the size of an axis of one; and what comes of it: outputs
+    of its own, or inputs.
+    """
 
-    def __init__(self, run: Compiled, order: tuple[tuple[int, int | None], ...]) -> None:
-        self._run, self._order = run, order
+    def __init__(
+        self, run: Compiled, order: tuple[tuple[int, int | None], ...], results: tuple[tuple[bool, int], ...]
+    ) -> None:
+        self._run, self._order, self._results = run, order, results
+        self._is_whole = results == tuple((False, i) for i in range(len(results)))
 
     def __call__(self, *given: Tensor) -> Sequence[Tensor]:
-        return self._run(*[given[place] if axis is None else given[place].shape[axis] for place, axis in self._order])
+        found = self._run(*[given[place] if axis is None else given[place].shape[axis] for place, axis in self._order])
+        if self._is_whole:
+            return found
+        return [given[place] if passed else found[place] for passed, place in self._results]
+
+    @property
+    def _all(self) -> tuple[Any, ...]:
+        return self._run, self._order, self._results
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Road) and (self._run, self._order) == (other._run, other._order)
+        return isinstance(other, _Road) and self._all == other._all
 
     def __hash__(self) -> int:
-        return hash((self._run, self._order))
+        return hash(self._all)

@@ -262,11 +262,14 @@ class Engine:
 
     def compile(self, graph: GraphModule, inputs: Sequence[Inputs]) -> Compiled | None:
         """The graph compiled, if that can be done; tried out on fewer samples and rows too."""
-        # Not the data themselves, which are somebody's: torch notes on its inputs what may change.
-        free, tries = self._free(inputs), [[*(part.detach() for part in self._data), *_flat(inputs)]]
+        free, tries = self._free(inputs), [[*self._data, *_flat(inputs)]]
         if free:
-            fewer = [given._replace(rows=given.rows[..., :_FEW]) for given in inputs] if self._symbolic else inputs
-            tries.append([*(self._data if self._few is None else self._few), *_flat(fewer)])
+            fewer = [given._replace(rows=_copy(given.rows[..., :_FEW])) for given in inputs]
+            data = self._data if self._few is None else self._few
+            tries.append([*data, *_flat(fewer if self._symbolic else inputs)])
+        # Not the tensors themselves. Data are somebody's, and torch notes on its inputs what may change; and where one
+        # tensor is two inputs (empty ones are), torch would make code for that case alone.
+        tries = [[tensor.detach() for tensor in given] for given in tries]
         quicker = lowered(graph, exact=_conv_precision() not in ("tf32", "bf16")) if self.t.is_cuda else graph
         return compiled(quicker, tries, free, like=graph)
 
@@ -329,9 +332,15 @@ def _flat(inputs: Sequence[Inputs]) -> list[Tensor]:
     return [part for given in inputs for part in given]
 
 
+def _copy(part: Tensor) -> Tensor:
+    """A part that lies in memory as a whole does."""
+    return part.clone(memory_format=torch.contiguous_format)
+
+
 def _cut(data: Sequence[Tensor], places: Sequence[Tensor], rows: int) -> list[Tensor] | None:
     """Fewer samples, those at these places among them; None where their number has to be a constant of the graph."""
     n, few = len(data[0]), 2 + max(int(of.max()) for of in places)
+    few += few == rows  # two axes of one size look like one
     if few >= n or n == rows or not all(part.is_contiguous() for part in data):
         return None
     return [part[:few] for part in data]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, Performance, fit
+from evenclip.compiler import _Road
 from evenclip.gradients import plan
 from evenclip.program import _GRAPHS
 from evenclip.release import Releases
@@ -176,6 +177,21 @@ def test_a_compiler_that_errs_is_not_believed(toy, monkeypatch, rows):
         stack = Stack([prepare(toy.mlp(), toy.data(), **given) for _ in range(2)], compile=True)
         assert stack._engine.compiled is (believed or rows == "few")  # a stack's batches have one size
     _GRAPHS.clear()
+
+
+@compiles
+@pytest.mark.parametrize("groups", ["groups", "none", "the classes"])
+@pytest.mark.parametrize("kinds", ["one run", "seeds", "rules"])
+def test_compiled_code_is_called_directly(toy, kinds, groups, monkeypatch):
+    """Whatever is empty, or passed on, or one tensor twice. A look at all inputs takes a quarter of a small step."""
+    torch._dynamo.reset()
+    monkeypatch.setattr("evenclip.program._GRAPHS", {})
+    x, y, group = toy.data(200)
+    data = {"groups": (x, y, group), "none": (x, y), "the classes": (x, y, y)}[groups]
+    some = [rule for rule in (*RULES, NonPrivate()) if groups != "none" or not isinstance(rule, DPSGDF)]
+    rules = {"one run": some[:1], "seeds": some[:1] * 3, "rules": some * 2}[kinds]
+    runs = [prepare(toy.mlp(), data, rule=r, batch_size=8, steps=20, seed=seed) for seed, r in enumerate(rules)]
+    assert isinstance(Stack(runs, compile=True)._engine._run, _Road)
 
 
 @compiles
