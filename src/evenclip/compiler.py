@@ -1,7 +1,7 @@
 """A graph of tensor operations through torch's compiler: tried before it is believed, and called directly.
 
-What comes out of the compiler is compared with the graph itself, or the one that this was made from, on the inputs it
-was compiled for, and on others: a compiler errs, and one that finds code in its cache that was made for another
+What comes out of the compiler is compared with the graph itself on the inputs it was compiled for, and with the one
+that this was made from on others: a compiler errs, and one that finds code in its cache that was made for another
 processor may load it. (Both were seen: wrong numbers, without a word.)
 
 torch checks at every call whether what it compiled still fits, which takes a quarter of a small step. Here nothing
@@ -44,7 +44,7 @@ def compiled(
         graph: takes tensors, returns a list of them.
         tries: inputs to try it on, of different sizes if it takes any. It is compiled for the first.
         free: axes that may have any size from two on, in each try another; those of one size are so in every try.
-        like: what has to come out, if not what the graph itself makes.
+        like: what has to come out of the last try, if not what the graph itself makes; it may need more memory.
     """
     if any(tensor.is_cuda for tensor in tries[0]):
         warm()
@@ -56,7 +56,7 @@ def compiled(
             run: Compiled = torch.compile(graph.forward, backend=watcher)
             for place, axis in free:
                 torch._dynamo.maybe_mark_dynamic(tries[0][place], axis)
-            expected = [(like or graph)(*given) for given in tries]
+            expected = [*(graph(*given) for given in tries[:-1]), (like or graph)(*tries[-1])]
             roads = []
             for given, theirs in zip(tries, expected, strict=True):
                 found = run(*given)
