@@ -188,8 +188,24 @@ def parquet_table(found: Found) -> str:
     return f"{grid(head, rows)}\n\n{file} {machine(found)}"
 
 
-# Name of each table -> the file it is made from, what makes it, and the command that writes that file.
-TABLES: dict[str, tuple[str, Callable[[Found], str], str]] = {
+def paper_table(found: Found) -> str:
+    """The paper's tables, as a user makes them."""
+    lines = [[f"`{row['command']}`", number(row["seconds"])] for row in found["rows"]]
+    return f"{grid(['command', 's'], lines)}\n\n{machine(found)}"
+
+
+def four_tables(found: Found, compare: Found, sharing: Found) -> str:
+    """All four on a GPU. MNIST's runs are those of the comparison; CelebA's are as many on random images."""
+    seconds = {f"`{row['command']}`": row["seconds"] for row in found["rows"]}
+    whole = next(row for row in compare["rows"] if row["what"] == "mnist")
+    seconds[f"MNIST's runs: `{whole['command']}`"] = whole["seconds"]["cold"]
+    seconds["CelebA's runs on 162,770 random images: a part was measured"] = 60 * sharing["minutes"]["celeba"]
+    lines = [[name, number(value)] for name, value in seconds.items()]
+    return f"{grid(['', 's'], lines)}\n\nTogether {sum(seconds.values()) / 60:.1f} minutes. {machine(found)}"
+
+
+# Name of each table -> the files it is made from, what makes it, and the command that writes the first of them.
+TABLES: dict[str, tuple[str, Callable[..., str], str]] = {
     "step": ("step.json", step_table, "step.py"),
     "step-short": ("step.json", short_table, "step.py"),
     "step-batches": (
@@ -215,16 +231,22 @@ TABLES: dict[str, tuple[str, Callable[[Found], str], str]] = {
     "sharing-cuda": ("sharing-cuda.json", sharing_table, "sharing.py"),
     "memory-cuda": ("step-cuda.json", memory_table, "step.py --device cuda"),
     "compare-cuda": ("compare-cuda.json", compare_table, "compare.py --device cuda"),
+    "paper": ("paper.json", paper_table, "paper.py"),
+    "paper-cuda": (
+        "paper-cuda.json compare-cuda.json sharing-cuda.json",
+        four_tables,
+        "paper.py --device cuda --what adult dutch",
+    ),
 }
 
 
 def table(name: str, results: Path) -> str:
     """The table of this name, or the command that it needs."""
-    file, make, command = TABLES[name]
-    path = results / file
-    if not path.exists():
+    files, make, command = TABLES[name]
+    paths = [results / file for file in files.split()]
+    if not all(path.exists() for path in paths):
         return f"Not measured yet: `python benchmarks/{command}`."
-    return make(json.loads(path.read_text()))
+    return make(*(json.loads(path.read_text()) for path in paths))
 
 
 def filled(text: str, results: Path) -> str:
