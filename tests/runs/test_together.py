@@ -81,6 +81,17 @@ def test_what_cannot_be_stacked_is_spread_over_the_workers(spec):
         assert len(bundles(specs, 16)) == 5
 
 
+def test_a_bundle_has_few_rules(spec):
+    """Runs of one rule are one call; and neighbours in the list, a plain rule and its adaptive kin, share a bundle."""
+    specs = [spec(seed, rule) for seed in range(5) for rule in RULES]
+    found = bundles(specs, 2)
+    assert [{one.rule["name"] for one in b} for b in found] == [
+        {"dpsgd", "dpsgd-f"},
+        {"dpsgd-global-adapt", "non-private"},
+    ]
+    assert all(len({one.rule["name"] for one in bundle}) <= 2 for bundle in bundles(specs, 3))
+
+
 def test_nothing_to_do_is_no_bundle():
     assert bundles([], 4) == []
 

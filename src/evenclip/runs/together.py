@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -57,9 +58,9 @@ PLAIN = How(together=False, compiled=False)
 def bundles(specs: Sequence[Spec], workers: int, devices: int = 1) -> list[list[Spec]]:
     """The runs, those that are alike side by side, in as many bundles for each kind as there are workers.
 
-    On GPUs a bundle is of one rule, of which there are as many bundles as GPUs: a rule's graph is compiled once for
-    each, and all processes share them. What has no graph waits for its own process more than for the GPU, and is spread
-    over the workers there too.
+    A bundle has as few rules as can be: runs of one rule are one call. On GPUs it is of one rule, of which there are as
+    many bundles as GPUs: a rule's graph is compiled once for each, and all processes share them. What has no graph
+    waits for its own process more than for the GPU, and is spread over the workers there too.
     """
     kinds: dict[str, list[Spec]] = {}
     for spec in specs:
@@ -68,8 +69,22 @@ def bundles(specs: Sequence[Spec], workers: int, devices: int = 1) -> list[list[
     found = []
     for alike in kinds.values():
         parts = min(workers if alike[0].device == "cpu" or not _is_stacked(alike[0]) else devices, len(alike))
-        found += [alike[i::parts] for i in range(parts)]
+        found += _cut(_by_rule(alike), parts)
     return found
+
+
+def _by_rule(specs: Sequence[Spec]) -> list[Spec]:
+    """Those of one rule side by side; rules, and runs of each, in the order in which they come."""
+    rules: dict[str, list[Spec]] = {}
+    for spec in specs:
+        rules.setdefault(_rule(spec), []).append(spec)
+    return [spec for alike in rules.values() for spec in alike]
+
+
+def _cut(specs: Sequence[Spec], parts: int) -> list[list[Spec]]:
+    """In parts of equal length, but for one."""
+    ends = [len(specs) * i // parts for i in range(parts + 1)]
+    return [list(specs[first:end]) for first, end in pairwise(ends)]
 
 
 def _is_stacked(spec: Spec) -> bool:
