@@ -455,3 +455,28 @@ def test_importing_the_module_does_not_import_the_library():
 
 def test_every_public_name_is_documented():
     assert all(getattr(accounting, name).__doc__ for name in accounting.__all__)
+
+
+def test_what_was_asked_before_is_not_computed_again_and_nothing_else_is_answered(monkeypatch):
+    """A step more, another rate, multiplier, δ or accountant is another question."""
+    asked, compute = [], accounting._event
+    monkeypatch.setattr(accounting, "_event", lambda parts: asked.append(parts) or compute(parts))
+    accounting._pld_of.cache_clear()
+    accounting._rdp_optima.cache_clear()
+    first = Ledger([Entry(0.01, (("gradient", 1.1),), 100)])
+    again = Ledger([Entry(0.01, (("gradient", 1.1),), 60), Entry(0.01, (("gradient", 1.1),), 40)])
+    known = epsilon(first, 1e-5)
+    count = len(asked)
+    assert epsilon(again, 1e-5) == known
+    assert len(asked) == count > 0
+    others = [Entry(0.01, (("gradient", 1.1),), 101), Entry(0.011, (("gradient", 1.1),), 100)]
+    others += [Entry(0.01, (("gradient", 1.0),), 100), Entry(0.01, (("gradient", 1.1), ("count", 9.0)), 100)]
+    found = [
+        known,
+        *(epsilon(Ledger([entry]), 1e-5) for entry in others),
+        epsilon(first, 1e-6),
+        epsilon(first, 1e-5, "rdp"),
+    ]
+    assert len({*found}) == 7
+    accounting._pld_of.cache_clear()
+    assert epsilon(first, 1e-5) == known

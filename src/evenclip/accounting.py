@@ -28,7 +28,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import ROUND_CEILING, Context
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from evenclip import check
@@ -93,8 +93,7 @@ def event(ledger: Ledger) -> dp_accounting.DpEvent:
             "This ledger has no ε: something was released in clear, or a batch was not a Poisson sample. "
             "`epsilon` answers None for it; to have an ε, add noise to every release and sample by Poisson."
         )
-    library = _library()
-    return library.ComposedDpEvent([_composed(library, part) for part in _parts(ledger)])
+    return _event(_parts(ledger))
 
 
 def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float | None:
@@ -249,7 +248,7 @@ def smallest_delta(ledger: Ledger) -> float:
     >>> smallest_delta(Ledger([Entry(0.01, (("gradient", 1.0),), 1024)])) == 2.0**-39
     True
     """
-    return _ROUNDING * sum(_roundings(part) for part in _parts(ledger))
+    return _lost(_parts(ledger))
 
 
 def default_delta(n: int) -> float:
@@ -278,14 +277,22 @@ class _Part(NamedTuple):
     steps: int
 
 
-def _parts(ledger: Ledger) -> list[_Part]:
+_Parts = tuple[_Part, ...]
+
+
+def _parts(ledger: Ledger) -> _Parts:
     """The steps of a private ledger that cost anything, equal ones together."""
     steps: Counter[tuple[float, float]] = Counter()
     for entry in ledger.entries:
         if entry.q is None or not 0 <= entry.q <= 1:
             raise ValueError(f"The ledger has a step of rate q = {entry.q}; a Poisson rate lies between 0 and 1.")
         steps[float(entry.q), float(entry.joint)] += int(entry.steps)
-    return [_Part(q, m, n) for (q, m), n in steps.items() if q > 0 and m < math.inf and n > 0]
+    return tuple(_Part(q, m, n) for (q, m), n in steps.items() if q > 0 and m < math.inf and n > 0)
+
+
+def _lost(parts: _Parts) -> float:
+    """What double precision may lose of δ."""
+    return _ROUNDING * sum(_roundings(part) for part in parts)
 
 
 def _roundings(part: _Part) -> int:
@@ -326,6 +333,12 @@ def _library() -> Any:
     return dp_accounting
 
 
+def _event(parts: _Parts) -> dp_accounting.DpEvent:
+    """All of it as one event."""
+    library = _library()
+    return library.ComposedDpEvent([_composed(library, part) for part in parts])
+
+
 def _composed(library: Any, part: _Part) -> dp_accounting.DpEvent:
     """One part as an event."""
     gaussian = library.GaussianDpEvent(part.multiplier)
@@ -335,41 +348,48 @@ def _composed(library: Any, part: _Part) -> dp_accounting.DpEvent:
 
 def _rdp(ledger: Ledger, deltas: Sequence[float]) -> list[float]:
     """ε at each δ by RDP, at the default orders of dp-accounting."""
-    found = [epsilon for epsilon, _ in _rdp_optima(ledger, deltas)]
-    if any(epsilon <= 0 for epsilon in found) and _parts(ledger):
+    parts = _parts(ledger)
+    found = [epsilon for epsilon, _ in _rdp_optima(parts, tuple(deltas))]
+    if any(epsilon <= 0 for epsilon in found) and parts:
         # Divergences far below 1e-16 round to less than nothing, and no ε is 0 where something was released.
         return [max(epsilon, exact) for epsilon, exact in zip(found, _pld(ledger, deltas), strict=True)]
     return found
 
 
-def _rdp_optima(ledger: Ledger, deltas: Sequence[float]) -> list[tuple[float, float]]:
+@lru_cache(maxsize=256)
+def _rdp_optima(parts: _Parts, deltas: tuple[float, ...]) -> tuple[tuple[float, float], ...]:
     """(ε, the order that gives it) at each δ."""
     accountant = _library().rdp.RdpAccountant()
     with _without_news_of_orders():
-        accountant.compose(event(ledger))
+        accountant.compose(_event(parts))
     optima = [accountant.get_epsilon_and_optimal_order(delta) for delta in deltas]
-    return [(float(epsilon), float(order)) for epsilon, order in optima]
+    return tuple((float(epsilon), float(order)) for epsilon, order in optima)
 
 
 def _pld(ledger: Ledger, deltas: Sequence[float], tolerance: float = _FINE) -> list[float]:
     """ε at each δ by PLD: pessimistic on the grid (the default of dp-accounting) and in its rounding."""
-    if not _parts(ledger):
-        return [0.0 for _ in deltas]
-    lost = smallest_delta(ledger)
+    return list(_pld_of(_parts(ledger), tuple(deltas), tolerance))
+
+
+@lru_cache(maxsize=256)  # half a second each, and a comparison asks for the same ones several times
+def _pld_of(parts: _Parts, deltas: tuple[float, ...], tolerance: float) -> tuple[float, ...]:
+    if not parts:
+        return tuple(0.0 for _ in deltas)
+    lost = _lost(parts)
     if min(deltas) <= lost:
         raise ValueError(
             f"delta is {min(deltas):g}; PLD in double precision is a bound only above {lost:.1e} for these "
             "steps: give a larger delta, or ask the accountant 'rdp'."
         )
-    accountant = _library().pld.PLDAccountant(value_discretization_interval=_interval(ledger, deltas, tolerance))
-    accountant.compose(event(ledger))
-    return [float(accountant.get_epsilon(delta - lost)) for delta in deltas]
+    accountant = _library().pld.PLDAccountant(value_discretization_interval=_interval(parts, deltas, tolerance))
+    accountant.compose(_event(parts))
+    return tuple(float(accountant.get_epsilon(delta - lost)) for delta in deltas)
 
 
 _ACCOUNTANTS: Mapping[str, Callable[[Ledger, Sequence[float]], list[float]]] = {"rdp": _rdp, "pld": _pld}
 
 
-def _interval(ledger: Ledger, deltas: Sequence[float], tolerance: float) -> float:
+def _interval(parts: _Parts, deltas: tuple[float, ...], tolerance: float) -> float:
     """The spacing h of the grid of losses that makes ε too large by about `tolerance`·ε, and no finer than is quick.
 
     Connecting the dots moves each loss to the two grid points around it. Over N steps that adds at most N·h²/4 to the
@@ -379,12 +399,11 @@ def _interval(ledger: Ledger, deltas: Sequence[float], tolerance: float) -> floa
     right in both. A fixed h is not: 1e-4 is coarser than a whole step's loss for a target of ε = 0.01, and gives a
     million points for one of ε = 100.
     """
-    parts = _parts(ledger)
     roundings = sum(_roundings(part) for part in parts)
     by_variance = math.sqrt(12 * tolerance * sum(_variance(part) for part in parts) / roundings)
     by_order = [
         math.sqrt(8 * tolerance * epsilon / (order * roundings))
-        for epsilon, order in _rdp_optima(ledger, deltas)
+        for epsilon, order in _rdp_optima(parts, deltas)
         if epsilon > 0
     ]
     return max(min([by_variance, *by_order]), max(_width(part) for part in parts) / _MOST_POINTS)
