@@ -340,7 +340,6 @@ def _copy(part: Tensor) -> Tensor:
 def _cut(data: Sequence[Tensor], places: Sequence[Tensor], rows: int) -> list[Tensor] | None:
     """Fewer samples, those at these places among them; None where their number has to be a constant of the graph."""
     n, few = len(data[0]), 2 + max(int(of.max()) for of in places)
-    few += few == rows  # two axes of one size look like one
     if few >= n or n == rows or not all(part.is_contiguous() for part in data):
         return None
     return [part[:few] for part in data]
