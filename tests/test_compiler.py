@@ -163,3 +163,11 @@ def test_a_graph_that_was_rewritten_wrongly_is_not_taken():
     assert compiled(wrong, [some(37), some(6)], free=[(2, 0)]) is not None
     assert compiled(wrong, [some(37), some(6)], free=[(2, 0)], like=graph) is None
     assert compiled(graph, [some(37), some(6)], free=[(2, 0)], like=gathered) is not None
+
+
+def test_what_it_was_rewritten_from_is_asked_about_the_last_try_only():
+    """It may need much more memory than the graph that is compiled."""
+    asked = []
+    like = lambda table, weight, rows: asked.append(len(rows)) or gathered(table, weight, rows)  # noqa: E731
+    assert compiled(graph_of(gathered, *some(37)), [some(37), some(6)], free=[(2, 0)], like=like) is not None
+    assert asked == [6]

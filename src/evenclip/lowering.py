@@ -1,8 +1,8 @@
 """A graph of tensor operations made quicker for a GPU, before it is compiled: the same numbers to rounding.
 
-sums with zeros      are left out: taps are zeros
-small convolutions   by operations of our own (`gradients.layers.operations`), forward and back, with their tanh
-long products        of few columns (a last layer) by many blocks of the GPU: libraries give them to a few
+Sums with zeros, which taps are, are left out. Small convolutions, forward and back and with their tanh, become
+operations of our own (`gradients.layers.operations`). Products of long rows with few columns (a last layer) are taken
+in parts by many blocks of the GPU: libraries give them to a few.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _replace(graph: Graph, old: Node, new: Node) -> None:
 
 
 def _is_small(a: Node, weight: Node, stride: Any, dilation: Any, rest: Any, *, back: bool) -> bool:
-    """Whether `passes` takes it: in two dimensions and float32, every position, all channels with all."""
+    """Whether `convolved` takes it: in two dimensions and float32, every position, all channels with all."""
     looks, shape = a.meta["val"], weight.meta["val"].shape
     if looks.ndim != 4 or looks.dtype != torch.float32 or {*stride, *dilation} != {1} or rest != [False, [0, 0], 1]:
         return False

@@ -82,7 +82,7 @@ def _by_rule(specs: Sequence[Spec]) -> list[Spec]:
 
 
 def _cut(specs: Sequence[Spec], parts: int) -> list[list[Spec]]:
-    """In parts of equal length, but for one."""
+    """In parts whose lengths differ by one at most."""
     ends = [len(specs) * i // parts for i in range(parts + 1)]
     return [list(specs[first:end]) for first, end in pairwise(ends)]
 

@@ -17,8 +17,8 @@ from evenclip.gradients.layers.layer import has_kernels
 
 __all__ = ["convolved", "fits", "pulled_back", "weight_gradients"]
 
-# What `passes_cuda` was measured to be quicker at: channels on either side, and offsets of the kernel.
-_MOST_CHANNELS, _MOST_OFFSETS, _OUTS = 32, 25, 8
+# Channels on either side and offsets up to which `passes_cuda` was measured, and was quicker; beyond, nobody knows.
+_MOST_CHANNELS, _MOST_OFFSETS, _OUTS = 32, 9, 8
 # Positions are counted in 32 bits.
 _MOST_POSITIONS = 2**31 - 2**12
 

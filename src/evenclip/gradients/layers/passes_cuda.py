@@ -1,9 +1,9 @@
 """A small convolution's passes on a GPU, by a kernel of our own.
 
-cuDNN takes float32 convolutions of few channels at a tenth to a quarter of what the cores can do, and writes its result
+cuDNN takes float32 convolutions of few channels at a tenth to a third of what the cores can do, and writes its result
 for the tanh that follows to read again. Here every thread holds the sums of eight positions and eight channels, the
 windows are read where they lie, mostly from the cache, and tanh, or its derivative on the way back, is taken before
-anything is written. All in float32: with operands of eleven bits cuDNN is the quicker one.
+anything is written. All in float32: operands of eleven bits are left to cuDNN, which has tensor cores for them.
 """
 
 from __future__ import annotations
