@@ -87,18 +87,23 @@ def _failures(rows: Sequence[Found]) -> str:
 
 
 def memory_table(found: Found) -> str:
-    """Peak memory in MiB: allocated, and held of the machine for it."""
+    """Peak memory in MiB: allocated, and held of the machine for it; on a GPU, while compiling too."""
     rows = found["rows"]
     ways = list(dict.fromkeys(way for row in rows for way in row["MiB"]))
     lines = [
-        [
-            TITLES.get(row["model"], row["model"]),
-            str(row["batch"]),
-            *(f"{number(row['MiB'].get(way))} / {number(row['held'].get(way))}" for way in ways),
-        ]
+        [TITLES.get(row["model"], row["model"]), str(row["batch"]), *(_memory(row, way) for way in ways)]
         for row in rows
     ]
-    return grid(["model, MiB allocated / held", "batch", *ways], lines)
+    compiling = any(row["device"] != "cpu" for row in rows)
+    title = f"model, MiB allocated / held{' (allocated while compiling)' if compiling else ''}"
+    return grid([title, "batch", *ways], lines)
+
+
+def _memory(row: Found, way: str) -> str:
+    shown = f"{number(row['MiB'].get(way))} / {number(row['held'].get(way))}"
+    compiles = row["device"] != "cpu" and ("compiled" in way or "graphed" in way)
+    cold = row.get("compiling", {}).get(way) if compiles else None
+    return shown if cold is None else f"{shown} ({number(cold)})"
 
 
 def first_table(found: Found) -> str:

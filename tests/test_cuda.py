@@ -1,5 +1,6 @@
 """On a GPU a run is what it is on the CPU: the same batches, the same noise, the same numbers to rounding."""
 
+import gc
 from contextlib import ExitStack
 from functools import partial
 
@@ -370,6 +371,36 @@ def test_steps_that_are_recorded_ahead_are_not_taken(runs):
             stack.step()
     for make, run in zip(makes, stack.runs, strict=True):
         assert_close(alone(make), run, 3 * ROUNDING)
+
+
+def test_recordings_of_many_sizes_need_the_memory_of_one():
+    generator = torch.Generator().manual_seed(0)
+    data = torch.rand(2000, 1, 28, 28, generator=generator), torch.randint(0, 10, (2000,), generator=generator)
+    run = prepare(cnn(), data, rule=ADAPT, steps=60, batch_size=256, seed=0, lr=0.1, device=GPU, performance=COMPILED)
+    stack = Stack([run], compile=True)
+    reel, before = stack._feeder.reel, torch.cuda.memory_reserved()
+    with stack._on():
+        reel.recorded(304)
+    one = torch.cuda.memory_reserved()
+    stack.ready()
+    assert len(reel._recorded) > 8
+    assert one - before < 16 * 2**20, "what compiled code was tried out in is not what it is recorded in"
+    assert torch.cuda.memory_reserved() - one < 16 * 2**20, "every size has memory of its own"
+
+
+def test_who_is_gone_leaves_the_stream_to_the_next():
+    """Libraries keep a workspace for each stream that they were used on."""
+    used = set()
+    for seed in range(3):
+        stack = Stack([making(ADAPT, table(), seed)()], compile=False)
+        with stack.listening():
+            stack.step()
+        used.add(stack._recorder.stream.cuda_stream)
+        del stack
+        gc.collect()
+    assert len(used) == 1
+    one, other = (Stack([making(ADAPT, table(), seed)()], compile=False) for seed in range(2))
+    assert one._recorder.stream != other._recorder.stream
 
 
 def test_batches_larger_than_the_room_on_the_gpu():

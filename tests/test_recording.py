@@ -42,7 +42,7 @@ class Steps:
     def __init__(self, width=8, steps=5, record=recorder):
         clock, self.total = torch.zeros(2, dtype=torch.int64), torch.zeros(3, dtype=torch.float64)
         self.t = clock[0]
-        self.reel = Reel(self.act, RUNS, [self.total], clock, steps, width, record)
+        self.reel = Reel(self.act, RUNS, [self.total], clock, steps, width, record())
 
     def act(self, feeds):
         found, place = [], 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -35,16 +36,20 @@ class Quick:
 
     def __init__(self, tape: Tape, kind: Kind, data: Samples, noise: Ahead, vector: Tensor, state: Tensor) -> None:
         self._device, self._noise, self._kind = vector.device, noise, replace(kind, runs=0)
-        few = data.take(torch.arange(min(3, data.y.shape[0]), device=vector.device))
-        program = Program(FunctionalTape(tape, few.x, few.y), [self._kind])
-        self._key = noise.noise.key.to(vector.device)
-        self._nothing = torch.zeros(0, device=vector.device)
-        rows = (torch.arange(_ANY) % len(data.y)).to(self._device)
-        size = self._nothing if self._device.type == "cpu" else torch.full((1,), _ANY, device=self._device)
-        B = self._nothing if kind.B is not None else torch.ones(1, dtype=torch.float64, device=self._device)
-        self._engine = Engine(program, data, [Inputs(vector, state, rows, size, B, *self._given(0))], compile=True)
-        (self.multipliers,) = self._engine.multipliers
-        self._recorded = None if self._device.type == "cpu" else _Recorded(self._engine, vector, state, B, self._key)
+        recorder = None if self._device.type == "cpu" else Recorder(self._device)
+        with nullcontext() if recorder is None else recorder.apart():
+            few = data.take(torch.arange(min(3, data.y.shape[0]), device=vector.device))
+            program = Program(FunctionalTape(tape, few.x, few.y), [self._kind])
+            self._key = noise.noise.key.to(vector.device)
+            self._nothing = torch.zeros(0, device=vector.device)
+            rows = (torch.arange(_ANY) % len(data.y)).to(self._device)
+            size = self._nothing if recorder is None else torch.full((1,), _ANY, device=self._device)
+            B = self._nothing if kind.B is not None else torch.ones(1, dtype=torch.float64, device=self._device)
+            self._engine = Engine(program, data, [Inputs(vector, state, rows, size, B, *self._given(0))], compile=True)
+            (self.multipliers,) = self._engine.multipliers
+            self._recorded = (
+                None if recorder is None else _Recorded(self._engine, recorder, vector, state, B, self._key)
+            )
 
     @property
     def compiled(self) -> bool:
@@ -80,8 +85,10 @@ class Quick:
 class _Recorded:
     """The step on a GPU: one copy in, one launch, two copies out."""
 
-    def __init__(self, engine: Engine, vector: Tensor, state: Tensor, B: Tensor, key: Tensor) -> None:
-        self._engine, self._recorder = engine, Recorder()
+    def __init__(
+        self, engine: Engine, recorder: Recorder, vector: Tensor, state: Tensor, B: Tensor, key: Tensor
+    ) -> None:
+        self._engine, self._recorder = engine, recorder
         self._vector, self._state, self._B, self._key = vector, state.clone(), B.clone(), key
         self._nothing = torch.zeros(0, device=vector.device)
         self._steps: dict[int, tuple[Tensor, Recording[_Packed]]] = {}

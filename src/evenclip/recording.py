@@ -8,15 +8,16 @@ and the device never waits for it.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Batches", "Feed", "Recorder", "Recording", "Reel", "Seen", "fetched", "sent"]
+__all__ = ["Batches", "Feed", "Recorder", "Recording", "Reel", "Seen", "aside", "fetched", "sent"]
 
 T = TypeVar("T")
 F = TypeVar("F", bound="Found")
@@ -38,6 +39,46 @@ def fetched(x: Tensor) -> Tensor:
     if not x.is_cuda:
         return x.clone()
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+
+# Streams that nobody uses at the moment. Libraries keep a workspace of 32 MiB or two for each that they were used on.
+_FREE: dict[int, list[Any]] = {}
+
+
+def _stream(device: torch.device) -> Any:
+    """One that nobody else has, until it is put back."""
+    free = _free(device)
+    return free.pop() if free else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _free(device: torch.device) -> list[Any]:
+    return _FREE.setdefault(torch.cuda.current_device() if device.index is None else device.index, [])
+
+
+@contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """Where a GPU computes something that leaves nothing behind, on a stream that a `Recorder` may have next.
+
+    Backward passes have no thread of their own there, as libraries have workspaces for each thread too.
+    """
+    stream = _stream(device)
+    try:
+        with _on(stream), torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        _free(device).append(stream)
+
+
+@contextmanager
+def _on(stream: Any) -> Iterator[None]:
+    """Where a GPU works on this stream, which begins when the current one is done and is waited for by it."""
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        current.wait_stream(stream)
 
 
 class Recording(Generic[T]):
@@ -62,38 +103,62 @@ class Recorder:
     """Makes recordings of which one at a time is replayed: they share their memory.
 
     Libraries have one workspace for each stream, which goes into what is recorded on it. Recordings that are replayed
-    at the same time must not share it: two kernels that count in the same memory wait for each other for ever.
+    at the same time must not share it: two kernels that count in the same memory wait for each other for ever. So a
+    recorder has a stream, and memory. What is tried out before should be in both (`apart`): memory that a GPU was once
+    asked for is kept, and serves the recordings then.
+
+    Attributes:
+        stream: nobody else's.
     """
 
-    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
-        """stream: to record on, nobody else's; None: a new one."""
-        self._stream: Any = torch.cuda.Stream() if stream is None else stream  # type: ignore[no-untyped-call]
-        self._pool: Any = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self.stream = _stream(device)
+        weakref.finalize(self, _free(device).append, self.stream)
+        self._made, self._had_some = weakref.WeakSet[Recording[Any]](), False
+        torch.cuda.empty_cache()  # what is free elsewhere cannot be had while recording
+        self._pool = self._memory()
+
+    def _memory(self) -> Any:
+        with torch.cuda.device(self.stream.device):
+            return torch.cuda.MemPool()
+
+    def on(self) -> AbstractContextManager[None]:
+        """Where the GPU works on the recorder's stream, after what it was told before and before what it will be."""
+        return _on(self.stream)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """The same, and in its memory. Nothing is recorded there."""
+        with self.on(), torch.cuda.use_mem_pool(self._pool):
+            yield
 
     def __call__(self, act: Callable[[], T], moved: Sequence[Tensor]) -> Recording[T]:
-        """Record this.
+        """Record this; what needs most memory best first.
 
         Args:
             act: what is done.
             moved: what it changes in place; put back after each time that it is tried out.
         """
-        before = [part.clone() for part in moved]
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), torch.no_grad():
+        if self._had_some and not self._made:  # torch takes memory that all recordings have left for gone
+            self._pool = self._memory()
+        with self.apart(), torch.no_grad():
+            before = [part.clone() for part in moved]
             for _ in range(_TRIES):
                 act()
                 _put_back(moved, before)
-        torch.cuda.current_stream().wait_stream(self._stream)
         graph: Any = torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`, which first waits for everything on the device and gives its free memory back: there
         # is a recording for every size of batch and every run.
-        with torch.cuda.stream(self._stream), torch.no_grad(), _nothing_collected():
-            graph.capture_begin(pool=self._pool)
+        with torch.cuda.stream(self.stream), torch.no_grad(), _nothing_collected():
+            graph.capture_begin(pool=self._pool.id)
             try:
                 found = act()
             finally:
                 graph.capture_end()
-        return Recording(graph, found)
+        recording = Recording(graph, found)
+        self._made.add(recording)
+        self._had_some = True
+        return recording
 
 
 @contextmanager
@@ -164,7 +229,7 @@ class Reel(Generic[F]):
 
     def __init__(
         self, act: Callable[[Sequence[Feed]], Sequence[F]], runs: Sequence[int], moved: Sequence[Tensor], clock: Tensor,
-        steps: int, width: int, recorder: Callable[[], Record],
+        steps: int, width: int, record: Record,
     ) -> None:  # fmt: skip
         """Nothing is recorded yet.
 
@@ -175,17 +240,17 @@ class Reel(Generic[F]):
             clock: number of the step, and its place among the loaded ones: counted on by the recording.  # [2], int64
             steps: most that are loaded at once.
             width: most rows that a batch is expected to have.
-            recorder: makes one.
+            record: makes recordings.
         """
         self._act, self._runs, self._moved, self._clock = act, list(runs), list(moved), clock
-        self._at, self._steps, self._device, self._record = clock[1:], steps, clock.device, recorder
+        self._at, self._steps, self._device, self._record = clock[1:], steps, clock.device, record
         self.last: Sequence[F] = ()
         self._make(width)
 
     def _make(self, width: int) -> None:
         """The tables that recordings read and write: whoever makes new ones records anew."""
         total, device = sum(self._runs), self._device
-        self.width, self._recorder = width, self._record()
+        self.width = width
         self._recorded: dict[int, Callable[[], Sequence[F]]] = {}
         # Size, B, places: in one table, which is read at once.
         self._fed = torch.zeros(self._steps, total, _HEAD + width, dtype=torch.int64, device=device)
@@ -220,7 +285,7 @@ class Reel(Generic[F]):
         """The step with so many rows, recorded when it is first asked for; that takes no step."""
         rows = min(rows, self.width)
         if rows not in self._recorded:
-            self._recorded[rows] = self._recorder(lambda: self._one(rows), [self._clock, *self._moved])
+            self._recorded[rows] = self._record(lambda: self._one(rows), [self._clock, *self._moved])
         return self._recorded[rows]
 
     def seen(self, steps: int) -> Callable[[], list[Seen]]:

@@ -8,7 +8,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from evenclip.gradients.losses import Loss
 from evenclip.gradients.precision import precision
 from evenclip.noise import Ahead, Noise
 from evenclip.ranks import AnyRanks, RankError, Ranks, Spread, Summed, Total
-from evenclip.recording import sent
+from evenclip.recording import aside, sent
 from evenclip.release import Ledger, Releases
 from evenclip.rules import Guarded, Rule
 from evenclip.sampling import Poisson, Sampler, Shuffled, chunks, roomy
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from evenclip.program import Kind
     from evenclip.quick import Quick
 
-__all__ = ["CONVOLUTIONS", "Performance", "Run", "Settings"]
+__all__ = ["CONVOLUTIONS", "Performance", "Run", "Settings", "trying"]
 
 _log = logging.getLogger(__name__)
 CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
@@ -74,6 +74,11 @@ class Performance:
             check.natural(readers=self.readers)
         if self.chunk is not None:
             check.natural(chunk=self.chunk)
+
+
+def trying(performance: Performance, device: torch.device, ranks: AnyRanks) -> AbstractContextManager[None]:
+    """Where a model is tried out on a few samples: where its steps will be recorded, if they will."""
+    return aside(device) if performance.compile and device.type == "cuda" and ranks.world == 1 else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,8 @@ class Run:
         self.ledger, self.trace, self.t = Ledger(), Trace(self.guard, settings.groups, ranks), 0
         _check_tape(settings.rule, performance, ranks)
         _check_equal(ranks, settings, model, data)
-        self.tape = settings.rule.tape(_tape(model, loss, data))
+        with trying(performance, device, ranks):
+            self.tape = settings.rule.tape(_tape(model, loss, data))
         digest = ranks.digest(_digest(data))
         self._mark = _mark(data, ranks, digest)
         streams = _streams(settings, model, digest, ranks)

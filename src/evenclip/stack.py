@@ -10,7 +10,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from itertools import chain, groupby, zip_longest
 from typing import Any, NamedTuple
 
@@ -115,39 +114,41 @@ class Stack:
         self.runs = tuple(sorted(runs, key=lambda run: repr(run.kind)))
         self.steps, self.t = runs[0].settings.steps, runs[0].t
         self._epoch, device = runs[0].settings.epoch, runs[0].device
-        data, self._offsets = _joined(self.runs)
-        members = groupby(zip(self.runs, self._offsets, strict=True), key=lambda pair: _shared(pair[0]))
-        self._members = [_Members(list(some), device) for _, some in members]
-        few = data.take(torch.arange(min(3, data.y.shape[0]), device=device))
-        tape = self.runs[0].tape
-        assert isinstance(tape, Tape)
-        program = Program(FunctionalTape(tape, few.x, few.y), [members.kind for members in self._members])
-        room = max(_rows_at_most(run) for run in runs)
-        batches = [[torch.arange(min(room - 1, run.settings.n)) for run in m.runs] for m in self._members]
-        inputs = [m.inputs(self.t, some, room) for m, some in zip(self._members, batches, strict=True)]
-        with self.runs[0].precision():
-            self._engine = Engine(program, data, inputs, compile=compile)
-        self._multipliers = self._engine.multipliers
-        self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._feeder: _Handed | _Reeled = _Handed(self) if self._stream is None else _Reeled(self, room)
+        self._recorder = None if device.type == "cpu" else Recorder(device)
+        with self.runs[0].precision(), nullcontext() if self._recorder is None else self._recorder.apart():
+            data, self._offsets = _joined(self.runs)
+            members = groupby(zip(self.runs, self._offsets, strict=True), key=lambda pair: _shared(pair[0]))
+            self._members = [_Members(list(some), device) for _, some in members]
+            room = max(_rows_at_most(run) for run in runs)
+            self._engine = self._traced(data, room, compile=compile)
+            self._multipliers = self._engine.multipliers
+            self._feeder: _Handed | _Reeled = (
+                _Handed(self) if self._recorder is None else _Reeled(self, self._recorder, room)
+            )
         self._block, self._at = list[list[Tensor]](), 0  # batches of the next steps [step][run], and which comes next
         self._done = 0  # steps of the block that were not interrupted
         self._before = list[dict[str, Any]]()  # the samplers' states before them
         self._open = deque[_Taken]()  # what the runs were not told yet
 
+    def _traced(self, data: Samples, room: int, *, compile: bool) -> Engine:
+        """The step of all of them, with batches of up to so many rows."""
+        few, tape = data.take(torch.arange(min(3, data.y.shape[0]), device=data.y.device)), self.runs[0].tape
+        assert isinstance(tape, Tape)
+        program = Program(FunctionalTape(tape, few.x, few.y), [members.kind for members in self._members])
+        batches = [[torch.arange(min(room - 1, run.settings.n)) for run in m.runs] for m in self._members]
+        inputs = [m.inputs(self.t, some, room) for m, some in zip(self._members, batches, strict=True)]
+        return Engine(program, data, inputs, compile=compile)
+
     def ready(self) -> None:
-        """On a GPU, record steps of the sizes that batches are likely to have: the first of each takes long."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        with self.runs[0].precision(), self._apart():
+        """On a GPU, record steps of the sizes that batches are likely to have; `listening` does so itself."""
+        with self.runs[0].precision(), self._on():
             self._feeder.ready({self._engine.rows(size) for run in self.runs for size in _likely(run)})
 
     @contextmanager
     def listening(self) -> Iterator[Stack]:
         """Where steps can be taken; afterwards the runs have what they have learned."""
+        self.ready()
         with self.runs[0].precision():
-            if self._stream is not None:
-                self._stream.wait_stream(torch.cuda.current_stream())
             try:
                 yield self
             finally:
@@ -155,7 +156,7 @@ class Stack:
 
     def step(self) -> None:
         """One step of every run."""
-        with self._apart():
+        with nullcontext() if self._recorder is None else torch.cuda.stream(self._recorder.stream):
             if not self._block:
                 self._draw()
             for members, multipliers in zip(self._members, self._multipliers, strict=True):
@@ -167,19 +168,17 @@ class Stack:
             self._done += 1
             if self._at == len(self._block):
                 self._settle()
-                self._tell(0 if self._stream is None else 1)  # by the next time that is done the device has sent it
+                self._tell(0 if self._recorder is None else 1)  # by the next time that is done the device has sent it
 
     def hand_over(self) -> None:
         """Every run gets what it has learned up to here."""
-        with self._apart():
+        with self._on():
             self._settle()
             self._tell(0)
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
 
-    def _apart(self) -> AbstractContextManager[Any]:
-        """Where a GPU is told what to do on the stack's own stream."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    def _on(self) -> AbstractContextManager[None]:
+        """Where a GPU works on the stack's own stream, after what it was told before and before what it will be."""
+        return nullcontext() if self._recorder is None else self._recorder.on()
 
     def _draw(self) -> None:
         """The batches of the next steps of this epoch."""
@@ -280,17 +279,16 @@ class _Handed:
 class _Reeled:
     """Steps on a GPU: their batches lie there."""
 
-    def __init__(self, stack: Stack, room: int) -> None:
+    def __init__(self, stack: Stack, recorder: Recorder, room: int) -> None:
         self._stack, members = stack, stack._members
         moved = [part for m in members for part in (m.vector, m.state)]
         steps = min(stack._epoch, stack.steps, _AT_ONCE)
         sizes = [len(m.runs) for m in members]
         engine = stack._engine
-        recorder = partial(Recorder, stack._stream)
         self.reel = Reel(self._act, sizes, moved, engine.clock, steps, engine.rows(room), recorder)
 
     def ready(self, sizes: Iterable[int]) -> None:
-        for rows in sorted(sizes):
+        for rows in sorted(sizes, reverse=True):  # what a large one is done in has room for all others
             self.reel.recorded(rows)
 
     def load(self, block: Sequence[Batches]) -> None:

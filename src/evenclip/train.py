@@ -39,7 +39,7 @@ from evenclip.progress import Interrupt, Progress
 from evenclip.ranks import Alone, AnyRanks, Ranks
 from evenclip.release import Ledger
 from evenclip.rules import DPSGDGlobalAdapt, Rule
-from evenclip.run import Performance, Run, Settings
+from evenclip.run import Performance, Run, Settings, trying
 from evenclip.step import Step
 
 if TYPE_CHECKING:
@@ -208,8 +208,10 @@ def prepare(
     n = together.rows(len(data)).n
     settings = _settings(model, n, data.K, rule, epochs, batch_size, lr, delta, seed, optimizer, q, steps)
     data = data.to(place)
-    data = _checked(model, loss, data, rule, place)
-    return Run(model, data, loss, settings, optimizer, scheduler, performance or Performance(), place, together)
+    performance = performance or Performance()
+    with trying(performance, place, together):
+        data = _checked(model, loss, data, rule, place)
+    return Run(model, data, loss, settings, optimizer, scheduler, performance, place, together)
 
 
 def _train(
