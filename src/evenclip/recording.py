@@ -10,7 +10,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -114,13 +115,11 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self.stream = _stream(device)
         weakref.finalize(self, _free(device).append, self.stream)
-        self._made, self._had_some = weakref.WeakSet[Recording[Any]](), False
         torch.cuda.empty_cache()  # what is free elsewhere cannot be had while recording
-        self._pool = self._memory()
-
-    def _memory(self) -> Any:
-        with torch.cuda.device(self.stream.device):
-            return torch.cuda.MemPool()
+        self._memory = _Memory(torch.cuda.graph_pool_handle())
+        # Not torch's MemPool: one that goes while something is recorded, wherever, takes the process with it. Memory
+        # stays, and can be used, as long as there is a recording in it: this one.
+        self._stays, _ = self._captured(partial(torch.zeros, 1, device=device))
 
     def on(self) -> AbstractContextManager[None]:
         """Where the GPU works on the recorder's stream, after what it was told before and before what it will be."""
@@ -129,7 +128,9 @@ class Recorder:
     @contextmanager
     def apart(self) -> Iterator[None]:
         """The same, and in its memory. Nothing is recorded there."""
-        with self.on(), torch.cuda.use_mem_pool(self._pool):
+        memory: Any = self._memory
+        native = torch.cuda.memory.get_allocator_backend() == "native"
+        with self.on(), torch.cuda.use_mem_pool(memory) if native else nullcontext():
             yield
 
     def __call__(self, act: Callable[[], T], moved: Sequence[Tensor]) -> Recording[T]:
@@ -139,26 +140,30 @@ class Recorder:
             act: what is done.
             moved: what it changes in place; put back after each time that it is tried out.
         """
-        if self._had_some and not self._made:  # torch takes memory that all recordings have left for gone
-            self._pool = self._memory()
         with self.apart(), torch.no_grad():
             before = [part.clone() for part in moved]
             for _ in range(_TRIES):
                 act()
                 _put_back(moved, before)
+        return Recording(*self._captured(act))
+
+    def _captured(self, act: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph: Any = torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`, which first waits for everything on the device and gives its free memory back: there
         # is a recording for every size of batch and every run.
         with torch.cuda.stream(self.stream), torch.no_grad(), _nothing_collected():
-            graph.capture_begin(pool=self._pool.id)
+            graph.capture_begin(pool=self._memory.id)
             try:
                 found = act()
             finally:
                 graph.capture_end()
-        recording = Recording(graph, found)
-        self._made.add(recording)
-        self._had_some = True
-        return recording
+        return graph, found
+
+
+class _Memory(NamedTuple):
+    """What torch knows memory of recordings by."""
+
+    id: Any
 
 
 @contextmanager
