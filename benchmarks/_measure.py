@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 __all__ = [
-    "RESULTS", "Timed", "arguments", "environment", "in_child", "interleaved", "memory", "prepare_torch", "ratios",
+    "RESULTS", "Loop", "Timed", "arguments", "environment", "in_child", "interleaved", "memory", "prepare_torch", "ratios",
     "reason", "save", "spread", "wait",
 ]  # fmt: skip
 
@@ -41,7 +41,8 @@ _LONG = 3.0
 # Steps whose allocations are looked at: Poisson batches differ in size.
 _LOOKED_AT = 8
 
-Loop = Iterator[None]
+# A step at a time; where something is done once an epoch, whether one has just ended.
+Loop = Iterator[bool | None]
 
 
 class Timed(NamedTuple):
@@ -98,12 +99,11 @@ def interleaved(
 
 
 def _turn(loop: Loop, seconds: float, device: str) -> int:
-    """Steps that take about so long, after some to warm up."""
+    """Steps that take about so long, after some to warm up; whole epochs if the loop says when one ends."""
     least, most, enough = _WARM[device]
     began, steps = time.perf_counter(), 0
     while steps < least or (steps < most and time.perf_counter() - began < enough):
-        next(loop)
-        steps += 1
+        steps += _taken(loop, 1)
     wait(device)
     few = max(1, steps // 4)
     return max(1, min(_TURN, round(seconds / _seconds(loop, few, device))))
@@ -113,10 +113,17 @@ def _seconds(loop: Loop, steps: int, device: str) -> float:
     """Seconds a step."""
     wait(device)
     started = time.perf_counter()
-    for _ in range(steps):
-        next(loop)
+    done = _taken(loop, steps)
     wait(device)
-    return (time.perf_counter() - started) / steps
+    return (time.perf_counter() - started) / done
+
+
+def _taken(loop: Loop, steps: int) -> int:
+    """Take at least so many steps, and the rest of the epoch if the loop has any; how many it were."""
+    done, ended = 0, None
+    while done < steps or ended is False:
+        ended, done = next(loop), done + 1
+    return done
 
 
 def wait(device: str) -> None:

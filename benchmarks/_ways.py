@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from _cases import CASES, data, floats, grouped
+from _measure import Loop
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -84,7 +85,7 @@ def runs_of(way: str) -> int:
     return SEEDS * len(RULES) if way.startswith("stack") else 1
 
 
-def loop(way: str, setup: Setup) -> Iterator[None]:
+def loop(way: str, setup: Setup) -> Loop:
     """The training loop of one way."""
     performance = evenclip.Performance(compile="compiled" in way, tf32=setup.tf32)
     if way == "plain SGD":
@@ -121,7 +122,7 @@ class _Loss:
         return cross_entropy(self.model(floats(x[rows])), y[rows])
 
 
-def plain(setup: Setup, *, compile: bool = False) -> Iterator[None]:
+def plain(setup: Setup, *, compile: bool = False) -> Loop:
     """Non-private training."""
     model, (x, y) = setup.model(), setup.data()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -133,7 +134,7 @@ def plain(setup: Setup, *, compile: bool = False) -> Iterator[None]:
         yield
 
 
-def graphed(setup: Setup) -> Iterator[None]:
+def graphed(setup: Setup) -> Loop:
     """Non-private training as quick as a GPU does it: one launch a step."""
     model, (x, y) = setup.model(), setup.data()
     parameters, loss = list[Tensor](model.parameters()), torch.compile(_Loss(model).__call__)
@@ -162,7 +163,7 @@ def graphed(setup: Setup) -> Iterator[None]:
 # --- evenclip ---
 
 
-def alone(setup: Setup, performance: evenclip.Performance) -> Iterator[None]:
+def alone(setup: Setup, performance: evenclip.Performance) -> Loop:
     """`fit` itself, paused after every step.
 
     Compiled on a GPU, that is with the batches of an epoch on the device.
@@ -174,7 +175,7 @@ def alone(setup: Setup, performance: evenclip.Performance) -> Iterator[None]:
     return steps(run, performance)
 
 
-def steps(run: evenclip.Run, performance: evenclip.Performance) -> Iterator[None]:
+def steps(run: evenclip.Run, performance: evenclip.Performance) -> Loop:
     """The steps of a run."""
     with _no_excuses(performance.compile) as check:
         stack = reeled(run)
@@ -183,15 +184,12 @@ def steps(run: evenclip.Run, performance: evenclip.Performance) -> Iterator[None
                 check()
                 while True:
                     run.update(run.step())
-                    yield
+                    yield run.ended
         check()
-        with stack.listening():
-            while True:
-                stack.step()
-                yield
+        yield from _epochs(stack)
 
 
-def rules_and_seeds(setup: Setup, performance: evenclip.Performance) -> Iterator[None]:
+def rules_and_seeds(setup: Setup, performance: evenclip.Performance) -> Loop:
     """What a comparison trains: every rule with every seed, a seed having its own start and its own data."""
     parts = [(setup.model(seed), grouped(setup.data(seed)), seed) for seed in range(SEEDS)]
     plain = evenclip.Performance(tf32=performance.tf32)  # the stack has its own step
@@ -206,15 +204,19 @@ def rules_and_seeds(setup: Setup, performance: evenclip.Performance) -> Iterator
     return stacked(runs, compile=performance.compile)
 
 
-def stacked(runs: list[evenclip.Run], *, compile: bool) -> Iterator[None]:
+def stacked(runs: list[evenclip.Run], *, compile: bool) -> Loop:
     """The steps of a stack."""
     with _no_excuses(compile) as check:
         stack = Stack(runs, compile=compile)
         check()
-        with stack.listening():
-            while True:
-                stack.step()
-                yield
+        yield from _epochs(stack)
+
+
+def _epochs(stack: Stack) -> Loop:
+    with stack.listening():
+        while True:
+            stack.step()
+            yield stack.runs[0].settings.ends(stack.t)
 
 
 @contextmanager
@@ -251,7 +253,7 @@ class _Excuses(logging.Handler):
 # --- Opacus ---
 
 
-def opacus(setup: Setup, mode: str) -> Iterator[None]:
+def opacus(setup: Setup, mode: str) -> Loop:
     """Opacus as its documentation has it, with Poisson batches; layers it has no rule for are replaced by its own."""
     if importlib.util.find_spec("opacus") is None:
         raise ModuleNotFoundError("Opacus is not installed")

@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from _cases import CASES, data, grouped
-from _measure import arguments, interleaved, prepare_torch, ratios, save, spread
+from _measure import Loop, arguments, interleaved, prepare_torch, ratios, save, spread
 from _ways import LR, SEEDS, Setup, stacked, steps
 
 import evenclip
 from evenclip.models import mlp
 
-Loop = Iterator[None]
 Points = dict[int, Callable[[], Loop]]
 
 # Seconds of a point's turn.

@@ -63,7 +63,6 @@ def train(model: str, rule: int, runs: int, *, tf32: bool) -> None:
     told = 0.0
     with ExitStack() as ears:
         for stack in stacks:
-            stack.ready()
             ears.enter_context(stack.listening())
         for t in count(1):
             for stack in stacks:

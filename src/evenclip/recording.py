@@ -190,14 +190,14 @@ class Seen(NamedTuple):
     """What was seen of some steps, on the host.
 
     Attributes:
-        now: what each step clipped with.  # [step][run, ...]
-        seen: losses, norms, weights.  # [step][run, 3, row]
-        flags: clamped, finite.  # [step][run, 2, row]
+        now: what each step clipped with.  # [step, run, ...]
+        seen: losses, norms, weights.  # [step, run, 3, row]
+        flags: clamped, finite.  # [step, run, 2, row]
     """
 
-    now: Sequence[Tensor]
-    seen: Sequence[Tensor]
-    flags: Sequence[Tensor]
+    now: Tensor
+    seen: Tensor
+    flags: Tensor
 
 
 class Found(Protocol):
@@ -294,15 +294,17 @@ class Reel(Generic[F]):
         return self._recorded[rows]
 
     def seen(self, steps: int) -> Callable[[], list[Seen]]:
-        """What was seen of the first of the loaded steps, of every kind: on its way to the host, who may ask later."""
+        """What was seen of the first of the loaded steps, of every kind: on its way to the host, who may ask later.
+        Nothing, if there were none.
+        """
         if not steps:
-            return lambda: [Seen((), (), ()) for _ in self._runs]
+            return list
         there = [[fetched(table[:steps]) for table in tables] for tables in self._seen]
         wait = _now(self._device)
 
         def later() -> list[Seen]:
             wait()
-            return [Seen(*(table.unbind() for table in tables)) for tables in there]
+            return [Seen(*tables) for tables in there]
 
         return later
 

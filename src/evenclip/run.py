@@ -36,7 +36,7 @@ from evenclip.rules import Guarded, Rule
 from evenclip.sampling import Poisson, Sampler, Shuffled, chunks, roomy
 from evenclip.sharded import Sharded
 from evenclip.step import Chunk, Step, step, watched
-from evenclip.trace import Trace
+from evenclip.trace import Steps, Trace
 from evenclip.update import Update
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ class Run:
         """Where products have the precision that was asked for."""
         return precision(self.performance.tf32)
 
-    def take_over(self, t: int, vector: Tensor, state: Tensor, seen: Sequence[Sequence[Tensor]]) -> None:
+    def take_over(self, t: int, vector: Tensor, state: Tensor, batches: Sequence[Tensor], seen: Steps | None) -> None:
         """Steps that were taken, and written to the ledger, for this run elsewhere: up to step t, the end of an epoch
         unless it was interrupted.
 
@@ -305,16 +305,18 @@ class Run:
             t: number of steps taken.
             vector: the parameters they led to.
             state: the rule's state they led to, on the CPU.
-            seen: of each step: batch, losses, norms, weights, clamped, finite [sample] each, and `now`; on the CPU.
+            batches: of each step.
+            seen: of them all, but for groups; on the CPU. None: there are none.
         """
         self._move.set(vector)
         self.state, self.t = sent(state, self.device), t
-        own = None if not isinstance(self.data, Dataset) or self.data.group is None else self._group_here
-        for batch, losses, norms, weights, clamped, finite, now in seen:
-            group = torch.zeros(len(batch), dtype=torch.int64) if own is None else own[batch]
-            self.trace.note(losses, norms, weights, group, clamped, finite, now)
-        if self.ended and seen:
-            self.trace.close(state, float(self.settings.rule.sensitivity(seen[-1][-1])))
+        if seen is None:
+            return
+        if self.settings.groups > 1:
+            seen = seen._replace(group=self._group_here[torch.cat(list(batches))])
+        self.trace.note(seen)
+        if self.ended:
+            self.trace.close(state, float(self.settings.rule.sensitivity(seen.now[-1])))
 
     @cached_property
     def _group_here(self) -> Tensor:

@@ -10,12 +10,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain, groupby, zip_longest
+from itertools import groupby, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves, tree_map
 
 from evenclip.data import Dataset
@@ -27,6 +28,7 @@ from evenclip.recording import Batches, Feed, Recorder, Reel, Seen, fetched
 from evenclip.run import Run
 from evenclip.sampling import roomy
 from evenclip.step import Columns
+from evenclip.trace import Steps
 
 __all__ = ["Stack", "together"]
 
@@ -99,7 +101,7 @@ class Stack:
     """
 
     def __init__(self, runs: Sequence[Run], *, compile: bool) -> None:
-        """Trace the step of all of them.
+        """Trace the step of all of them; on a GPU, record it for the sizes that batches are likely to have.
 
         Args:
             runs: prepared and not begun, or all at the same step.
@@ -125,6 +127,8 @@ class Stack:
             self._feeder: _Handed | _Reeled = (
                 _Handed(self) if self._recorder is None else _Reeled(self, self._recorder, room)
             )
+        with self.runs[0].precision(), self._on():
+            self._feeder.ready({self._engine.rows(size) for run in self.runs for size in _likely(run)})
         self._block, self._at = list[list[Tensor]](), 0  # batches of the next steps [step][run], and which comes next
         self._done = 0  # steps of the block that were not interrupted
         self._before = list[dict[str, Any]]()  # the samplers' states before them
@@ -139,15 +143,11 @@ class Stack:
         inputs = [m.inputs(self.t, some, room) for m, some in zip(self._members, batches, strict=True)]
         return Engine(program, data, inputs, compile=compile)
 
-    def ready(self) -> None:
-        """On a GPU, record steps of the sizes that batches are likely to have; `listening` does so itself."""
-        with self.runs[0].precision(), self._on():
-            self._feeder.ready({self._engine.rows(size) for run in self.runs for size in _likely(run)})
-
     @contextmanager
     def listening(self) -> Iterator[Stack]:
         """Where steps can be taken; afterwards the runs have what they have learned."""
-        self.ready()
+        with self._on():
+            pass  # the first step waits for what the device was told until now
         with self.runs[0].precision():
             try:
                 yield self
@@ -216,14 +216,10 @@ class Stack:
         while len(self._open) > left:
             t, batches, moved, seen = self._open.popleft()
             kinds, place = seen(), 0
-            for members, (vector, state), of in zip(self._members, moved, kinds, strict=True):
+            for i, (members, (vector, state)) in enumerate(zip(self._members, moved, strict=True)):
                 for r, run in enumerate(members.runs):
-                    rows = []
-                    for step, now, numbers, flags in zip(batches, of.now, of.seen, of.flags, strict=True):
-                        batch = step[place + r]
-                        n = len(batch)
-                        rows.append((batch, *numbers[r, :, :n].unbind(), *flags[r, :, :n].unbind(), now[r]))
-                    run.take_over(t, vector[r], state[r], rows)
+                    own = [step[place + r] for step in batches]
+                    run.take_over(t, vector[r], state[r], own, _of_run(kinds[i], r, own) if own else None)
                 place += len(members.runs)
 
 
@@ -251,7 +247,7 @@ class _Handed:
     """Steps on a CPU: each is handed its batches."""
 
     def __init__(self, stack: Stack) -> None:
-        self._stack, self._seen = stack, list[list[Seen]]()  # of each step and kind, that step alone
+        self._stack, self._seen = stack, list[list[Seen]]()  # of each step and kind, without the axis of steps
 
     def ready(self, sizes: Iterable[int]) -> None:
         del sizes
@@ -269,11 +265,19 @@ class _Handed:
         with torch.no_grad():
             found = stack._engine(t, given)
             stack._finish(found)
-        self._seen.append([Seen([of.now], [of.seen], [of.flags]) for of in found])
+        self._seen.append([Seen(of.now, of.seen, of.flags) for of in found])
 
     def seen(self, steps: int) -> Callable[[], list[Seen]]:
-        kinds = list(zip(*self._seen[:steps], strict=True)) or [() for _ in self._stack._members]
-        return lambda: [Seen(*(list(chain(*(getattr(s, n) for s in kind))) for n in Seen._fields)) for kind in kinds]
+        kinds = list(zip(*self._seen[:steps], strict=True))
+        return lambda: [Seen(*map(_stacked, zip(*kind, strict=True))) for kind in kinds]
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Of several steps, whose batches may be filled up to different lengths."""
+    longest = max(part.shape[-1] for part in parts) if parts[0].ndim else 0
+    return torch.stack(
+        [part if part.shape[-1] == longest else pad(part, (0, longest - part.shape[-1])) for part in parts]
+    )
 
 
 class _Reeled:
@@ -350,6 +354,16 @@ class _Members:
 def _shared(run: Run) -> tuple[Any, ...]:
     """The same for runs that one mapped step serves: equal rules of this package; somebody's own may hide a number."""
     return (run.kind, None if run.guard.is_ours else id(run))
+
+
+def _of_run(of: Seen, r: int, batches: Batches) -> Steps:
+    """What was seen of one run, end to end and without the rows that only fill up."""
+    sizes = [batch.shape[0] for batch in batches]
+    real = (torch.arange(of.seen.shape[-1]) < torch.tensor(sizes).unsqueeze(1)).flatten().nonzero().squeeze(1)
+    losses, norms, weights, clamped, finite = (
+        column.flatten().index_select(0, real) for part in (of.seen, of.flags) for column in part[:, r].unbind(1)
+    )
+    return Steps(sizes, losses, norms, weights, None, clamped, finite, of.now[:, r])
 
 
 def _rows_at_most(run: Run) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,13 +27,35 @@ from evenclip.ranks import Alone, AnyRanks
 from evenclip.rules import Guarded
 from evenclip.step import Step
 
-__all__ = ["Trace"]
+__all__ = ["Steps", "Trace"]
 
 AT_ONCE = 2**20  # samples that are added up together, so that an epoch of any length fits in memory
 
 Row = dict[str, Any]
-# losses, norms, weights, group, each [sample]; clamped (None: nowhere), finite (None: everywhere); the step's `now`
-_Columns = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]
+
+
+class Steps(NamedTuple):
+    """What was seen of some steps, end to end.
+
+    Attributes:
+        sizes: samples of each.
+        losses: ℓ_i.  # [sample], as are the next five
+        norms: ‖g_i‖.
+        weights: γ_i.
+        group: of the sample; None: there is one only.
+        clamped: whether the rule broke its own bound; None: nowhere.
+        finite: whether there is a finite gradient; None: everywhere.
+        now: what each step clipped with.  # [step, ...]
+    """
+
+    sizes: list[int]
+    losses: Tensor
+    norms: Tensor
+    weights: Tensor
+    group: Tensor | None
+    clamped: Tensor | None
+    finite: Tensor | None
+    now: Tensor
 
 
 class Trace:
@@ -45,7 +67,7 @@ class Trace:
     def __init__(self, guard: Guarded, groups: int, ranks: AnyRanks | None = None) -> None:
         self.rows: list[Row] = []
         self._guard, self._groups, self._ranks = guard, groups, Alone() if ranks is None else ranks
-        self._open: list[_Columns] = []  # steps that are not added up yet
+        self._open: list[Steps] = []  # that are not added up yet
         self._held = 0  # samples in there
         self._begin()
 
@@ -57,15 +79,13 @@ class Trace:
 
     def add(self, step: Step) -> None:
         """One step: cheap, because the arithmetic waits for the end of the epoch, or for very many samples."""
-        self.note(step.losses, step.norms, step.weights, step.group, step.clamped, step.finite, step.public.now)
+        columns = step.losses, step.norms, step.weights, step.group, step.clamped, step.finite
+        self.note(Steps([step.losses.shape[0]], *columns, step.public.now.unsqueeze(0)))
 
-    def note(
-        self, losses: Tensor, norms: Tensor, weights: Tensor, group: Tensor, clamped: Tensor | None,
-        finite: Tensor | None, now: Tensor,
-    ) -> None:  # fmt: skip
-        """The same by its columns."""
-        self._open.append((losses, norms, weights, group, clamped, finite, now))
-        self._held += losses.shape[0]
+    def note(self, steps: Steps) -> None:
+        """Some steps, the same way."""
+        self._open.append(steps)
+        self._held += steps.losses.shape[0]
         if self._held >= AT_ONCE:
             self._add_up()
 
@@ -114,28 +134,28 @@ class Trace:
         """The open steps go into the sums."""
         if not self._open:
             return
-        steps, self._open, self._held = self._open, [], 0
-        sizes = torch.tensor([step[0].shape[0] for step in steps])
-        losses, norms, weights = (_joined(column) for column in zip(*(step[:3] for step in steps), strict=True))
-        group = (
-            _joined([step[3] for step in steps]) if self._groups > 1 else torch.zeros_like(losses, dtype=torch.int64)
-        )
-        place = torch.arange(len(steps)).repeat_interleave(sizes) * self._groups + group  # step and group
-        resting = self._guard.resting(_joined([step[6].unsqueeze(0) for step in steps]), self._groups)  # [step, group]
-        clipped, finite = weights < resting.flatten()[place], _finite(steps)
+        parts, self._open, self._held = self._open, [], 0
+        sizes = [size for part in parts for size in part.sizes]
+        losses, norms, weights = (_joined(column) for column in zip(*(part[1:4] for part in parts), strict=True))
+        place = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))  # step, and group
+        if self._groups > 1:
+            place = place * self._groups + _joined([part.group for part in parts if part.group is not None])
+        resting = self._guard.resting(_joined([part.now for part in parts]), self._groups)  # [step, group]
+        clipped, finite = weights < resting.flatten()[place], _finite(parts)
         if finite is not None:
             losses, norms, clipped, place = losses[finite], norms[finite], clipped[finite], place[finite]
-        each = [_by_place(x, place, len(steps), self._groups) for x in (losses, norms, torch.ones_like(norms))]
-        clamped = _count([step[4] for step in steps if step[4] is not None])
+        each = [_by_place(x, place, len(sizes), self._groups) for x in (losses, norms, None)]
+        clamped = _count([part.clamped for part in parts if part.clamped is not None])
         numbers = torch.tensor([len(losses), int(clipped.sum()), clamped], dtype=torch.float64)
         self._sums[: 3 * self._groups] = _added(self._sums[: 3 * self._groups], torch.cat(each, dim=1))
         self._sums[3 * self._groups :] += numbers
-        self._sizes += sizes.double().tolist()
+        self._sizes += map(float, sizes)
 
 
-def _by_place(values: Tensor, place: Tensor, steps: int, groups: int) -> Tensor:
-    """Sums over the samples of each step and group, one after the other.  # [step, group], float64"""
-    return torch.bincount(place, weights=values.double(), minlength=steps * groups).view(steps, groups)
+def _by_place(values: Tensor | None, place: Tensor, steps: int, groups: int) -> Tensor:
+    """Sums over the samples of each step and group, one after the other; None: how many.  # [step, group], float64"""
+    weights = None if values is None else values.double()
+    return torch.bincount(place, weights=weights, minlength=steps * groups).view(steps, groups).double()
 
 
 def _added(total: Tensor, each: Tensor) -> Tensor:
@@ -159,10 +179,10 @@ def _count(masks: Sequence[Tensor]) -> int:
     return int(_joined(masks).sum()) if masks else 0
 
 
-def _finite(steps: Sequence[_Columns]) -> Tensor | None:
-    """Where the gradient is finite, over all steps; None: everywhere."""
-    masks = [step[5] for step in steps]
-    if all(mask is None for mask in masks):
+def _finite(parts: Sequence[Steps]) -> Tensor | None:
+    """Where the gradient is finite; None: everywhere."""
+    if all(part.finite is None for part in parts):
         return None
-    pairs = zip(steps, masks, strict=True)
-    return _joined([torch.ones_like(step[0], dtype=torch.bool) if mask is None else mask for step, mask in pairs])
+    each = [torch.ones_like(part.losses, dtype=torch.bool) if part.finite is None else part.finite for part in parts]
+    finite = _joined(each)
+    return None if bool(finite.all()) else finite

@@ -58,8 +58,6 @@ def work_together(specs: Sequence[Spec], report: Report, *, compile: bool, turns
     made = [prepared(spec) for spec in specs]
     runs = [run for _, run in made]
     stacks = [Stack([run], compile=compile) for run in runs] if turns else [Stack(runs, compile=compile)]
-    for stack in stacks:
-        stack.ready()
     with alone_on(specs[0].device), ExitStack() as ears:
         for stack in stacks:
             ears.enter_context(stack.listening())
