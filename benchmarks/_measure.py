@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 __all__ = [
-    "RESULTS", "Loop", "Timed", "arguments", "environment", "in_child", "interleaved", "memory", "prepare_torch", "ratios",
-    "reason", "save", "spread", "wait",
+    "RESULTS", "Loop", "Timed", "arguments", "environment", "in_child", "interleaved", "memory", "prepare_torch",
+    "ratios", "reason", "save", "spread", "wait",
 ]  # fmt: skip
 
 RESULTS = Path(__file__).parent / "results"
