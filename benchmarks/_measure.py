@@ -34,6 +34,9 @@ RESULTS = Path(__file__).parent / "results"
 _WARM = {"cpu": (2, 200, 0.5), "cuda": (2, 3000, 1.5)}  # on a GPU every size of batch is recorded when it first comes
 # Most steps of a way in one turn.
 _TURN = 1000
+# Seconds after which a turn does not wait for the end of an epoch: what is done once in so long does not show, and the
+# others should have their turn within the same seconds.
+_EPOCH = 2.0
 # Rounds that there are in any case, if so many were asked for.
 _LEAST = 5
 # Seconds after which no further step is looked at for its memory, if there were two.
@@ -119,9 +122,9 @@ def _seconds(loop: Loop, steps: int, device: str) -> float:
 
 
 def _taken(loop: Loop, steps: int) -> int:
-    """Take at least so many steps, and the rest of the epoch if the loop has any; how many it were."""
-    done, ended = 0, None
-    while done < steps or ended is False:
+    """Take at least so many steps, and the rest of a short epoch if the loop has any; how many it were."""
+    began, done, ended = time.perf_counter(), 0, None
+    while done < steps or (ended is False and time.perf_counter() - began < _EPOCH):
         ended, done = next(loop), done + 1
     return done
 

@@ -206,7 +206,10 @@ def four_tables(found: Found, compare: Found, sharing: Found) -> str:
     seconds[f"MNIST's runs: `{whole['command']}`"] = whole["seconds"]["cold"]
     seconds["CelebA's runs on 162,770 random images: a part was measured"] = 60 * sharing["minutes"]["celeba"]
     lines = [[name, number(value)] for name, value in seconds.items()]
-    return f"{grid(['', 's'], lines)}\n\nTogether {sum(seconds.values()) / 60:.1f} minutes. {machine(found)}"
+    others = {"MNIST's": compare["environment"]["commit"], "CelebA's": sharing["environment"]["commit"]}
+    since = [f" {whose} runs: commit {at}." for whose, at in others.items() if at != found["environment"]["commit"]]
+    total = f"Together {sum(seconds.values()) / 60:.1f} minutes. {machine(found)}{''.join(since)}"
+    return f"{grid(['', 's'], lines)}\n\n{total}"
 
 
 # Name of each table -> the files it is made from, what makes it, and the command that writes the first of them.
