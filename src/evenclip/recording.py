@@ -294,11 +294,7 @@ class Reel(Generic[F]):
         return self._recorded[rows]
 
     def seen(self, steps: int) -> Callable[[], list[Seen]]:
-        """What was seen of the first of the loaded steps, of every kind: on its way to the host, who may ask later.
-        Nothing, if there were none.
-        """
-        if not steps:
-            return list
+        """What was seen of the first of the loaded steps, of every kind: on its way to the host, who may ask later."""
         there = [[fetched(table[:steps]) for table in tables] for tables in self._seen]
         wait = _now(self._device)
 

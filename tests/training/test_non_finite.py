@@ -238,6 +238,16 @@ def test_it_is_counted_in_trace_and_report(toy, spy, performance):
         assert torch.isfinite(found.weighted_sum(torch.ones(len(batch), dtype=torch.float64))).all()
 
 
+def test_it_is_not_counted_among_the_clipped(toy):
+    """Nothing is clipped here: every gradient is shorter than the bound, or none at all."""
+    x, y, group = toy.data(40)
+    x[3::3] = math.nan
+    data = MapDataset(Rows(x, y, group), ("a", "b", "c"))
+    result = fit(toy.mlp(), data, rule=DPSGD(C0=1e6), batch_size=8, epochs=2, lr=1e-9, seed=0)
+    assert all(row["non_finite"] for row in result.trace)
+    assert [row["clip_fraction"] for row in result.trace] == [0.0, 0.0]
+
+
 def test_training_on_spoilt_rows_is_training_without_them(toy, spy):
     """The same batches less the spoilt rows, one slow step after the other."""
     x, y, group = toy.data(40)

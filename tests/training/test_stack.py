@@ -510,6 +510,8 @@ def test_a_step_that_is_interrupted_is_in_the_ledger_and_never_taken_again(toy, 
             stack.step()
     assert stack.t == run.t == run.ledger.steps == at
     assert not torch.equal(toy.vector(run.model), before)
+    trace = run.trace.state()  # nobody knows what was seen of it
+    assert sum(row["steps"] for row in trace["rows"]) + len(trace["sizes"]) == at - 1
     whole = make()
     batches = [whole.sampler.next() for _ in range(7)]
     assert torch.equal(run.sampler.next(), batches[at])
