@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -104,7 +105,7 @@ def clock(monkeypatch):
     """Says how long steps take, and how often it was asked."""
 
     class Clock:
-        asked, alone, together = 0, 1.0, 1.0
+        asked, alone, together, call = 0, 1.0, 1.0, 1e-6
 
     def seconds(name):
         def timed(*_, **__):
@@ -115,6 +116,7 @@ def clock(monkeypatch):
 
     monkeypatch.setattr(together, "_time_alone", seconds("alone"))
     monkeypatch.setattr(together, "_time_together", seconds("together"))
+    monkeypatch.setattr(together, "_time_call", lambda: Clock.call)
     return Clock
 
 
@@ -137,6 +139,23 @@ def test_what_is_quicker_is_chosen(spec, clock):
 def test_what_is_quicker_together_is_done_together(spec, clock):
     clock.alone, clock.together = 1e-4, 2e-4
     assert choose(many(spec)).together
+
+
+@pytest.mark.parametrize(("alone", "asked"), [(1.4e-3, 2), (1.6e-3, 1)])
+def test_a_step_that_is_more_than_calls_is_not_tried_together(spec, clock, alone, asked):
+    """Trying takes seconds, and hours where a step takes one; in the end it would be slower."""
+    clock.alone, clock.together = alone, 1e-4
+    assert choose(many(spec)).together == (asked == 2)
+    assert clock.asked == asked
+
+
+def test_on_a_gpu_it_is_tried_however_long_a_step_takes(spec, clock, monkeypatch):
+    """Where little is computed at a time, more of it costs nothing."""
+    prepared = together.prepared
+    monkeypatch.setattr(together, "prepared", lambda one: prepared(replace(one, device="cpu")))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: f"none, in place of {device}")
+    clock.alone, clock.together = 1.0, 1e-4
+    assert choose([replace(one, device="cuda") for one in many(spec)]).together
 
 
 def test_compiling_has_to_pay_for_itself(spec, clock):
