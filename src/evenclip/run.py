@@ -170,8 +170,8 @@ class Run:
         self._mark = _mark(data, ranks, digest)
         streams = _streams(settings, model, digest, ranks)
         self._move = self._moved(optimizer)
-        self.optimizer = self._move.optimizer
-        _check_step(self.optimizer, _NO_CLOSURE)
+        if not self._move.is_plain:
+            _check_step(self.optimizer, _NO_CLOSURE)
         self.scheduler = None if scheduler is None else scheduler(self.optimizer)
         _check_step(self.scheduler, _NO_METRICS)
         self._move.is_plain &= self.scheduler is None  # a schedule watches the optimiser's own step
@@ -188,6 +188,11 @@ class Run:
         self.noise = Ahead(Noise(streams["noise"]), sizes, layout.blank.dtype, device)
         self._quick: Quick | None = None
         self._feed: Feed | None = None
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What moves the parameters."""
+        return self._move.optimizer
 
     @property
     def ended(self) -> bool:

