@@ -36,7 +36,7 @@ ORDER = [
     ["accounting"],
     ["release", "noise", "noise_cuda", "compiler", "recording"],
     ["ranks"],
-    ["check"],
+    ["check", "processes"],
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 HEAVY = ["matplotlib", "pandas", "scipy", "dp_accounting", "typer", "rich", "sklearn", "pyarrow"]

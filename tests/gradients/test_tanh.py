@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from evenclip.gradients import plan
-from evenclip.gradients import tape as of_tape
 from evenclip.gradients import tanh as module
+from evenclip.gradients import tape as of_tape
 
 N, CLASSES = 7, 3
 

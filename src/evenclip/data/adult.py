@@ -206,8 +206,9 @@ def _codes(column: str, values: NDArray[np.bytes_], names: Sequence[str]) -> NDA
     """The position of each value in `names`."""
     known = np.array(names, dtype=_TEXT)
     order = np.argsort(known)
-    codes = order[np.searchsorted(known[order], values).clip(max=len(names) - 1)]
+    codes: NDArray[np.int64] = order[np.searchsorted(known[order], values).clip(max=len(names) - 1)]
     strange = values[known[codes] != values]
     if len(strange):
-        raise ValueError(f"{column} has the value {strange[0].decode('latin1')!r}, unknown in Adult; is this UCI's file?")
+        value = strange[0].decode("latin1")
+        raise ValueError(f"{column} has the value {value!r}, unknown in Adult; is this UCI's file?")
     return codes

@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import torch
 
+from evenclip.processes import cores
+
 __all__ = ["apart", "write_whole"]
 
 S = TypeVar("S")
@@ -22,10 +24,9 @@ def apart(work: Callable[[S], T], items: Sequence[S], workers: int | None = None
     """(place, work(item)) of every item, as they end; so many at a time, one per core unless given."""
     if not items:
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     spawn = multiprocessing.get_context("spawn")  # a process that has a GPU cannot be forked
     with ProcessPoolExecutor(
-        min(workers or cores, len(items)), mp_context=spawn, initializer=partial(torch.set_num_threads, 1)
+        min(workers or cores(), len(items)), mp_context=spawn, initializer=partial(torch.set_num_threads, 1)
     ) as pool:
         running = {pool.submit(work, item): place for place, item in enumerate(items)}
         for future in as_completed(running):

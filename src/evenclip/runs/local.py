@@ -8,11 +8,8 @@ processes themselves, so nothing that was finished depends on this one.
 from __future__ import annotations
 
 import json
-import os
 import queue
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -22,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from evenclip import check
+from evenclip.processes import Process, close, cores, end, start
 from evenclip.runs.apart import apart
 from evenclip.runs.bundle import described
 from evenclip.runs.engine import Failure, InHand, Show, Tries
@@ -29,15 +27,10 @@ from evenclip.runs.spec import Spec
 from evenclip.runs.store import Store
 from evenclip.runs.together import bundles
 
-__all__ = ["Local", "cores"]
+__all__ = ["Local"]
 
 S = TypeVar("S")
 T = TypeVar("T")
-
-
-def cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
@@ -86,9 +79,7 @@ class _Pool:
         """All of them; those that failed."""
         waiting = deque(work)
         at_once = min(self._size, len(work))
-        # A compiler starts as many processes of its own as there are cores, in each of ours.
-        threads = max(1, cores() // at_once)
-        workers = [_Worker(self._events, threads) for _ in range(at_once)]
+        workers = [_Worker(self._events, start(at_once)) for _ in range(at_once)]
         try:
             for worker in workers:
                 self._next(worker, waiting)
@@ -98,7 +89,7 @@ class _Pool:
                     continue
                 self._heard(worker, event, waiting)
                 if event["event"] == "died" and waiting:
-                    workers.append(worker := _Worker(self._events, threads))
+                    workers.append(worker := _Worker(self._events, start(at_once)))
                 if not worker.hand.specs:
                     self._next(worker, waiting)
         finally:
@@ -128,13 +119,8 @@ class _Pool:
 class _Worker:
     """One process, and a thread that listens to it."""
 
-    def __init__(self, events: queue.Queue[tuple[_Worker, dict[str, Any]]], threads: int) -> None:
-        self.hand = InHand({})
-        env = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads), **os.environ, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "evenclip.runs.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, start_new_session=True, env=env,
-        )  # fmt: skip
+    def __init__(self, events: queue.Queue[tuple[_Worker, dict[str, Any]]], process: Process) -> None:
+        self.hand, self._process = InHand({}), process
         self._events, self._said = events, deque[str](maxlen=20)
         self._listeners = [threading.Thread(target=t, daemon=True) for t in (self._listen, self._listen_to_errors)]
         for thread in self._listeners:
@@ -151,19 +137,10 @@ class _Worker:
 
     def stop(self) -> None:
         """No more: at once if it is in the middle of something."""
-        if self._process.stdin is not None:
-            with suppress(OSError):
-                self._process.stdin.close()
-        if self.hand.specs:
-            self._process.kill()
-        self._process.wait()
-        with suppress(ProcessLookupError, PermissionError):  # a compiler's processes, which hold on to our pipes
-            os.killpg(self._process.pid, signal.SIGKILL)
+        end(self._process, at_once=bool(self.hand.specs))
         for thread in self._listeners:
             thread.join()
-        for stream in (self._process.stdout, self._process.stderr):
-            if stream is not None:
-                stream.close()
+        close(self._process)
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
