@@ -44,5 +44,6 @@ class _Tanh(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, delta: Tensor) -> Tensor:  # type: ignore[override]
-        return torch.ops.aten.tanh_backward(delta, *ctx.saved_tensors)
+    def backward(ctx: Any, delta: Tensor) -> Tensor:
+        found: Tensor = torch.ops.aten.tanh_backward(delta, *ctx.saved_tensors)
+        return found
