@@ -33,7 +33,7 @@ _FEW = 4000
 # Steps that are timed, after as many that are not.
 _TIMED = 12
 # A step of one run is some hundred calls, and on a CPU a stack saves those and nothing else: where a step takes as long
-# as so many of the smallest, they are the lesser part of it. Adult's takes 2,500, Dutch's 700.
+# as so many of the smallest, they are the lesser part of it. Adult's takes 2,400, Dutch's 330.
 _CALLS = 1500
 # Seconds that compiling takes for each rule, about, and the share of a plain step that it saves, by device.
 _COMPILING, _SAVED = 10.0, {"cpu": 0.2, "cuda": 0.9}
