@@ -6,7 +6,9 @@
 Each is `evenclip compare NAME --seeds N` in a process of its own, start of Python included; "demo" is what `make demo`
 runs. "Cold" has an empty EVENCLIP_CACHE and an empty cache of torch's compiler; "warm" finds both as cold left them,
 but no finished runs: everything is trained again; --once leaves it out. A dataset whose files are not there is left
-out, and said. Writes benchmarks/results/compare.json (compare-cuda.json) with the environment.
+out, and said. On a CPU the speed of a matrix product on all cores at once is taken before and after each command: what
+else is on a machine can cost a third of it. Writes benchmarks/results/compare.json (compare-cuda.json) with the
+environment.
 """
 
 from __future__ import annotations
@@ -25,10 +27,23 @@ from _measure import arguments, ratios, save, spread
 
 from evenclip.data.catalogue import SOURCES
 from evenclip.data.disk import data_directory
+from evenclip.processes import cores
 
 # `evenclip` itself: where it is used from its source, there is no command of that name.
 _COMMAND = [sys.executable, "-c", "from evenclip.cli import main; main()"]
 DEMO_SEEDS = 3  # those of `make demo`
+# Products of the size of the MLP's, for a second, on one core.
+_PRODUCTS = """
+import time, torch
+torch.set_num_threads(1)
+a, done = torch.ones(256, 256), -200
+while done < 0 or time.perf_counter() < start + 1:
+    a @ a
+    done += 1
+    if done == 0:
+        start = time.perf_counter()
+print(done * 2 * 256**3 / (time.perf_counter() - start) / 1e9)
+"""
 
 
 def options(what: str, given: argparse.Namespace) -> list[str]:
@@ -60,15 +75,29 @@ def seconds(words: list[str], folder: Path, name: str, data: Path | None) -> flo
     return took
 
 
+def speed() -> float:
+    """GFLOP/s of a product on a core, all of them busy with one: the mean."""
+    begun = [subprocess.Popen([sys.executable, "-c", _PRODUCTS], stdout=subprocess.PIPE) for _ in range(cores())]
+    found = [float(process.communicate()[0]) for process in begun]
+    return sum(found) / len(found)
+
+
 def measured(what: str, given: argparse.Namespace) -> dict[str, Any]:
     """One comparison, cold and then warm, as often as asked."""
     words = options(what, given)
     times: dict[str, list[float]] = {"cold": []} if given.once else {"cold": [], "warm": []}
+    speeds: dict[str, list[float]] = {which: [] for which in times if given.device == "cpu"}
     chosen: list[Any] = []
     for _ in range(given.rounds):
+        before = speed() if speeds else 0.0
         with tempfile.TemporaryDirectory(prefix="compare-") as folder:
             for which, found in times.items():
                 found.append(seconds(words, Path(folder), which, given.data_dir))
+                if speeds:
+                    after = speed()
+                    speeds[which].append((before + after) / 2)
+                    before = after
+                    print(f"  {what}, {which}: {found[-1]:.1f} s at {speeds[which][-1]:.0f} GFLOP/s a core", flush=True)
             chosen = _measurements(Path(folder) / "cache")
     return {
         "what": what,
@@ -77,6 +106,7 @@ def measured(what: str, given: argparse.Namespace) -> dict[str, Any]:
         "ratio": None if given.once else spread(ratios(times["warm"], times["cold"]))[1],
         "measured": chosen,
         "rounds": times,
+        "GFLOP/s": speeds,
     }
 
 

@@ -162,7 +162,20 @@ def compare_table(found: Found) -> str:
         [f"`{row['command']}`", number(row["seconds"]["cold"]), number(row["seconds"].get("warm"))]
         for row in found["rows"]
     ]
-    return f"{grid(['command', 'first time, s', 'again, s'], lines)}\n\n{machine(found)}"
+    return f"{grid(['command', 'first time, s', 'again, s'], lines)}\n\n{_rounds(found)}{machine(found)}"
+
+
+def _rounds(found: Found) -> str:
+    """Each time a command was given, and how quick the machine was then; nothing where that was not measured."""
+    said = []
+    for row in found["rows"]:
+        pairs = zip(row["rounds"].items(), row.get("GFLOP/s", {}).values(), strict=False)
+        each = sorted((took, speed) for (_, times), speeds in pairs for took, speed in zip(times, speeds, strict=True))
+        if each:
+            said.append(f"`{row['command']}`: " + ", ".join(f"{took:.0f} ({speed:.0f})" for took, speed in each))
+    if not said:
+        return ""
+    return f"Each time, in brackets the GFLOP/s of a product on every core just then. {'; '.join(said)}. "
 
 
 def sharing_table(found: Found) -> str:

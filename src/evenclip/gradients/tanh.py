@@ -39,7 +39,8 @@ class _Tanh(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = torch.from_numpy(np.tanh(x.numpy()))
+        y = torch.empty_like(x)  # torch's memory, so that whoever counts it finds it
+        np.tanh(x.numpy(), out=y.numpy())
         ctx.save_for_backward(y)
         return y
 
