@@ -147,7 +147,7 @@ def adult(seed: int = 0, *, directory: str | Path | None = None, group: str = "s
     numbers = stream(seed, "adult")
     if group not in GROUPS:
         raise ValueError(f"group is {group!r}; Adult's protected attributes are {', '.join(map(repr, GROUPS))}.")
-    table = _embedded() if directory is None else _table(_original(directory))
+    table = _embedded() if directory is None else _original(*_files(directory))
     train, test = cut(balanced(table.groups[group], len(GROUPS[group]), numbers), numbers)
     mean, std = table.numbers[train].mean(0), table.numbers[train].std(0)  # [5]
     scaled = table._replace(numbers=(table.numbers - mean) / std)
@@ -174,11 +174,17 @@ def _embedded() -> Table:
     return _table(lzma.decompress(packed).decode().splitlines()[1:])
 
 
-def _original(directory: str | Path) -> list[str]:
-    """The lines of UCI's two files, training file first, without comments and full stops."""
+def _files(directory: str | Path) -> list[bytes]:
+    """UCI's two files, training file first."""
     origin = f"{ORIGIN} (without a directory, the copy in this package is used)"
-    rows = [row for file in ORIGINALS for row in file.read(directory, origin).decode().splitlines()]
-    return [row.rstrip(".") for row in rows if row and not row.startswith("|")]
+    return [file.read(directory, origin) for file in ORIGINALS]
+
+
+@lru_cache(maxsize=1)
+def _original(*files: bytes) -> Table:
+    """The same from these, without comments and full stops."""
+    rows = [row for file in files for row in file.decode().splitlines()]
+    return _table(row.rstrip(".") for row in rows if row and not row.startswith("|"))
 
 
 def _table(lines: Iterable[str]) -> Table:
