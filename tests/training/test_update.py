@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -48,6 +50,49 @@ def test_joined_equals_one_by_one(name, toy):
     assert not toy.same(models[0], toy.mlp())
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-15)
+
+
+# --- plain SGD has no optimiser until somebody asks for it ---
+
+
+def test_plain_sgd_without_its_optimiser_is_plain_sgd(toy):
+    layout, models = Layout.of(toy.mlp()), [toy.mlp(), toy.mlp()]
+    without, asked = (Update(model, layout, SGD, 0.05) for model in models)
+    gradient = torch.randn(layout.size, generator=torch.Generator().manual_seed(0), dtype=layout.blank.dtype)
+    for _ in range(3):
+        without(gradient)
+        assert asked.optimizer.param_groups[0]["lr"] == 0.05
+        asked(gradient)
+    assert "optimizer" not in vars(without)
+    assert toy.same(*models)
+    assert not toy.same(models[0], toy.mlp())
+
+
+def test_a_learning_rate_that_is_changed_at_the_optimiser_counts(toy):
+    layout, model = Layout.of(toy.mlp()), toy.mlp()
+    update = Update(model, layout, SGD, 0.05)
+    update.optimizer.param_groups[0]["lr"] = 0.0
+    update(torch.ones(layout.size, dtype=layout.blank.dtype))
+    assert toy.same(model, toy.mlp())
+
+
+def test_what_is_wrong_with_an_optimiser_is_heard_before_training(toy):
+    with pytest.raises(ValueError, match="momentum"):
+        Update(toy.mlp(), Layout.of(toy.mlp()), partial(SGD, momentum=-1.0), 0.05)
+
+
+def test_training_by_plain_sgd_does_not_import_the_compiler():
+    """Which takes most of a second, of every process."""
+    code = (
+        "import sys, torch, evenclip\n"
+        "x = torch.randn(40, 3)\n"
+        "y = (x[:, 0] > 0).long()\n"
+        "rule, model = evenclip.DPSGD(), torch.nn.Linear(3, 2)\n"
+        "evenclip.fit(model, (x, y), rule=rule, epochs=1, batch_size=8, lr=0.1, delta=1e-3)\n"
+        "print('torch._dynamo' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "False"
 
 
 def storages(model):
