@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from evenclip.gradients import plan
+from evenclip.gradients import Tape, plan
 from evenclip.gradients import tanh as module
 from evenclip.gradients import tape as of_tape
 
@@ -193,15 +195,51 @@ class Checkpointed(nn.Module):
         return self.last(checkpoint(lambda h: self.tanh(self.middle(h)), self.first(x), use_reentrant=False))
 
 
+class Around(nn.Module):
+    """What `around(tanh, x)` makes of it, between two linear layers."""
+
+    def __init__(self, around):
+        super().__init__()
+        self.first, self.tanh, self.last, self._around = nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, CLASSES), around
+
+    def forward(self, x):
+        return self.last(self._around(self.tanh, self.first(x)))
+
+
+def mapped(tanh, x):
+    return torch.func.vmap(tanh)(x)
+
+
+def negated_by_a_bit(tanh, x):
+    return tanh(torch.complex(x, x).conj().imag)
+
+
+def its_own_derivative(tanh, x):
+    with torch.enable_grad():
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        (found,) = torch.autograd.grad(tanh(x).sum(), x, create_graph=True)
+    return found
+
+
 @pytest.mark.parametrize(
     "build",
-    [lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), Own(), nn.Linear(8, CLASSES)), Checkpointed],
-    ids=["a layer of one's own", "checkpointed"],
+    [
+        lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), Own(), nn.Linear(8, CLASSES)),
+        Checkpointed,
+        *(partial(Around, around) for around in (mapped, negated_by_a_bit, its_own_derivative)),
+    ],
+    ids=["a layer of one's own", "checkpointed", "mapped", "negated by a bit", "its own derivative"],
 )
-def test_inside_other_things(build, calls, batch, made, alone):
+def test_inside_other_things(build, calls, batch, made, alone, monkeypatch):
+    """Also where it is tried out on samples too few for it, so that nobody is warned."""
     model, (x, y) = made(0, build), batch
     exact = alone(model, F.cross_entropy, x.double(), y)
-    with plan(model.float(), F.cross_entropy, x, y).listening() as tape:
+    monkeypatch.setattr(module, "_FEW", 2**62)
+    tape = plan(model.float(), F.cross_entropy, x, y)
+    assert isinstance(tape, Tape)
+    assert calls == []
+    monkeypatch.setattr(module, "_FEW", 0)
+    with tape.listening():
         found = tape(x, y).per_sample().double()
     assert calls
     assert torch.allclose(found, exact, rtol=1e-4, atol=1e-6)
