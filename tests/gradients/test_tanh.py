@@ -88,23 +88,40 @@ class Kind(torch.Tensor):
 @pytest.mark.parametrize(
     ("x", "threads", "expected"),
     [
-        (torch.ones(2**14), 1, True),
-        (torch.ones(2**14 - 1), 1, False),
-        (torch.ones(2**15), 2, True),
-        (torch.ones(2**15 - 1), 2, False),
-        (torch.ones(2**20), 4, True),
-        (torch.ones(2**20), 5, False),
-        (torch.ones(2**20, dtype=torch.float64), 1, False),
-        (torch.ones(2**20, dtype=torch.bfloat16), 1, False),
-        (torch.ones(2**20, device="meta"), 1, False),
-        (torch.ones(2**20).as_subclass(Kind), 1, False),
-        (nn.Parameter(torch.ones(2**20)), 1, False),
+        (torch.ones(3, 128), 1, True),
+        (torch.ones(3, 127), 1, False),
+        (torch.ones(3, 256), 2, True),
+        (torch.ones(3, 255), 2, False),
+        (torch.ones(2**10, 3, 10), 4, True),  # the samples need not come first
+        (torch.ones(3, 2**10), 4, True),
+        (torch.ones(3, 2**10), 5, False),
+        (torch.ones(3, 2**10, dtype=torch.float64), 1, False),
+        (torch.ones(3, 2**10, dtype=torch.bfloat16), 1, False),
+        (torch.ones(3, 2**10, device="meta"), 1, False),
+        (torch.ones(3, 2**10).as_subclass(Kind), 1, False),
+        (nn.Parameter(torch.ones(3, 2**10)), 1, False),
         (1.0, 1, False),
     ],
 )
 def test_where_it_pays(x, threads, expected, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert module.pays(x) is expected
+    assert module.pays(x, 3) is expected
+
+
+@pytest.mark.parametrize("width", [127, 128])
+def test_how_many_samples_there_are_does_not_show(width, calls, monkeypatch):
+    """One record more or less must not change what is computed of the others: the number is private."""
+    monkeypatch.setattr(module, "_FEW", 128)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, CLASSES))
+    x, y = torch.randn(600, 5), torch.randint(CLASSES, (600,))
+    taken = set()
+    with plan(model, F.cross_entropy, x[:3], y[:3]).listening() as tape:
+        for n in (1, 2, 63, 64, 65, 127, 128, 129, 600):
+            calls.clear()
+            tape(x[:n], y[:n])
+            taken.add(bool(calls))
+    assert taken == {width == 128}
 
 
 def test_every_samples_gradient(calls, batch, made, alone):
@@ -121,7 +138,7 @@ def test_every_samples_gradient(calls, batch, made, alone):
 
 
 def test_small_ones_are_left_to_torch(calls, batch, made, monkeypatch):
-    monkeypatch.setattr(module, "_FEW", N * 8 + 1)
+    monkeypatch.setattr(module, "_FEW", 9)
     x, y = batch
     with plan(made(0, mlp).float(), F.cross_entropy, x, y).listening() as tape:
         tape(x, y)

@@ -14,18 +14,19 @@ from torch import Tensor
 
 __all__ = ["pays", "tanh"]
 
-# Fewer numbers than this, and going through Python takes longer than torch does; torch shares them among its threads.
-_FEW = 2**14
+# Fewer numbers a sample than this, and going through Python may take longer than torch does, which shares them among
+# its threads. Not the numbers of a batch: how many samples it has is private, and which kernel is taken must not tell.
+_FEW = 128
 # With more threads than this torch is quicker: numpy has one.
 _THREADS = 4
 
 
-def pays(x: Any) -> bool:
-    """Whether `tanh` takes this, and is quicker."""
+def pays(x: Any, samples: int) -> bool:
+    """Whether `tanh` takes this, which is of so many samples, and is quicker; the same for any number of them."""
     if type(x) is not Tensor or x.dtype != torch.float32 or x.device.type != "cpu":
         return False
     threads = torch.get_num_threads()
-    return threads <= _THREADS and x.numel() >= _FEW * threads
+    return threads <= _THREADS and x.numel() >= _FEW * threads * samples
 
 
 def tanh(x: Tensor) -> Tensor:

@@ -363,7 +363,7 @@ class Tape:
         self.model, self.loss, self.units = model, loss, tuple(units)
         self.layout = Layout.of(model)
         self._rows = self._at_once()
-        self._n = 0
+        self.samples = 0  # of the pass under way, or the last
         self._heard: list[_Heard] | None = None
         self.passing = False  # on the way through the model or back
 
@@ -394,7 +394,7 @@ class Tape:
         return _Blocks([self._pass(*block).formed() for block in some], self.layout)
 
     def _pass(self, x: Any, y: Any) -> PerSample:
-        self._n, self._heard, self.passing = count(x), [], True
+        self.samples, self._heard, self.passing = count(x), [], True
         try:
             losses = self._losses(x, y)  # [sample]
             heard, self._heard = self._heard, None
@@ -439,7 +439,7 @@ class Tape:
             a = args[0] if args else next(iter(kwargs.values()))
             if unit.outputs[0].at is None:
                 # All samples share this output (a table of positions). Each gets its own view of it, and so its own δ.
-                output = unit.outputs[0].first(output, self._n)
+                output = unit.outputs[0].first(output, self.samples)
                 unit = replace(unit, outputs=(Axis(),))
             if output.requires_grad:
                 self._heard.append(_Heard(unit, a.detach(), [get_gradient_edge(output)], [], []))
@@ -497,7 +497,7 @@ class _Quicker(_StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_ours = self._tape.passing and self._replaced is None and len(args) == 1 and not kwargs
-        if is_ours and pays(args[0]):
+        if is_ours and pays(args[0], self._tape.samples):
             with suppress(RuntimeError):  # numbers that numpy cannot have: the model itself maps, or negates by a bit
                 return tanh(args[0])
         return self._own(*args, **kwargs)
