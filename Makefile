@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test scale lint docs browser bench format clean
+.PHONY: demo test evidence faults scale lint docs browser bench format clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -19,6 +19,12 @@ demo: $(READY)  ## what privacy costs women and men on Adult: five rules, three 
 
 test: $(READY)  ## the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+evidence: $(READY)  ## long checks that `make test` leaves out: memory, and a page that trains for a minute
+	$(BIN)/python -m pytest tests/evidence $(ARGS)
+
+faults: $(READY)  ## plant one fault after the other in a copy of the package; its tests must fail
+	$(BIN)/python tests/faults.py $(ARGS)
 
 browser: $(READY)  ## the report in a real browser; needs Chromium and npm
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'

@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 import torch
 
 __all__ = [
-    "RESULTS", "Loop", "Timed", "arguments", "environment", "in_child", "interleaved", "memory", "prepare_torch",
-    "ratios", "reason", "save", "spread", "wait",
+    "RESULTS", "Loop", "Timed", "arguments", "commit", "environment", "in_child", "interleaved", "memory",
+    "prepare_torch", "ratios", "reason", "save", "spread", "turn_seconds", "turn_steps", "wait",
 ]  # fmt: skip
 
 RESULTS = Path(__file__).parent / "results"
-# Steps before the clock starts: at least, at most, and enough once they took so many seconds.
-_WARM = {"cpu": (2, 200, 0.5), "cuda": (2, 3000, 1.5)}  # on a GPU every size of batch is recorded when it first comes
+# Steps before the clock starts: at least, at most, and enough once they took this many seconds.
+_WARM = 2, 200, 0.5
 # Most steps of a way in one turn.
 _TURN = 1000
 # Seconds after which a turn does not wait for the end of an epoch: what is done once in so long does not show, and the
@@ -78,7 +78,7 @@ def interleaved(
             next(loop)
             wait(device)
             found.first[name] = time.perf_counter() - started
-            loops[name] = loop, _turn(loop, seconds, device)
+            loops[name] = loop, turn_steps(loop, seconds, device)
             found.seconds[name] = []
         except Exception as error:  # one way that fails does not stop the others
             found.failed[name] = reason(error)
@@ -89,7 +89,7 @@ def interleaved(
             break
         for name, (loop, steps) in list(loops.items()):
             try:
-                found.seconds[name].append(_seconds(loop, steps, device))
+                found.seconds[name].append(turn_seconds(loop, steps, device))
             except Exception as error:
                 del loops[name], found.seconds[name]
                 found.failed[name] = reason(error)
@@ -101,24 +101,24 @@ def interleaved(
     return found
 
 
-def _turn(loop: Loop, seconds: float, device: str) -> int:
+def turn_steps(loop: Loop, seconds: float, device: str) -> int:
     """Steps that take about so long, after some to warm up; whole epochs if the loop says when one ends."""
-    least, most, enough = _WARM[device]
+    least, most, enough = _WARM
     began, steps = time.perf_counter(), 0
     while steps < least or (steps < most and time.perf_counter() - began < enough):
         steps += _taken(loop, 1)
     wait(device)
     few = max(1, steps // 4)
-    return max(1, min(_TURN, round(seconds / _seconds(loop, few, device))))
+    return max(1, min(_TURN, round(seconds / turn_seconds(loop, few, device))))
 
 
-def _seconds(loop: Loop, steps: int, device: str) -> float:
+def turn_seconds(loop: Loop, steps: int, device: str, clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds a step."""
     wait(device)
-    started = time.perf_counter()
+    started = clock()
     done = _taken(loop, steps)
     wait(device)
-    return (time.perf_counter() - started) / done
+    return (clock() - started) / done
 
 
 def _taken(loop: Loop, steps: int) -> int:
@@ -165,8 +165,8 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 def memory(make: Callable[[], Loop], steps: int, device: str, there: int) -> dict[str, float]:
     """Peak MiB of some steps, and the seconds until the first was taken. For a process of its own.
 
-    "MiB" is what torch had allocated at most: on a CPU beyond what there was before the step, on a GPU, recorded graphs
-    included, beyond the `there` bytes of the data. "held" is what the process held of the machine's memory for it, with
+    "MiB" is what torch had allocated at most: on a CPU beyond what there was before the step, on a GPU beyond the
+    `there` bytes of the data. "held" is what the process held of the machine's memory for it, with
     what its allocator had not given back: on a CPU the highest resident size beyond that after the first step.
     """
     started = time.perf_counter()
@@ -255,7 +255,7 @@ def environment(device: str, threads: int) -> dict[str, Any]:
         found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
     found |= {"system": platform.platform(), "python": platform.python_version()}
     found |= {name: _version(name) for name in ("evenclip", "torch", "opacus", "numpy")}
-    return {**found, "commit": _commit(), "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+    return {**found, "commit": commit(), "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
 
 
 def _cpu() -> str:
@@ -271,12 +271,12 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
-    """Of this repository, with a + where the working tree differs; None outside one."""
+def commit(root: Path = RESULTS.parents[1]) -> str | None:
+    """Of a checkout, with a + where its sources differ; None outside one."""
     try:
         done = [
-            subprocess.run(["git", *words], cwd=RESULTS.parent, capture_output=True, text=True, check=True).stdout
-            for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--", "../src"])
+            subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout
+            for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--", "src"])
         ]
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -3,8 +3,8 @@
     python benchmarks/paper.py [--what adult dutch ...] [--device cpu|cuda] [--tf32] [--seeds 5]
                                [--data-dir FOLDER] [--keep FOLDER] [--out FILE]
 
-Each is `evenclip paper table NAME` in a process of its own, in an empty folder (or in --keep, where the tables stay)
-and with an empty cache of torch's compiler, start of Python included; diagnostics are not a part of it. A table whose
+Each is `evenclip paper table NAME` in a process of its own, in an empty folder (or in --keep, where the tables stay),
+start of Python included; diagnostics are not a part of it. A table whose
 data is not there is left out, and said. The authors report four days on one GPU for all of it. Writes
 benchmarks/results/paper.json (paper-cuda.json) with the environment.
 """
@@ -34,7 +34,7 @@ def seconds(words: list[str], data: Path | None, keep: Path | None) -> float:
         RuntimeError: it failed; the message is what it said last.
     """
     with tempfile.TemporaryDirectory(prefix="paper-") as folder:
-        env = {**os.environ, "EVENCLIP_CACHE": f"{folder}/cache", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/compiled"}
+        env = {**os.environ, "EVENCLIP_CACHE": f"{folder}/cache"}
         words = [*words, "--out", f"{folder}/paper" if keep is None else str(keep)]
         words += [] if data is None else ["--data-dir", str(data)]
         started = time.perf_counter()

@@ -1,6 +1,6 @@
-"""How the time of a step grows: with runs in a stack, samples, batch size, parameters and groups.
+"""How the time of a step grows with the number of samples, batch size, parameters and groups.
 
-    python benchmarks/scaling.py [--axes runs samples batch parameters groups] [--device cpu|cuda]
+    python benchmarks/scaling.py [--axes samples batch parameters groups] [--device cpu|cuda]
                                  [--compiled] [--rounds 9] [--threads 2] [--quick] [--out FILE]
 
 The points of an axis take turns within a round; ratios are to the first point, taken within rounds. Writes
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from _cases import CASES, data, grouped
 from _measure import Loop, arguments, interleaved, prepare_torch, ratios, save, spread
-from _ways import LR, SEEDS, Setup, stacked, steps
+from _ways import LR, steps
 
 import evenclip
 from evenclip.models import mlp
@@ -29,20 +29,6 @@ Points = dict[int, Callable[[], Loop]]
 # Seconds of a point's turn.
 _TURN = 0.15
 BATCH = 256
-
-
-def stack_of(case: str, device: str, compile: bool, runs: int) -> Loop:
-    """So many runs of one rule, whose seeds share five data sets."""
-    setup = Setup(case, BATCH, device)
-    parts = [setup.data(seed) for seed in range(min(SEEDS, runs))]
-    made = [
-        evenclip.prepare(
-            setup.model(seed), parts[seed % SEEDS], rule=evenclip.DPSGDGlobalAdapt(), epochs=10_000, batch_size=BATCH,
-            lr=LR, seed=seed, device=device,
-        )
-        for seed in range(runs)
-    ]  # fmt: skip
-    return stacked(made, compile=compile)
 
 
 def run_of(
@@ -60,20 +46,17 @@ def run_of(
     run = evenclip.prepare(
         model, given, rule=rule, epochs=10_000, batch_size=batch, lr=LR, seed=0, device=device, performance=performance
     )
-    return steps(run, performance)
+    return steps(run)
 
 
 def axes(device: str, compile: bool, quick: bool) -> dict[str, tuple[str, str, Points]]:
     """Name of each axis -> what it is, what is kept, and its points."""
-    stack: Callable[..., Loop] = partial(stack_of, device=device, compile=compile)
     run: Callable[..., Loop] = partial(run_of, device=device, compile=compile)
-    runs, samples = [1, 2, 5, 10, 25, 50], [1_000, 10_000, 100_000, 1_000_000]
+    samples = [1_000, 10_000, 100_000, 1_000_000]
     batches, widths, groups = [64, 256, 1024, 4096], [64, 128, 256, 512, 1024, 2048], [2, 4, 16, 64, 256]
     if quick:
-        runs, samples, batches, widths, groups = runs[:2], samples[:2], batches[:2], widths[:2], groups[:2]
+        samples, batches, widths, groups = samples[:2], batches[:2], widths[:2], groups[:2]
     return {
-        "runs-dutch": ("runs in a stack", "Dutch", {r: partial(stack, "dutch", runs=r) for r in runs}),
-        "runs-adult": ("runs in a stack", "Adult's MLP", {r: partial(stack, "adult", runs=r) for r in runs}),
         "samples": ("samples", "Dutch", {n: partial(run, "dutch", n=n) for n in samples}),
         "batch": ("batch size", "Adult's MLP", {b: partial(run, "adult", batch=b) for b in batches}),
         "parameters": ("width of the MLP", "Adult", {w: partial(run, "adult", width=w) for w in widths}),
@@ -87,7 +70,6 @@ def measured(name: str, about: tuple[str, str, Points], given: argparse.Namespac
     makes = {str(point): make for point, make in points.items()}
     found = interleaved(makes, rounds=given.rounds, seconds=turn, device=given.device, mute=False)
     first = next(iter(found.seconds), None)
-    shared = [int(point) if name.startswith("runs") else 1 for point in found.seconds]  # runs that a step moves
     return {
         "axis": name,
         "what": what,
@@ -97,10 +79,6 @@ def measured(name: str, about: tuple[str, str, Points], given: argparse.Namespac
             point: spread(ratios(times, found.seconds[first]))[1]
             for point, times in found.seconds.items()
             if first is not None
-        },
-        "ms a run": {
-            point: 1e3 * spread(times)[1] / runs
-            for (point, times), runs in zip(found.seconds.items(), shared, strict=True)
         },
         "parameters": {str(w): sum(p.numel() for p in mlp(hidden=(w, w)).parameters()) for w in points}
         if name == "parameters"
@@ -112,13 +90,12 @@ def measured(name: str, about: tuple[str, str, Points], given: argparse.Namespac
 
 def table(found: dict[str, Any]) -> str:
     """An axis, readable at 80 columns."""
-    is_stack, counts = found["axis"].startswith("runs"), found["parameters"]
+    counts = found["parameters"]
     title = f"{found['what']} ({found['where']})"
-    lines = [f"{title:<36}{'ms a step':>12}{'ratio':>10}{'ms a run' if is_stack else '':>12}"]
+    lines = [f"{title:<36}{'ms a step':>12}{'ratio':>10}"]
     for point, ms in found["ms"].items():
         label = f"{int(point):,}" + (f" ({counts[point]:,} parameters)" if counts else "")
-        each = f"{found['ms a run'][point]:.3f}" if is_stack else ""
-        lines.append(f"  {label:<34}{ms:>12.3f}{found['ratio'][point]:>10.2f}{each:>12}")
+        lines.append(f"  {label:<34}{ms:>12.3f}{found['ratio'][point]:>10.2f}")
     lines += [f"  {point}: {why}"[:80] for point, why in found["failed"].items()]
     return "\n".join(lines)
 
@@ -126,16 +103,16 @@ def table(found: dict[str, Any]) -> str:
 def main() -> None:
     """Measure, print, keep."""
     parser = arguments(__doc__ or "", rounds=9)
-    names = ("runs", "samples", "batch", "parameters", "groups")
+    names = ("samples", "batch", "parameters", "groups")
     parser.add_argument("--axes", nargs="+", default=list(names), choices=names)
-    parser.add_argument("--compiled", action="store_true", help="steps and stacks compiled, on a GPU recorded")
+    parser.add_argument("--compiled", action="store_true", help="steps compiled")
     given = parser.parse_args()
     if given.quick:
         given.rounds = min(given.rounds, 3)
     prepare_torch(given.threads, given.device, tf32=False)
     found = []
     for name, about in axes(given.device, given.compiled, given.quick).items():
-        if name.split("-")[0] not in given.axes:
+        if name not in given.axes:
             continue
         found.append(measured(name, about, given, 0.03 if given.quick else _TURN))
         print(table(found[-1]) + "\n", flush=True)

@@ -2,16 +2,16 @@
 
     python benchmarks/step.py [--device cpu|cuda] [--models dutch adult mnist celeba vit lstm]
                               [--batch 64 256 1024 4096] [--rounds 15] [--threads 2] [--tf32]
-                              [--stack dutch adult] [--stack-compiled] [--budget 60] [--quick] [--out FILE]
+                              [--budget 60] [--quick] [--out FILE]
 
-What is timed is the whole step as a user runs it; `_ways.py` says what belongs to each way. The ways take turns within
-a round, so that whatever else the machine does hits all alike; ratios are taken within rounds, and what is printed is
-their median and quartiles. Peak memory is that of a process of its own, on a GPU of one whose compiler finds everything
-in its cache; that of the first, which compiles, is in the file too. A way that fails is a dash in the table, with
-the reason in the file, and stops nothing else.
+The whole step is timed as a user runs it; `_ways.py` lists what each way includes. The ways take turns within a round,
+so that other load on the machine affects all of them; ratios are taken within rounds, and their median and quartiles
+are printed. Peak memory is measured in a separate process; on a GPU, in one that finds everything in the compiler's
+cache, and that of the first, which compiles, is in the file too. A way that fails is a dash in the table, with the
+reason in the file, and does not stop the others.
 
-Compilers start with an empty cache: "first" is the time to the first step, compiling included, then the same again in a
-process that finds it in the cache.
+The compiler's cache is empty at the start: "first" is the time to the first step with compiling, then the same in a
+process that finds the cache filled.
 
 Writes benchmarks/results/step.json (step-cuda.json, step-cuda-tf32.json) with the environment.
 """
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from _cases import CASES, PAPER
 from _measure import arguments, in_child, interleaved, memory, prepare_torch, ratios, reason, save, spread
-from _ways import SEEDS, Setup, loop, runs_of, ways
+from _ways import WAYS, Setup, loop
 
 # Seconds that a process may take: a way's few steps for its memory, a model's whole row.
 _MEMORY, _ROW = 600.0, 3600.0
@@ -42,36 +42,32 @@ _TURN = 0.15
 
 def row(setup: Setup, given: argparse.Namespace) -> dict[str, Any]:
     """Everything measured about one model at one batch size."""
-    names = ways(setup.device, stack=setup.case in given.stack, stack_compiled=given.stack_compiled)
     about = {**vars(setup), "threads": given.threads}
     with tempfile.TemporaryDirectory(prefix="compiled-") as cache:
         env = {"TORCHINDUCTOR_CACHE_DIR": cache}
-        # First: a way that does not get through this has no turn with the others, which it might take down with it.
-        # Side by side on a GPU, where a process's own memory is what is counted.
-        # There twice: a compiler that finds nothing in its cache tries out kernels, and needs memory for that.
-        with ThreadPoolExecutor(1 if setup.device == "cpu" else len(names)) as pool:
+        # Memory first: a way that fails here takes no turn with the others. On a GPU the processes run side by side,
+        # since memory is counted by process; and twice, since compiling itself needs memory.
+        with ThreadPoolExecutor(1 if setup.device == "cpu" else len(WAYS)) as pool:
             look = partial(_look, about=about, env=env)
-            peaks = cold = dict(zip(names, pool.map(look, names), strict=True))
+            peaks = cold = dict(zip(WAYS, pool.map(look, WAYS), strict=True))
             if setup.device != "cpu":
-                peaks = dict(zip(names, pool.map(look, names), strict=True))
+                peaks = dict(zip(WAYS, pool.map(look, WAYS), strict=True))
         failed = {way: found["error"] for way, found in peaks.items() if "error" in found}
-        left = [way for way in names if way not in failed]
+        left = [way for way in WAYS if way not in failed]
         task = {"ways": left, "rounds": given.rounds, "turn": given.turn, "budget": given.budget, **about}
         timed: dict[str, Any] = in_child(__file__, task, _ROW, env) if left else {"error": "nothing to measure"}
     if "error" in timed:
         timed = {"seconds": {}, "first": {}, "failed": dict.fromkeys(left, timed["error"])}
-    seconds = {
-        way: [value / runs_of(way) for value in timed["seconds"][way]] for way in names if way in timed["seconds"]
-    }
+    seconds = {way: timed["seconds"][way] for way in WAYS if way in timed["seconds"]}
     return {
         "model": setup.case,
         "batch": setup.batch,
         "device": setup.device,
         "tf32": setup.tf32,
         **compared(seconds),
-        "MiB": {way: found["MiB"] / runs_of(way) for way, found in peaks.items() if "MiB" in found},
-        "held": {way: found["held"] / runs_of(way) for way, found in peaks.items() if "held" in found},
-        "compiling": {way: found["MiB"] / runs_of(way) for way, found in cold.items() if "MiB" in found},
+        "MiB": {way: found["MiB"] for way, found in peaks.items() if "MiB" in found},
+        "held": {way: found["held"] for way, found in peaks.items() if "held" in found},
+        "compiling": {way: found["MiB"] for way, found in cold.items() if "MiB" in found},
         "first": {way: [found["first"], timed["first"].get(way)] for way, found in cold.items() if "first" in found},
         "failed": failed | timed["failed"],
         "rounds": seconds,
@@ -145,8 +141,7 @@ def child(task: dict[str, Any]) -> dict[str, Any]:
         there = sum(part.nbytes for part in setup.data()) if setup.device != "cpu" else 0
         if setup.device != "cpu":
             torch.cuda.reset_peak_memory_stats(setup.device)
-        parts = SEEDS if task["way"].startswith("stack") else 1  # each has its own data
-        return memory(partial(loop, task["way"], setup), _STEPS, setup.device, parts * there)
+        return memory(partial(loop, task["way"], setup), _STEPS, setup.device, there)
     makes = {way: partial(loop, way, setup) for way in task["ways"]}
     found = interleaved(makes, rounds=task["rounds"], seconds=task["turn"], device=setup.device, budget=task["budget"])
     return found._asdict()
@@ -158,8 +153,6 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(PAPER), choices=list(CASES))
     parser.add_argument("--batch", nargs="+", type=int, default=[256])
     parser.add_argument("--tf32", action="store_true", help="on a GPU, operands of 11 bits on both sides")
-    parser.add_argument("--stack", nargs="*", default=["dutch", "adult"], choices=list(CASES), help="models to stack")
-    parser.add_argument("--stack-compiled", action="store_true", help="on a CPU, also stacks that are compiled")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds; a slower model has five rounds only")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args()

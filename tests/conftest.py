@@ -1,10 +1,60 @@
-"""What every test has: one thread (tests run side by side), and hypothesis that draws the same examples every time."""
+"""One thread per test process, the same hypothesis examples in every run, and skips that are listed by reason."""
 
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+sys.path.insert(0, str(Path(__file__).parent))  # where tests find `pages`
 torch.set_num_threads(1)
 settings.register_profile(
     "evenclip", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=False
 )
 settings.load_profile("evenclip")
+
+
+class Here:
+    """An engine that carries out runs in this process, where a test is not about processes."""
+
+    def check_device(self, device):
+        pass
+
+    def carry_out(self, specs, store, show):
+        from evenclip.runs.work import work
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # as in a worker
+            for spec in specs:
+                store.write(spec, *work(spec, lambda t: None))
+        return []
+
+    def apart(self, work, items):
+        return ((place, work(item)) for place, item in enumerate(items))
+
+
+@pytest.fixture(scope="session")
+def here():
+    return Here()
+
+
+MOST_REASONS = 9  # lines; one more says how many reasons are left out
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests were skipped for each reason, most frequent first."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    if not reasons:
+        return
+    terminalreporter.write_sep("=", "skipped")
+    for reason, count in reasons.most_common(MOST_REASONS):
+        terminalreporter.write_line(f"{count:4} {reason}")
+    if len(reasons) > MOST_REASONS:
+        rest = sum(reasons.values()) - sum(count for _, count in reasons.most_common(MOST_REASONS))
+        terminalreporter.write_line(f"{rest:4} for {len(reasons) - MOST_REASONS} other reasons; see `pytest -rs`")

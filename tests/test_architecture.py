@@ -23,20 +23,14 @@ ORDER = [
     ["runs"],
     ["paper.settings"],
     ["protocol", "audit"],
-    ["train"],
-    ["stack"],
-    ["run"],
-    ["quick", "objectives"],
-    ["program", "trace"],
-    ["lowering"],
-    ["logs"],
-    ["sharded"],
-    ["step", "checkpoint", "privacy", "progress", "update"],
-    ["rules", "gradients", "data", "models", "sampling"],
+    ["training"],
+    ["objectives", "logs", "sharded"],
+    ["privacy"],
     ["accounting"],
-    ["release", "noise", "noise_cuda", "compiler", "recording"],
+    ["mechanism"],
+    ["rules", "gradients", "data", "models"],
     ["ranks"],
-    ["check", "processes"],
+    ["check"],
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 HEAVY = ["matplotlib", "pandas", "scipy", "dp_accounting", "typer", "rich", "sklearn", "pyarrow"]
@@ -101,17 +95,18 @@ def test_the_search_for_imports_finds_them(tmp_path):
     path = tmp_path / "module.py"
     path.write_text(
         "from typing import TYPE_CHECKING\n"
-        "import evenclip.step\n"
+        "import evenclip.training.step\n"
         "from evenclip import check, privacy\n"
         "from evenclip.rules.rule import Rule\n"
         "if TYPE_CHECKING:\n"
-        "    from evenclip.train import Result\n"
+        "    from evenclip.training.fit import Result\n"
         "else:\n"
         "    from evenclip.data import Dataset\n"
         "def later():\n"
-        "    from evenclip.run import Run\n"
+        "    from evenclip.training.run import Run\n"
     )
-    assert imported(path) == [(2, "step"), (3, "check"), (3, "privacy"), (4, "rules"), (8, "data"), (10, "run")]
+    expected = [(2, "training"), (3, "check"), (3, "privacy"), (4, "rules"), (8, "data"), (10, "training")]
+    assert imported(path) == expected
 
 
 def test_there_are_no_utils():

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from evenclip.cli import main
+from evenclip.report.page import page
 
-QUICK = ("toy", "--epochs", "1", "--model", "linear", "--lr", "0.1")
+QUICK = ("toy", "--epochs", "1", "--model", "linear", "--lr", "0.1", "--workers", "1")
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +38,7 @@ def test_results_are_written_and_a_table_printed(typed, tmp_path):
     assert list(plain["table"]) == ["non-private", "dpsgd", "dpsgd-global-adapt"]
     assert plain["seeds"] == [0, 1]
     assert "1/6 " in err
+    assert (tmp_path / "out" / "report.html").read_text() == page(plain)  # the page has nothing that the file has not
     again, out_again, err_again = typed(
         *QUICK, "--seeds", 2, "--rules", "dpsgd,dpsgd-global-adapt", "--out", tmp_path / "out", "--json"
     )
@@ -90,7 +92,9 @@ def test_runs_that_fail_are_status_1(typed, tmp_path):
         "import torch\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n        raise ValueError('I am tired')\n"
         "def make(x, classes):\n    return Net(x.shape[1], classes)\n"
     )
-    status, out, err = typed("toy", "--epochs", 1, "--lr", 0.1, "--seeds", 1, "--model", f"{tmp_path}/net.py:make")
+    status, out, err = typed(
+        "toy", "--epochs", 1, "--lr", 0.1, "--seeds", 1, "--workers", 1, "--model", f"{tmp_path}/net.py:make"
+    )
     assert (status, out) == (1, "")
     assert "Traceback" not in err
     assert "I am tired" in err.splitlines()[-1]

@@ -8,7 +8,7 @@ import pytest
 
 from evenclip.accounting import epsilon, scale_for
 from evenclip.cli import main, version
-from evenclip.release import Entry, Ledger
+from evenclip.mechanism.release import Entry, Ledger
 
 ADULT = ["epsilon", "--rate", str(1 / 92), "--steps", "1840", "--delta", "1e-6"]
 

@@ -1,78 +1,27 @@
-"""The documentation runs: every block of Python, every command, the notebook; and it has every public name.
-
-A block of a page is run after the blocks before it, in one namespace and one empty folder, as a reader would. A Python
-block whose first line is a comment with the name of a file is written to that file too. Commands that start with
-`evenclip` are run with few seeds and epochs. What cannot be run in seconds has the reason in a comment before it,
-
-    <!-- not run: the reason -->
-
-and is compiled or parsed all the same.
-"""
+"""The documentation runs: every block of Python, every command, the notebook; and it has every public name."""
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
 import sys
 import types
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-import typer
 
 import evenclip
 from evenclip import logs, opacus, sklearn
-from evenclip.cli import app, main
 from evenclip.gradients import per_sample_gradients
-from evenclip.rules import Guarded, Rule
+from evenclip.mechanism import Mechanism
+from evenclip.rules import Rule
+from pages import FENCE, PAGES, ROOT, SHELL, blocks, every_block, run_page, run_python
 
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(r"^(?P<fence>`{3,})(?P<language>[\w{}-]*)[^\n]*\n(?P<text>.*?)^(?P=fence)\s*$", re.M | re.S)
-REASON = re.compile(r"<!-- not run: (.+?) -->\s*\Z")
-SHELL = ("sh", "console", "bash")
 # How many blocks are not run. One more needs a reason on its page, and a look at this line.
 NOT_RUN = {"python": 0, "shell": 9}
-# So that a command takes seconds; the last of two options counts.
-QUICK = {
-    "compare": ["--seeds", "1", "--epochs", "1", "--lr", "0.1", "--workers", "1"],
-    "train": ["--epochs", "1"],
-}
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of a page."""
-
-    page: Path
-    line: int
-    language: str
-    text: str
-    reason: str | None
-
-    @property
-    def commands(self) -> list[list[str]]:
-        """The commands of a shell block, as words."""
-        lines = self.text.replace("\\\n", " ").splitlines()
-        return [words for line in lines if (words := shlex.split(line.removeprefix("$ "), comments=True))]
-
-
-def blocks(page: Path) -> list[Block]:
-    text = page.read_text(encoding="utf-8")
-    found = []
-    for match in FENCE.finditer(text):
-        before = text[: match.start()]
-        reason = REASON.search(before)
-        line = before.count("\n") + 2  # of the block's first line
-        found.append(Block(page, line, match["language"], match["text"], reason and reason[1]))
-    return found
-
-
-def every_block() -> list[Block]:
-    return [block for page in PAGES for block in blocks(page)]
+# Starts jobs and ranks, for 10 s: tests/evidence runs it.
+SLOW = {"scale"}
 
 
 def names(path: Path) -> str:
@@ -81,70 +30,15 @@ def names(path: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder to work in, and a cache of its own."""
+    """An empty folder to work in with a cache of its own, on a machine with one core: one process for all runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EVENCLIP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0}, raising=False)
     return tmp_path
 
 
-def run_page(page: Path, folder: Path) -> types.ModuleType:
-    """All blocks of a page, in their order; its namespace."""
-    module = types.ModuleType(f"page_{page.stem}")
-    sys.modules[module.__name__] = module  # dataclasses look their module up
-    try:
-        for block in blocks(page):
-            if block.language == "python":
-                run_python(block, folder, module)
-            elif block.language in SHELL:
-                run_commands(block)
-    finally:
-        del sys.modules[module.__name__]
-    return module
-
-
-def run_python(block: Block, folder: Path, module: types.ModuleType) -> None:
-    code = compile("\n" * (block.line - 1) + block.text, str(block.page), "exec")
-    file = re.match(r"# ([\w/]+\.py)\n", block.text)
-    if file:
-        (folder / file[1]).write_text(block.text, encoding="utf-8")
-    if block.reason is None:
-        exec(code, module.__dict__)
-
-
-def run_commands(block: Block) -> None:
-    for words in block.commands:
-        if words[0] == "evenclip":
-            parse(words[1:])
-            if block.reason is None:
-                run_command(words[1:])
-        elif words[0] == "make":
-            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M), words
-        elif words[0].endswith("python") and words[1].endswith(".py"):
-            assert (ROOT / words[1]).is_file(), words
-
-
-def parse(words: list[str]) -> None:
-    """Raise for a command that `evenclip` would not understand."""
-    command, context = typer.main.get_command(app), None
-    while True:
-        context = command.make_context(command.name or "evenclip", list(words), parent=context)
-        rest = [*getattr(context, "_protected_args", []), *context.args]
-        if not hasattr(command, "resolve_command") or not rest:
-            return
-        _, command, words = command.resolve_command(context, rest)
-
-
-def run_command(words: list[str]) -> None:
-    quick = QUICK.get(words[0], [])
-    if words[0] == "compare" and "--rules" not in words:
-        quick = [*quick, "--rules", "dpsgd-global-adapt"]
-    with pytest.raises(SystemExit) as end:
-        main([*words, *quick])
-    assert not end.value.code, f"evenclip {shlex.join(words)} ended with status {end.value.code}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=names)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in SLOW], ids=names)
 @pytest.mark.filterwarnings("ignore:delta is")
 @pytest.mark.filterwarnings("ignore:Secure RNG turned off")  # this and the next are Opacus's own
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed")
@@ -183,7 +77,7 @@ def test_the_step_times_beside_the_neighbours_are_those_of_the_table():
     (row,) = re.findall(r"^\| one step, Adult's MLP.*$", text, re.M)
     (measured,) = re.findall(r"^\| Adult, MLP 256-256 .*$", text, re.M)
     said = re.findall(r"\d+\.\d+", row)
-    assert said == re.findall(r"\d+\.\d+", measured)[-len(said) :]  # the last columns: ours, compiled, Opacus's two
+    assert said == re.findall(r"\d+\.\d+", measured)[-len(said) :]  # the last columns: ours, Opacus's two
 
 
 def test_the_picture_of_the_report_is_small():
@@ -231,7 +125,7 @@ def test_the_rules_of_the_page_never_exceed_their_sensitivity(own_rules):
             y, group = torch.randint(3, (40,), generator=generator), torch.randint(2, (40,), generator=generator)
             gradients = per_sample_gradients(model, torch.nn.functional.cross_entropy, x, y)
             state = rule.init(2) * float(torch.rand(1, generator=generator) * 3 + 0.01)
-            counts = Guarded(rule).statistics(gradients.norms(), group, state, None)
+            counts = Mechanism(rule).count(gradients.norms(), group, state, None)
             now, _ = rule.observe(counts, 40.0, state)
             each = gradients.per_sample()  # [sample, parameter]
             for i, norm in enumerate(gradients.norms()):

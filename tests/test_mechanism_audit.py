@@ -28,12 +28,13 @@ from torch import Tensor
 
 from evenclip import accounting
 from evenclip.gradients.tape import Layout, PerSample, Whole
-from evenclip.noise import Noise
-from evenclip.release import Ledger, Releases
-from evenclip.rules import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, Guarded, Rule
-from evenclip.step import Chunk, step
+from evenclip.mechanism import Mechanism
+from evenclip.mechanism.noise import Noise
+from evenclip.mechanism.release import Ledger, Release
+from evenclip.rules import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, Rule
+from evenclip.training.step import Chunk, step
 
-DRAWS, BLOCK = 400_000, 5_000
+DRAWS, BLOCK = 100_000, 5_000
 DELTA = 1e-2
 DOUBT = 1e-6
 D = 16  # parameters
@@ -49,7 +50,7 @@ class GivenGradients:
         self.model = torch.nn.Identity()
         self.layout = Layout(("weight",), (torch.Size([D]),), torch.zeros(0, dtype=torch.float64))
 
-    def __call__(self, x: Tensor, y: Tensor) -> PerSample:
+    def __call__(self, x: Tensor, y: Tensor, group: Tensor) -> PerSample:
         return PerSample(torch.zeros(len(x), dtype=torch.float64), [Whole({"weight": x})], self.layout)
 
 
@@ -72,20 +73,20 @@ def world(*rows: tuple[Tensor, int]) -> World:
 
 
 @dataclass
-class Mechanism:
+class OneStep:
     """One step, as training takes it; a fault replaces one of its parts."""
 
     rule: Rule
     groups: int = 1
     B: float = 4.0
     divide_by_size: bool = False
-    releases: Callable[[dict[str, Tensor], World], Releases] = field(default=lambda noise, world: Releases(noise))
+    releases: Callable[[dict[str, Tensor], World], Release] = field(default=lambda noise, world: Release(noise))
 
     def __post_init__(self) -> None:
-        self.guard, self.state = Guarded(self.rule, blind=True), self.rule.init(self.groups)  # mapped over noise
-        none = torch.zeros(0, dtype=torch.float64)
-        self.counts = len(self.guard.statistics(none, none.long(), self.state, None))
+        self.mechanism = Mechanism(self.rule, self.groups, traceable=True)  # mapped over noise
+        self.state, self.counts = self.rule.init(self.groups), self.mechanism.counts
         self.ledger = Ledger()
+        self.ledger.write(1.0, self.mechanism.multipliers)
 
     def __call__(self, world: World, noise: Tensor) -> Transcript:
         """What a step makes public, for each row of noise [draw, counts + D]."""
@@ -95,10 +96,8 @@ class Mechanism:
         release = self.releases({"count": drawn[: self.counts], "gradient": drawn[self.counts :]}, world)
         B = float(len(world.group)) if self.divide_by_size else self.B
         chunk = Chunk(world.gradients, world.group, world.group)
-        found = step(GivenGradients(), self.guard, self.state, [chunk], B, release)
-        if not self.ledger.entries:
-            self.ledger.write(1.0, release.multipliers)
-        return {"gradient": found.public.gradient, "now": found.public.now}
+        public, _ = step(GivenGradients(), self.mechanism, self.state, [chunk], B, release)
+        return {"gradient": public.gradient, "now": public.now}
 
     def draw(self, world: World, seed: int) -> Transcript:
         """Many steps with fresh noise."""
@@ -175,7 +174,7 @@ SOUND = {
 }
 
 
-def audit(mechanism: Mechanism, worlds: tuple[World, World], score: Score) -> float:
+def audit(mechanism: OneStep, worlds: tuple[World, World], score: Score) -> float:
     """The attacker's lower bound on the ε of one step."""
     present, absent = worlds
     return lower_bound(score(mechanism.draw(present, seed=1)), score(mechanism.draw(absent, seed=2)))
@@ -184,20 +183,20 @@ def audit(mechanism: Mechanism, worlds: tuple[World, World], score: Score) -> fl
 @pytest.mark.parametrize("name", SOUND)
 def test_no_attack_beats_the_claim(name):
     rule, worlds = SOUND[name]
-    mechanism = Mechanism(rule, groups=2)
+    mechanism = OneStep(rule, groups=2)
     bound = audit(mechanism, worlds, along_the_record)
     assert 0.3 * mechanism.claim < bound < mechanism.claim
 
 
 def test_the_attack_is_strong():
     rule, worlds = SOUND["dpsgd"]
-    mechanism = Mechanism(rule, groups=2)
+    mechanism = OneStep(rule, groups=2)
     assert audit(mechanism, worlds, along_the_record) > 0.7 * mechanism.claim
 
 
 def test_the_claim_of_one_step_is_that_of_the_gaussian_mechanism():
     # δ(ε) = Φ(1/2 − ε) − e^ε Φ(−1/2 − ε) for sensitivity ÷ noise = 1 (Balle & Wang 2018).
-    mechanism = Mechanism(DPSGD(C0=1.0, sigma=1.0))
+    mechanism = OneStep(DPSGD(C0=1.0, sigma=1.0))
     mechanism(FEW[0], torch.zeros(1, D, dtype=torch.float64))
     claim = mechanism.claim
     delta = stats.norm.cdf(0.5 - claim) - math.exp(claim) * stats.norm.cdf(-0.5 - claim)
@@ -208,14 +207,14 @@ def test_the_claim_of_one_step_is_that_of_the_gaussian_mechanism():
 # -----------------------------------------------------------------------------------
 
 
-class NoiseForC0(Releases):
+class NoiseForC0(Release):
     """The algorithm box of DPSGD-F: noise σC0, though the sensitivity is max C_k."""
 
-    def __call__(self, name, value, *, sensitivity, multiplier, bounded=True):
+    def __call__(self, name, value, *, sensitivity, multiplier):
         return super().__call__(name, value, sensitivity=1.0, multiplier=multiplier)
 
 
-class NoiseForThosePresent(Releases):
+class NoiseForThosePresent(Release):
     """The published code of DPSGD-F: noise for the largest bound among the groups in the batch."""
 
     def __init__(self, noise, world):
@@ -223,7 +222,7 @@ class NoiseForThosePresent(Releases):
         self.present = world.group.unique()
         self.noisy_counts = None
 
-    def __call__(self, name, value, *, sensitivity, multiplier, bounded=True):
+    def __call__(self, name, value, *, sensitivity, multiplier):
         if name == "count":
             self.noisy_counts = super().__call__(name, value, sensitivity=sensitivity, multiplier=multiplier)
             return self.noisy_counts
@@ -233,20 +232,20 @@ class NoiseForThosePresent(Releases):
 
 def test_fault_noise_for_C0_is_seen():
     rule, worlds = SOUND["dpsgd-f"]
-    mechanism = Mechanism(rule, groups=2, releases=lambda noise, world: NoiseForC0(noise))
+    mechanism = OneStep(rule, groups=2, releases=lambda noise, world: NoiseForC0(noise))
     assert audit(mechanism, worlds, along_the_record) > mechanism.claim
 
 
 def test_fault_division_by_the_size_of_the_batch_is_seen():
     rule, worlds = SOUND["dpsgd"]
-    mechanism = Mechanism(rule, groups=2, divide_by_size=True)
+    mechanism = OneStep(rule, groups=2, divide_by_size=True)
     assert audit(mechanism, worlds, spread) > mechanism.claim
 
 
 def test_fault_noise_for_the_groups_present_is_seen():
     # Only group 0 without the record; its noisy bound is the smaller one in half of the draws.
     worlds = (world((record(0.5, axis=1), 0), (record(1e-9), 1)), world((record(0.5, axis=1), 0)))
-    mechanism = Mechanism(SOUND["dpsgd-f"][0], groups=2, releases=NoiseForThosePresent)
+    mechanism = OneStep(SOUND["dpsgd-f"][0], groups=2, releases=NoiseForThosePresent)
     assert audit(mechanism, worlds, spread_for_its_bounds) > mechanism.claim
 
 
@@ -255,7 +254,7 @@ def test_fault_noise_drawn_once_and_reused_is_seen(reused):
     # Two steps; the record's gradient points one way in the first and the other way in the second.
     rule = DPSGD(C0=1.0, sigma=1.0)
     other = (record(0.5, axis=1), 0)
-    mechanism = Mechanism(rule, groups=2)
+    mechanism = OneStep(rule, groups=2)
     present = [world(other, (record(1e6), 1)), world(other, (record(-1e6), 1))]
     absent = [world(other), world(other)]
     scores = []

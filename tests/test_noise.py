@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import shutil
 from decimal import Decimal, localcontext
-from functools import partial
 
 import numpy as np
 import pytest
@@ -19,10 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from evenclip import noise as module
-from evenclip.noise import Ahead, Noise, normal, normals
+from evenclip.mechanism import noise as module
+from evenclip.mechanism.noise import Ahead, Noise
 
 
 def seeded(seed):
@@ -33,19 +30,15 @@ def by_numpy(noise, t, size, dtype=torch.float32, steps=1):
     return noise.normal(t, size, dtype, steps)
 
 
-def by_tensors(noise, t, size, dtype=torch.float32, steps=1):
-    return torch.stack([normal(noise.key, torch.tensor(t + s), size, dtype) for s in range(steps)])
+def in_parts(noise, t, size, dtype=torch.float32, steps=1):
+    """As several ranks draw them: each a range of the numbers."""
+    cut = size // 3
+    return torch.stack(
+        [torch.cat([noise.part(t + s, size, *ends, dtype) for ends in ((0, cut), (cut, size))]) for s in range(steps)]
+    )
 
 
-def by_words(noise, t, size, dtype=torch.float32, steps=1):
-    """As a compiled step has it, which makes float64 as numpy does."""
-    if dtype == torch.float64:
-        return noise.normal(t, size, dtype, steps)
-    pairs = zip(*noise.words(t, size, steps), strict=True)
-    return torch.stack([normals(words, more, size, dtype) for words, more in pairs])
-
-
-over_roads = pytest.mark.parametrize("road", [by_numpy, by_tensors, by_words])
+over_roads = pytest.mark.parametrize("road", [by_numpy])
 over_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 ROUNDING = {torch.float32: 3e-6, torch.float64: 2e-14}  # of a number: that of its angle, times its radius
 examples = settings(derandomize=True, deadline=None, database=None)
@@ -90,23 +83,6 @@ def test_numpy_has_the_published_philox(counter, key, words):
     before = (sum(word << 64 * i for i, word in enumerate(counter)) - 1) % 2**256
     before = np.array([before >> 64 * i & 2**64 - 1 for i in range(4)], dtype=np.uint64)
     assert np.random.Philox(key=np.array(key, np.uint64), counter=before).random_raw(4).tolist() == words
-    if not any(counter):  # the only one of these counters that is a step's: the block before the first
-        found = module._philox(torch.tensor(key), torch.tensor(-1), 0, 1, 0)
-        assert unsigned(found).tolist() == words
-
-
-@given(
-    KEYS,
-    st.integers(0, 2**60) | st.sampled_from(SOME_T),
-    st.integers(0, 2**63 - 1) | st.integers(0, 99),
-    st.integers(0, 5),
-    st.integers(0, 1),
-)
-@examples
-def test_words_in_tensor_operations_are_those_of_numpy(key, t, size, blocks, stream):
-    found = module._philox(torch.tensor(key), torch.tensor(t), size, blocks, stream)
-    assert found.dtype == torch.int64
-    assert np.array_equal(unsigned(found), philox(key, t, size, blocks, stream))
 
 
 @given(
@@ -132,13 +108,6 @@ def test_words_of_a_run_are_those_of_its_key_whatever_was_drawn_before(key, draw
             assert found.shape == (steps, 4 * blocks)
             for s in range(steps):
                 assert np.array_equal(found[s], philox(key, t + s, size, blocks, stream))
-
-
-@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**64 - 1) | st.sampled_from(module._MULTIPLIERS))
-@examples
-def test_products_of_64_bits(x, m):
-    high, low = (int(unsigned(part)) for part in module._product(torch.tensor(x), m))
-    assert (high << 64) + low == x % 2**64 * m
 
 
 # Numbers: their distribution -----------------------------------------------------------------------------------------
@@ -260,42 +229,6 @@ def test_every_number_is_that_of_its_bits(road, dtype, size, t):
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=ROUNDING[dtype])
 
 
-@over_dtypes
-@given(KEYS, st.integers(0, 2**40), st.integers(0, 40))
-@examples
-def test_tensor_operations_give_the_numbers_of_numpy(dtype, key, t, size):
-    noise = seeded(0)
-    noise.set_state(torch.tensor(key))
-    torch.testing.assert_close(
-        by_tensors(noise, t, size, dtype), by_numpy(noise, t, size, dtype), rtol=0, atol=ROUNDING[dtype]
-    )
-
-
-@over_dtypes
-@pytest.mark.parametrize("size", [0, 1, 9, 1000])
-def test_a_stack_of_runs_draws_what_each_of_them_draws_alone(dtype, size):
-    runs, t = [seeded(seed) for seed in range(5)], torch.tensor(7)
-    keys = torch.stack([noise.key for noise in runs])
-    found = torch.func.vmap(lambda key: normal(key, t, size, dtype))(keys)
-    expected = torch.cat([noise.normal(7, size, dtype) for noise in runs])
-    torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDING[dtype])
-    each = torch.func.vmap(lambda key, t: normal(key, t, size, dtype))(keys, torch.arange(5))
-    expected = torch.cat([noise.normal(t, size, dtype) for t, noise in enumerate(runs)])
-    torch.testing.assert_close(each, expected, rtol=0, atol=ROUNDING[dtype])
-
-
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 9), (torch.float64, 1000)])
-def test_a_graph_draws_the_numbers_of_other_keys_and_steps_than_it_was_made_for(dtype, size):
-    def draw(keys, t):
-        return torch.func.vmap(lambda key: normal(key, t, size, dtype))(keys)
-
-    keys = torch.stack([seeded(seed).key for seed in range(6)])
-    graph = make_fx(draw)(keys[:3], torch.tensor(0))
-    for t in SOME_T:
-        expected = torch.cat([seeded(seed).normal(t, size, dtype) for seed in (3, 4, 5)])
-        torch.testing.assert_close(graph(keys[3:], torch.tensor(t)), expected, rtol=0, atol=ROUNDING[dtype])
-
-
 @over_roads
 @over_dtypes
 def test_where_u_lies_in_the_tail_its_further_bits_count(road, dtype):
@@ -338,7 +271,7 @@ def test_a_step_in_the_tail_has_its_numbers_however_it_is_come_by(monkeypatch, p
     together, alone = seeded(3).normal(6, 2 * pairs, steps=5), seeded(3)
     for i in (3, 0, 4, 1, 2):
         assert torch.equal(together[i], alone.normal(6 + i, 2 * pairs)[0])
-        torch.testing.assert_close(together[i], by_tensors(alone, 6 + i, 2 * pairs)[0], rtol=0, atol=3e-6)
+        assert torch.equal(together[i], in_parts(alone, 6 + i, 2 * pairs)[0])
 
 
 def test_a_seed_is_a_stream():
@@ -356,83 +289,34 @@ def test_ahead_has_the_numbers_of_every_step_in_any_order(dtype, sizes):
     block = max(1, 2**15 // max(total, 1))
     for t in (0, 1, 2, block - 1, block, block + 1, 3 * block, 1, 0, 2**40, 2**40 - 1, 5):  # on, far on, and back
         expected = noise.normal(t, total, dtype)[0]
-        assert torch.equal(ahead.row(t), expected)
         parts = ahead.of(t)
         assert {name: part.shape for name, part in parts.items()} == {name: (n,) for name, n in sizes.items()}
         assert list(parts) == list(sizes)
         assert torch.equal(torch.cat([expected[:0], *parts.values()]), expected)
 
 
-@pytest.mark.parametrize("tail", [TAIL, 2**28])
-@pytest.mark.parametrize("size", [1, 9, 40_000])
-def test_ahead_has_the_words_of_every_step_in_any_order(monkeypatch, size, tail):
-    """Also where one pair in 16 takes more bits: what one step has of them, the next has not."""
-    monkeypatch.setattr(module, "_TAIL", tail)
-    ahead, noise = Ahead(seeded(4), {"gradient": size}, torch.float32, torch.device("cpu")), seeded(4)
-    block = max(1, 2**15 // size)
-    for t in (0, 1, 2, block - 1, block, block + 1, 3 * block, 1, 0, 2**40, 2**40 - 1, 5):
-        found = normals(*ahead.words(t), size)
-        torch.testing.assert_close(found, noise.normal(t, size)[0], rtol=0, atol=3e-6)
-
-
-def test_further_bits_are_those_of_the_tail_and_of_this_step_alone(monkeypatch):
-    """A number that they were added to by mistake would differ by less than its rounding, mostly."""
-    monkeypatch.setattr(module, "_TAIL", 2**28)
-    noise = seeded(4)
-    for t in (0, 1, 2, 7, 1):
-        words, more = noise.words(t, 100, steps=2)
-        assert torch.equal(more > 0, (words & 0xFFFFFFFF) < 2**28)
-        assert (more > 0).any()
-
-
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
-@pytest.mark.parametrize("size", [7, 1001])
-def test_compiled_for_a_cpu_words_make_the_same_numbers(size):
-    """As they are, in the tail, and near 1, where float32 knows u no better than 2⁻²⁴: words and bits of all kinds."""
-    compiled = torch.compile(partial(normals, size=size))
-    half, random = (size + 1) // 2, np.random.default_rng(0)
-    for _ in range(20):
-        low = random.integers(0, 2**32, half, dtype=np.uint64)
-        low[::3], low[1::3] = low[::3] % TAIL, FLAT - 2 + low[1::3] % (2**32 - FLAT + 2)
-        words = low | random.integers(0, 2**32, half, dtype=np.uint64) << np.uint64(32)
-        extra = random.integers(1, 2**32, half)
-        more = torch.from_numpy(np.where(low < TAIL, extra * 2.0**-32, 0.0).astype(np.float32))
-        hand = [by_hand(int(word), int(bits) - 1, torch.float32) for word, bits in zip(words, extra, strict=True)]
-        expected = torch.tensor(hand, dtype=torch.float64).T.flatten()[:size]
-        found = compiled(torch.from_numpy(words.view(np.int64)), more)
-        torch.testing.assert_close(found.double(), expected, rtol=0, atol=3e-6)
-
-
-def test_split_goes_by_the_names():
-    ahead = Ahead(seeded(4), {"count": 2, "none": 0, "gradient": 3}, torch.float32, torch.device("cpu"))
-    parts = ahead.split(torch.arange(5.0))
-    assert {name: part.tolist() for name, part in parts.items()} == {"count": [0, 1], "none": [], "gradient": [2, 3, 4]}
-
-
 def test_a_run_that_goes_on_from_its_state_draws_what_it_would_have_drawn():
     first = Ahead(seeded(5), {"gradient": 3}, torch.float32, torch.device("cpu"))
-    whole = [first.row(t) for t in range(100)]
+    whole = [first.of(t)["gradient"] for t in range(100)]
     second = Ahead(seeded(6), {"gradient": 3}, torch.float32, torch.device("cpu"))
     second.set_state(first.state())
-    assert all(torch.equal(second.row(t), whole[t]) for t in range(40, 100))
+    assert all(torch.equal(second.of(t)["gradient"], whole[t]) for t in range(40, 100))
 
 
 @over_dtypes
 @pytest.mark.parametrize("sizes", [{"gradient": 3}, {"count": 2, "gradient": 40_000}])
 def test_ahead_forgets_what_it_has_drawn_when_it_becomes_another(dtype, sizes):
     ahead, other = (Ahead(seeded(seed), sizes, dtype, torch.device("cpu")) for seed in (5, 6))
-    drawn = {t: ahead.row(t).clone() for t in (0, 1, 2)}
-    rows = {t: other.row(t).clone() for t in (0, 1, 2, 3)}
+    drawn = {t: ahead.of(t)["gradient"].clone() for t in (0, 1, 2)}
+    rows = {t: other.of(t)["gradient"].clone() for t in (0, 1, 2, 3)}
     before = ahead.state()
     ahead.set_state(other.state())
     for t in (2, 3, 1, 0):
-        assert torch.equal(ahead.row(t), rows[t])
-        assert torch.equal(torch.cat(list(ahead.of(t).values())), rows[t])
-        assert torch.equal(ahead.row(t), seeded(6).normal(t, ahead.size, dtype)[0])
+        assert torch.equal(ahead.of(t)["gradient"], rows[t])
+        assert torch.equal(torch.cat(list(ahead.of(t).values())), seeded(6).normal(t, ahead.size, dtype)[0])
     assert torch.equal(ahead.state(), other.state())
     ahead.set_state(before)  # and back
-    assert all(torch.equal(ahead.row(t), row) for t, row in drawn.items())
+    assert all(torch.equal(ahead.of(t)["gradient"], row) for t, row in drawn.items())
 
 
 @over_roads
@@ -504,21 +388,17 @@ FAULTS_OF_SIZES = {
 
 
 def plant(fault, monkeypatch):
-    """Words from elsewhere, on both roads."""
+    """Words from elsewhere."""
 
     def of(self, t, steps, size, blocks):
         return np.stack([fault(self._key, t + s, size, blocks, self._stream) for s in range(steps)])
 
-    def words(key, t, size, blocks, stream):
-        return torch.from_numpy(fault(key, int(t), size, blocks, stream).view(np.int64))
-
     monkeypatch.setattr(module._Words, "of", of)
-    monkeypatch.setattr(module, "_philox", words)
 
 
 def check_nothing_twice(road, sizes, monkeypatch):
     """Of several runs, all words that the numbers are made of differ, and so do the numbers, over streams and sizes."""
-    seen, of, words = [], module._Words.of, module._philox
+    seen, of = [], module._Words.of
 
     def heard(found):
         seen.append(unsigned(found).ravel())
@@ -526,7 +406,6 @@ def check_nothing_twice(road, sizes, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(module._Words, "of", lambda *given: heard(of(*given)))
-        patch.setattr(module, "_philox", lambda *given: heard(words(*given)))
         found = [
             road(noise, t, size, torch.float64, 4).ravel()
             for noise in map(seeded, range(4))
@@ -678,11 +557,8 @@ def add_half(self, u, t, size):
     ("road", "name", "fault"),
     [
         (by_numpy, "Noise._refine", add_half),  # 32 bits: ends at √(66 ln 2) = 6.76
-        (by_tensors, "_TAIL", 0),  # the same, and u may be 0
         (by_numpy, "_TAIL", 1),  # refined too late: 6.66 and nothing for a while before it
-        (by_tensors, "_TAIL", 1),
-        (by_words, "Noise._further", lambda *_: 0.5),
-        (by_words, "_TAIL", 1),
+        (by_numpy, "Noise._further", lambda *_: 0.5),
     ],
 )
 def test_uniforms_of_32_bits_would_fail(road, name, fault, feed, monkeypatch):

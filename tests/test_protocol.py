@@ -8,9 +8,9 @@ import pytest
 
 from evenclip import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate
 from evenclip.accounting import epsilon
+from evenclip.mechanism.release import Entry, Ledger
 from evenclip.paper.settings import PUBLISHED
 from evenclip.protocol import STEP, Method, Protocol, expected_sensitivity, for_table, matched
-from evenclip.release import Entry, Ledger
 
 # ε by RDP at δ = 1e-6, as printed; Global-Adapt's with its count, jointly.
 PRINTED = {"adult": (3.41, 3.444), "dutch": (2.27, 2.293), "mnist": (5.90, 5.951), "celeba": (2.49, 2.515)}

@@ -1,4 +1,4 @@
-"""Releases and the ledger they write."""
+"""Release and the ledger they write."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenclip.noise import Noise
-from evenclip.release import Entry, Ledger, Releases, joint_multiplier
+from evenclip import DPSGD, NonPrivate
+from evenclip.mechanism import Entry, Ledger, Mechanism, Release, joint_multiplier
+from evenclip.mechanism.noise import Noise
+from evenclip.objectives import FairLens
 
-# Releases ------------------------------------------------------------------------------------------------------------
+# Release ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sensitivity", [0.5, torch.tensor(0.5, dtype=torch.float64)])
@@ -24,15 +26,14 @@ def test_a_release_adds_exactly_sensitivity_times_multiplier_times_noise(sensiti
         torch.tensor([[3.0, 4.0], [0.0, -1.0]], dtype=dtype),
         torch.tensor([1.0, -2.0, 8.0, 0.25], dtype=dtype),
     )
-    release = Releases({"count": torch.zeros(1), "gradient": noise})
+    release = Release({"count": torch.zeros(1), "gradient": noise})
     found = release("gradient", value, sensitivity=sensitivity, multiplier=6.0)
     assert found.tolist() == [[6.0, -2.0], [24.0, -0.25]]  # value + 3·noise, in powers of two: no rounding
     assert found.dtype == dtype
-    assert release.multipliers == {"gradient": 6.0}
 
 
 def test_each_name_is_released_once():
-    release = Releases({"gradient": torch.ones(2)})
+    release = Release({"gradient": torch.ones(2)})
     release("gradient", torch.zeros(2), sensitivity=1.0, multiplier=1.0)
     with pytest.raises(ValueError) as refused:  # noqa: PT011  # the whole text is compared
         release("gradient", torch.zeros(2), sensitivity=1.0, multiplier=1.0)
@@ -40,7 +41,7 @@ def test_each_name_is_released_once():
 
 
 def test_each_name_is_released_once_even_in_clear():
-    release = Releases({})
+    release = Release({})
     release("gradient", torch.zeros(2), sensitivity=1.0, multiplier=0.0)
     with pytest.raises(ValueError, match="released 'gradient' already"):
         release("gradient", torch.zeros(2), sensitivity=1.0, multiplier=0.0)
@@ -48,27 +49,26 @@ def test_each_name_is_released_once_even_in_clear():
 
 def test_a_name_without_noise_is_refused():
     with pytest.raises(KeyError):
-        Releases({"gradient": torch.ones(2)})("count", torch.zeros(1), sensitivity=1.0, multiplier=1.0)
+        Release({"gradient": torch.ones(2)})("count", torch.zeros(1), sensitivity=1.0, multiplier=1.0)
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_one_number_of_noise_for_each_number_released(size):
     with pytest.raises(RuntimeError):  # never spread over several
-        Releases({"gradient": torch.ones(size)})("gradient", torch.zeros(2), sensitivity=1.0, multiplier=1.0)
+        Release({"gradient": torch.ones(size)})("gradient", torch.zeros(2), sensitivity=1.0, multiplier=1.0)
 
 
-def test_an_empty_value_writes_nothing():
-    release = Releases({})
+def test_an_empty_value_needs_no_noise_and_is_not_in_the_ledger():
+    release = Release({})
     assert release("count", torch.zeros(0), sensitivity=1.0, multiplier=10.0).shape == (0,)
-    assert release.multipliers == {}
+    assert Mechanism(DPSGD(sigma=2.0)).multipliers == {"gradient": 2.0}
 
 
 def test_multiplier_0_is_in_clear_and_the_ledger_says_so():
-    release, value = Releases({"gradient": torch.full((2,), 9.0)}), torch.tensor([1.0, 2.0])
+    release, value = Release({"gradient": torch.full((2,), 9.0)}), torch.tensor([1.0, 2.0])
     assert torch.equal(release("gradient", value, sensitivity=math.inf, multiplier=0.0), value)
-    assert release.multipliers == {"gradient": 0.0}
     ledger = Ledger()
-    ledger.write(0.01, release.multipliers)
+    ledger.write(0.01, Mechanism(NonPrivate()).multipliers)
     assert ledger.entries == [Entry(0.01, (("gradient", 0.0),), 1)]
     assert not ledger.is_private
 
@@ -76,10 +76,10 @@ def test_multiplier_0_is_in_clear_and_the_ledger_says_so():
 def test_released_values_have_the_spread_that_the_ledger_claims():
     """Standard deviation ÷ sensitivity over 200,000 releases of one number is the multiplier in the ledger."""
     noise, n = Noise(np.random.SeedSequence(0)), 200_000
-    release = Releases({"gradient": noise.normal(0, n, torch.float64)[0]})
+    release = Release({"gradient": noise.normal(0, n, torch.float64)[0]})
     found = release("gradient", torch.full((n,), 7.0, dtype=torch.float64), sensitivity=0.3, multiplier=2.5)
     spread = float((found - 7.0).std()) / 0.3
-    assert abs(spread / release.multipliers["gradient"] - 1) < 4 / math.sqrt(2 * n)
+    assert abs(spread / 2.5 - 1) < 4 / math.sqrt(2 * n)
 
 
 # The ledger ----------------------------------------------------------------------------------------------------------
@@ -189,10 +189,10 @@ def test_joint_multiplier_at_the_ends():
 
 def test_a_value_without_a_bound_has_its_noise_and_is_in_clear_for_the_ledger():
     """Whatever noise it is given: one record may move it by more than what the noise is scaled to."""
-    release = Releases({"gradient": torch.ones(3)})
-    found = release("gradient", torch.zeros(3), sensitivity=2.0, multiplier=3.0, bounded=False)
-    assert found.tolist() == [6.0, 6.0, 6.0]
-    assert release.multipliers == {"gradient": 0.0}
+    mechanism = Mechanism(FairLens(C0=2.0, sigma=3.0), 2)
+    noisy = mechanism.publish(torch.zeros(3), 2.0, 1.0, Release({"gradient": torch.ones(3)}))
+    assert noisy.tolist() == [6.0, 6.0, 6.0]
+    assert mechanism.multipliers == {"gradient": 0.0}
     ledger = Ledger()
-    ledger.write(0.01, release.multipliers)
+    ledger.write(0.01, mechanism.multipliers)
     assert not ledger.is_private

@@ -9,11 +9,9 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import stats
 
-from evenclip.sampling import Poisson, Shuffled, chunks, roomy
+from evenclip.mechanism.sampling import Poisson, Shuffled
 
 
 def poisson(n, q, seed=0):
@@ -192,41 +190,3 @@ def test_shuffled_resumes_in_the_middle_of_an_epoch(steps):
     other.set_state(state)
     assert [other.next().tolist() for _ in range(9)] == ahead
     assert "order" in state  # reading a state leaves it whole
-
-
-# Chunks --------------------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(0, 1000), max_size=60), st.none() | st.integers(1, 25), st.booleans())
-@settings(derandomize=True, deadline=None, database=None, max_examples=300)
-def test_chunks_hold_the_batch_and_nothing_else(rows, size, pad):
-    batch = torch.tensor(rows, dtype=torch.int64)
-    pieces = chunks(batch, size, pad)
-    real = [piece if mask is None else piece[mask] for piece, mask in pieces]
-    assert [row for piece in real for row in piece.tolist()] == rows  # all of it, in order, once: never truncated
-    assert all(len(piece) for piece in real)  # no chunk of padding only
-    assert len(pieces) == (math.ceil(len(rows) / size) if size else min(len(rows), 1))
-    for piece, mask in pieces:
-        assert piece.dtype == torch.int64
-        if size and pad:
-            assert len(piece) == len(mask) == size
-            assert mask.dtype == torch.bool
-            assert set(piece.tolist()) <= set(rows)  # padding is some record of the batch
-        else:
-            assert mask is None
-            assert size is None or len(piece) <= size
-
-
-def test_a_batch_larger_than_the_chunk_takes_another():
-    size = roomy(16)
-    pieces = chunks(torch.arange(size + 1), size, pad=True)
-    assert [int(mask.sum()) for _, mask in pieces] == [size, 1]
-
-
-@pytest.mark.parametrize("B", [0.5, 1.0, 4.0, 16.0, 64.0, 255.3, 256.0, 1024.0, 4096.0])
-def test_roomy_chunks_overflow_about_once_in_a_million(B):
-    size = roomy(B)
-    assert size % 8 == 0
-    assert B + 5 * math.sqrt(B) <= size < B + 5 * math.sqrt(B) + 8
-    for n in (max(10, 2 * B), 100 * B):
-        assert stats.binom.sf(size, int(n), B / int(n)) < 2e-6

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from evenclip import ship
 from evenclip.accounting import epsilon
 from evenclip.data.table import table
+from evenclip.mechanism.release import Ledger
 from evenclip.models import mlp
-from evenclip.release import Ledger
 
 
 def refusal(error, attempt):

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from evenclip.gradients import ModelError, per_sample_gradients, per_sample_norms
     from evenclip.ranks import Ranks
     from evenclip.rules import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate, Rule
-    from evenclip.run import Performance, Run
-    from evenclip.step import Step
-    from evenclip.train import Result, fit, prepare
+    from evenclip.training.config import Performance, TrainConfig
+    from evenclip.training.fit import Result, fit, prepare
+    from evenclip.training.run import Run
+    from evenclip.training.step import Step
 
 __all__ = [
     "DPSGD",
@@ -37,6 +38,7 @@ __all__ = [
     "Rule",
     "Run",
     "Step",
+    "TrainConfig",
     "calibrate",
     "compare",
     "fit",
@@ -51,9 +53,10 @@ _HOMES = {
     "gradients": ("ModelError", "per_sample_gradients", "per_sample_norms"),
     "ranks": ("Ranks",),
     "rules": ("DPSGD", "DPSGDF", "DPSGDGlobal", "DPSGDGlobalAdapt", "NonPrivate", "Rule"),
-    "step": ("Step",),
-    "run": ("Performance", "Run"),
-    "train": ("Result", "fit", "prepare"),
+    "training.config": ("Performance", "TrainConfig"),
+    "training.fit": ("Result", "fit", "prepare"),
+    "training.run": ("Run",),
+    "training.step": ("Step",),
 }
 
 

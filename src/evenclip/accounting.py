@@ -1,8 +1,8 @@
 """Accounting: from the ledger of releases to ε.
 
 Every step of the ledger is ONE sampled Gaussian mechanism, whatever it released: all its releases see the same Poisson
-batch, so they count as one release with the joint multiplier (see `evenclip.release`), sampled once. With q the Poisson
-rate and m the joint multiplier, the worst pair of neighbours (add or remove one record) is
+batch, so they count as one release with the joint multiplier (see `evenclip.mechanism.release`), sampled once. With q
+the Poisson rate and m the joint multiplier, the worst pair of neighbours (add or remove one record) is
 
     P = (1 − q)·N(0, m²) + q·N(1, m²)   against   Q = N(0, m²),   in both directions,
 
@@ -32,7 +32,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from evenclip import check
-from evenclip.release import Entry, Ledger, joint_multiplier
+from evenclip.mechanism.release import Entry, Ledger, joint_multiplier
 
 if TYPE_CHECKING:
     import dp_accounting

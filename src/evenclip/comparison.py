@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 
 from evenclip import check, protocol
 from evenclip.audit import cost, statistics
-from evenclip.data import SOURCES, Dataset, Splits, data_directory
+from evenclip.data import SOURCES, Dataset, Source, Splits, data_directory
+from evenclip.mechanism.release import Ledger
 from evenclip.paper.settings import PUBLISHED
 from evenclip.protocol import LEARNING_RATES, Method, Protocol
-from evenclip.release import Ledger
-from evenclip.rules import BY_NAME, NO_EPSILON, NonPrivate, Rule
+from evenclip.rules import DPSGD, NO_EPSILON, NonPrivate, Rule
 from evenclip.runs import Engine, Local, Show, Silent, Spec, Store, carry_out
 from evenclip.runs.parts import (
     RULES,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Comparison", "Outcome", "compare"]
 
-REFERENCE, BASELINE = "non-private", "dpsgd"
+REFERENCE, BASELINE = NonPrivate.name, DPSGD.name
 # Of the training rows, where the learning rate has to be chosen and there is no validation split.
 HELD_OUT = 0.2
 
@@ -373,26 +373,35 @@ def _named(
         raise ValueError(f"There is no dataset {name!r}; choose among {', '.join(SOURCES)}, or give a file.")
     if target is not None:
         raise ValueError(f"{name!r} is a dataset of its own, whose target is fixed; leave --target out.")
+    source = SOURCES[name]
     if group is not None:
-        if name != "adult" or not isinstance(group, str):
-            raise ValueError(f"--group is {group}; {name} {_GROUPS.get(name, 'has groups of its own: leave it out.')}")
+        if not source.attributes or not isinstance(group, str):
+            raise ValueError(f"--group is {group}; {name} {_attributes(source)}")
         options["group"] = group
-    known = ("group",) if name == "adult" else ("allow_partial", "side") if name == "celeba" else ()
+    known = (*source.options, "group") if source.attributes else source.options
     for option in options:
         if option not in known:
-            raise ValueError(f"--{option.replace('_', '-')} is not for {name}; it is for {_OPTIONS[option]}.")
+            raise ValueError(f"--{option.replace('_', '-')} is not for {name}; it is for {_owner(option)}.")
     directory = data_directory(None if data_dir is None else Path(data_dir))
     sizes = file_sizes(name, directory)  # of partial or other copies
     where = {} if directory is None else {"directory": str(directory.resolve())}
     return {"name": name, "options": options, "files": sizes, **where}
 
 
-_GROUPS = {"adult": "has the groups sex, race and age: choose one."}
-_OPTIONS = {
-    **dict.fromkeys(("test", "schema", "keep", "drop", "exclude_group", "group_bins", "unit"), "tables"),
-    "allow_partial": "celeba",
-    "side": "celeba",
-}
+def _attributes(source: Source) -> str:
+    """What --group may be for this dataset, as half a sentence."""
+    if not source.attributes:
+        return "has groups of its own: leave it out."
+    *others, last = source.attributes
+    return f"has the groups {', '.join(others)} and {last}: choose one."
+
+
+def _owner(option: str) -> str:
+    """The datasets that an option is for; tables, if it is no dataset's."""
+    return ", ".join(source.name for source in SOURCES.values() if option in source.options) or _TABLES
+
+
+_TABLES = "tables"
 
 
 def _table(
@@ -404,9 +413,9 @@ def _table(
     for name, value in (("target", target), ("group", group)):
         if not value:
             raise ValueError(f"A table needs --{name}: the name of the column {_PURPOSE[name]}.")
-    wrong = [option for option in options if _OPTIONS.get(option) == "celeba"]
-    if wrong:
-        raise ValueError(f"--{wrong[0].replace('_', '-')} is not for tables; it is for celeba.")
+    for option in options:
+        if _owner(option) != _TABLES:
+            raise ValueError(f"--{option.replace('_', '-')} is not for tables; it is for {_owner(option)}.")
     test = options.pop("test", None)
     named = [group] if isinstance(group, str) else list(group or ())
     beside = {} if test is None else {"test": describe_file(test)}
@@ -450,11 +459,12 @@ def _protocol(
     described: Mapping[str, Any], train: Dataset, rules: Sequence[str | Rule] | None, match: bool
 ) -> Protocol:
     """The settings of every rule, reference first."""
-    published = PUBLISHED.get(described.get("name", ""))
+    name = described.get("name", "")
+    published, source = PUBLISHED.get(name), SOURCES.get(name)
     base = protocol.for_table(train.K) if published is None else published
-    if published is None and described.get("name") in ("digits",):
-        base = replace(base, model={"name": "cnn", "options": {}})
-    base = base.only(list(BY_NAME)) if rules is None else _with_rules(base, rules)
+    if published is None and source is not None and source.model is not None:
+        base = replace(base, model=dict(source.model))
+    base = base.only([m.name for m in base.methods if m.rule.bounded]) if rules is None else _with_rules(base, rules)
     return protocol.matched(base, train.K) if match or published is None else base
 
 
@@ -463,7 +473,7 @@ def _with_rules(base: Protocol, rules: Sequence[str | Rule]) -> Protocol:
     found: dict[str, Method] = {REFERENCE: base.only([REFERENCE]).methods[0]}
     for given in rules:
         rule = named_rule(given) if isinstance(given, str) else given
-        if isinstance(rule, str) and (rule in BY_NAME or any(method.name == rule for method in base.methods)):
+        if isinstance(rule, str) and any(method.name == rule for method in base.methods):
             (method,) = base.only([rule]).methods
         else:
             made = RULES[rule]() if isinstance(rule, str) else rule
@@ -690,7 +700,7 @@ def _rounded(values: NDArray[np.float64]) -> list[Any]:
 def _statement(rule: Rule, result: Mapping[str, Any]) -> dict[str, Any]:
     """What must be known to judge this ε, without the ledger itself."""
     from evenclip import privacy
-    from evenclip.run import Settings
+    from evenclip.training.config import Settings
 
     public = {name: value for name, value in result["settings"].items() if name not in ("rule", "seed_given")}
     settings = Settings(rule=rule, seed=0, **public)

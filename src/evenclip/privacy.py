@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from evenclip.release import Ledger
+from evenclip.mechanism.release import Ledger
 from evenclip.rules import NO_EPSILON
 
 if TYPE_CHECKING:
-    from evenclip.run import Settings
+    from evenclip.training.config import Settings
 
 __all__ = ["epsilon", "paragraph", "report"]
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from evenclip import check
 
-__all__ = ["Alone", "AnyRanks", "Here", "RankError", "Ranks", "Rows", "Spread", "Summed", "Total"]
+__all__ = ["Alone", "AnyRanks", "RankError", "Ranks", "Rows", "Spread", "Summed"]
 
 
 class RankError(RuntimeError):
@@ -47,36 +47,6 @@ class Rows:
     first: int
     end: int
     n: int
-
-
-class Total(Protocol):
-    """How a value that is released is added up over the ranks.
-
-    Attributes:
-        adds_noise: whether this rank adds noise to it.
-    """
-
-    adds_noise: bool
-
-    def total(self, value: Tensor) -> Tensor:
-        """The sum over the ranks, without this rank's noise; `value` is not changed."""
-
-    def noisy_total(self, value: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
-        """The same with it; `add` adds it to a value of the noise's size."""
-
-
-class Here:
-    """In one process the value is the sum."""
-
-    adds_noise = True
-
-    def total(self, value: Tensor) -> Tensor:
-        """The value itself."""
-        return value
-
-    def noisy_total(self, value: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
-        """With its noise."""
-        return add(value)
 
 
 class Summed:

@@ -2,7 +2,7 @@
 
 Parameters are cut along their first axis by torch's `fully_shard` (FSDP2); a layer's are whole on a rank only while a
 pass goes through it. Each rank passes its own samples, so norms and weights are its own business, and the step is that
-of `evenclip.step`. What differs is where the sum goes:
+of `evenclip.training.step`. What differs is where the sum goes:
 
     gradient      Σ γ_i g_i over a rank's samples  # [parameter]; each piece is added up on the rank that owns it, which
                   adds its own piece of the step's noise, the same numbers as a single process would add there
@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 
 from evenclip.gradients import AnyTape, Layout, Tape
 from evenclip.ranks import Ranks
-from evenclip.update import are_alike, is_elementwise
 
 __all__ = ["Pieces", "Sharded"]
 
@@ -86,7 +85,7 @@ class Sharded:
 
     Attributes:
         optimizer: of this rank's piece.
-        is_plain: never: it is no road for stacks.
+        is_plain: Always False; the optimiser takes the step.
         adds_noise: every rank does, to its own piece.
         ranges: that piece, (first, end) of each parameter in a vector [parameter].
     """
@@ -94,7 +93,7 @@ class Sharded:
     is_plain, adds_noise = False, True
 
     def __init__(self, tape: AnyTape, make: Callable[..., Optimizer], lr: float, ranks: Ranks) -> None:
-        _check(tape, make)
+        _check(tape)
         self._ranks, self._model, self._layout = ranks, tape.model, tape.layout
         self.pieces = Pieces(tape.layout, ranks.world)
         self.ranges = self.pieces.ranges(ranks.rank)
@@ -181,7 +180,7 @@ class Sharded:
         return self.pieces.join(self._ranks.each(value.cpu()))
 
 
-def _check(tape: AnyTape, make: Callable[..., Optimizer]) -> None:
+def _check(tape: AnyTape) -> None:
     """Raise for what cannot be trained in pieces."""
     if not isinstance(tape, Tape):
         raise ValueError(
@@ -202,13 +201,6 @@ def _check(tape: AnyTape, make: Callable[..., Optimizer]) -> None:
             f"{twice or 'A layer'} is used by several layers, and a piece has one owner; leave sharded out of Ranks(), "
             "or give each layer parameters of its own."
         )
-    if not is_elementwise(make):
-        raise ValueError(
-            "The optimiser may look at whole parameters, and each rank has a piece of them; choose one that treats "
-            "every number alike, such as torch.optim.AdamW, or leave sharded out of Ranks()."
-        )
-    if not are_alike([p for p in tape.model.parameters() if p.requires_grad]):
-        raise ValueError("The parameters have several dtypes; give them one, or leave sharded out of Ranks().")
 
 
 def _shard(tape: Tape, ranks: Ranks) -> None:

@@ -35,7 +35,8 @@ from evenclip.data.encoder import Encoder
 from evenclip.data.table import Tabled, table
 from evenclip.rules import NO_EPSILON, Rule
 from evenclip.runs.parts import describe_model, named_rule
-from evenclip.train import Result, fit
+from evenclip.training.config import TrainConfig
+from evenclip.training.fit import Result, Session, fit_config
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -120,17 +121,11 @@ def train(
     *,
     target: str,
     group: Any,
-    rule: Rule | str = "dpsgd-global-adapt",
     epsilon: float = 3.0,
-    delta: float | None = None,
-    epochs: int = 20,
-    batch_size: int | None = None,
-    lr: float | None = None,
+    rule: Rule | str = "dpsgd-global-adapt",
     model: str = "mlp",
-    seed: int | None = None,
-    device: str = "cpu",
     progress: bool | None = None,
-    **options: Any,
+    **settings: Any,
 ) -> Trained:
     """Train a model on a table's training rows, with the noise that makes it (ε, δ)-differentially private.
 
@@ -140,40 +135,36 @@ def train(
         source: a file or a DataFrame.
         target: the column to predict.
         group: the protected column or columns.
-        rule: a rule or its name. By name it has C0 = 1 and Z = 10.
         epsilon: ε.
-        delta: δ; the largest power of ten below 1/(2n) unless given.
-        epochs: passes over the training rows.
-        batch_size: expected batch size B; 256, or n where there are fewer training rows, unless given.
-        lr: learning rate; unless given, the one that makes the largest expected step η·E[S] = 0.1.
+        rule: a rule or its name. By name it has C0 = 1 and Z = 10.
         model: "mlp", "mlp:128,64", "linear" or "sigmoid-then-softmax".
-        seed: makes everything reproducible, the noise included; from the operating system unless given (the split and
-            the model's start are then those of seed 0).
-        device: where to train.
         progress: whether to show progress; on a terminal unless given.
-        options: those of `evenclip.data.table.table`: test, schema, keep, drop, exclude_group, group_bins, unit.
+        **settings: delta, epochs, batch_size, lr, seed and device as in `TrainConfig`, and the options of
+            `evenclip.data.table.TableOptions`. Unless given: 20 epochs; B = 256, or n where there are fewer training
+            rows; the learning rate that makes the largest expected step η·E[S] = 0.1; the operating system's seed (the
+            split and the model's start are then those of seed 0).
 
     Raises:
         ValueError: for anything that cannot be trained privately as given; the message says what to do.
     """
     check.positive(epsilon=epsilon)
-    check.natural(epochs=epochs)
-    described = _described(model)
-    tabled = table(source, target=target, group=group, seed=0 if seed is None else seed, **options)
+    lr, size = settings.pop("lr", None), settings.pop("batch_size", None)
+    given = {name: settings.pop(name) for name in ("delta", "epochs", "seed", "device") if name in settings}
+    config = TrainConfig(epochs=20, device="cpu").but(**given)
+    check.natural(epochs=config.epochs)
+    described, seed = _described(model), 0 if config.seed is None else config.seed
+    tabled = table(source, target=target, group=group, seed=seed, **settings)
     data, encoder = tabled.splits.train, tabled.encoder
-    B, delta = _batch_size(batch_size, len(data)), accounting.default_delta(len(data)) if delta is None else delta
+    n, B = len(data), _batch_size(size, len(data))
+    delta = accounting.default_delta(n) if config.delta is None else config.delta
     accounting.check_delta(delta)
-    plain = _rule(rule, data.K)
-    private = accounting.calibrate(
-        plain, epsilon=epsilon, delta=delta, q=B / len(data), steps=epochs * math.ceil(len(data) / B)
-    )
+    steps = config.epochs * math.ceil(n / B)
+    private = accounting.calibrate(_rule(rule, data.K), epsilon=epsilon, delta=delta, q=B / n, steps=steps)
     described["options"] |= {"inputs": len(encoder.features), "classes": len(encoder.classes)}
-    start = MODELS[described["name"]](**described["options"], seed=0 if seed is None else seed)
+    start = MODELS[described["name"]](**described["options"], seed=seed)
     lr = protocol.STEP / protocol.expected_sensitivity(private, data.K, float(B)) if lr is None else lr
-    result = fit(
-        start, data, rule=private, epochs=epochs, batch_size=B, lr=lr, delta=delta, seed=seed, device=device,
-        progress=progress,
-    )  # fmt: skip
+    config = config.but(rule=private, batch_size=B, lr=lr, delta=delta)
+    result = fit_config(start, data, config, Session(progress=progress))
     result = dataclasses.replace(result, model=result.model.cpu().eval())
     test = tabled.splits.test
     found = metrics.by_group(metrics.scores(result.model, test), test.y, test.group, test.K)

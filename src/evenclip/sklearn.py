@@ -40,8 +40,8 @@ from evenclip.data.columns import Column, listed
 from evenclip.data.encoder import JOIN, MISSING, Encoder, Labels, fit_columns, ordered
 from evenclip.rules import NO_EPSILON, Rule
 from evenclip.runs.parts import RULES
-from evenclip.train import Result
-from evenclip.train import fit as train
+from evenclip.training.config import TrainConfig
+from evenclip.training.fit import Result, Session, fit_config
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -177,10 +177,11 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  
         lr = _step(private, max(1, len(groups.names)), B) if self.lr is None else self.lr
         start = self._start(len(encoder.features), len(target.classes), seed)
         data = Dataset(encoder.encode(frame), target.codes, groups.codes, groups.names)
-        result = train(
-            start, data, rule=private, epochs=self.epochs, batch_size=B, lr=lr, delta=delta,
-            seed=seed if self.deterministic_noise else None, device=self.device, progress=bool(self.verbose),
+        config = TrainConfig(
+            rule=private, epochs=self.epochs, batch_size=B, lr=lr, delta=delta,
+            seed=seed if self.deterministic_noise else None, device=self.device,
         )  # fmt: skip
+        result = fit_config(start, data, config, Session(progress=bool(self.verbose)))
         self.classes_, self.encoder_, self.rule_ = target.classes, encoder, private
         self.delta_, self.lr_ = result.settings.delta, result.settings.lr
         self.model_ = result.model.cpu().eval()

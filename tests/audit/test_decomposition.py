@@ -148,12 +148,12 @@ def after_a_step(start, data, rule, lr, q, draws):
 
 
 def test_the_prediction_is_the_loss_that_comes_of_it():
-    """Proposition 1 against twenty thousand steps: batch, clipping and noise drawn anew each time."""
+    """Proposition 1 against six thousand steps: batch, clipping and noise drawn anew each time."""
     data, rule, lr, start = toy(), DPSGD(C0=0.1, sigma=1.0), 0.2, model()
     x, y, group = data
-    looking = RiskTerms(data, lr, batches=600, probes=3000, every=1)
+    looking = RiskTerms(data, lr, batches=600, probes=1000, every=1)
     (record,) = fit(start, data, rule=rule, batch_size=20, steps=1, lr=lr, seed=0, observers=[looking]).records
-    losses = after_a_step(start, data, rule, lr, 20 / len(y), 20_000)
+    losses = after_a_step(start, data, rule, lr, 20 / len(y), 6_000)
     before = cross_entropy(start(x), y, reduction="none").detach()
     for k, found in enumerate(record["risk"]):
         step = {name: found["terms"][name] for name in ("non_private", "clip", "noise")}
@@ -164,6 +164,30 @@ def test_the_prediction_is_the_loss_that_comes_of_it():
         error = math.hypot(batches, step["noise"][1], spread)
         assert abs(losses[:, k].mean() - predicted) < 3 * error
         assert abs(step["clip"][0]) > 4 * error  # it can tell: without clipping's part it would fail
+
+
+def test_the_noise_term_is_what_noise_does_to_the_loss():
+    """Steps of noise alone, each with its opposite, so that what is linear in the noise cancels."""
+    data, rule, lr, start = toy(), DPSGD(C0=0.1, sigma=2.0), 0.2, model()
+    x, y, group = data
+    looking = RiskTerms(data, lr, probes=300, every=1)
+    (record,) = fit(start, data, rule=rule, batch_size=20, steps=1, lr=lr, seed=0, observers=[looking]).records
+    theta = torch.nn.utils.parameters_to_vector(start.parameters()).detach()
+    half = torch.randn(500, len(theta), dtype=theta.dtype, generator=torch.Generator().manual_seed(3))
+    half *= rule.sigma * rule.C0 / 20
+    losses = []  # [draw, group]
+    moved = model()
+    for noise in torch.stack([half, -half], dim=1).flatten(0, 1):
+        torch.nn.utils.vector_to_parameters(theta - lr * noise, moved.parameters())
+        each = cross_entropy(moved(x), y, reduction="none").detach()
+        losses.append([float(each[group == k].mean()) for k in (0, 1)])
+    before = cross_entropy(start(x), y, reduction="none").detach()
+    pairs = np.array(losses).reshape(500, 2, 2).mean(axis=1)  # [pair, group]
+    for k, found in enumerate(record["risk"]):
+        value, se = found["terms"]["noise"]
+        error = math.hypot(se, pairs[:, k].std() / math.sqrt(500))
+        assert abs(pairs[:, k].mean() - float(before[group == k].mean()) - value) < 4 * error
+        assert value > 10 * error  # it can tell
 
 
 def test_a_sample_of_a_group_is_right_within_its_error():

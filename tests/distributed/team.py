@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+
+# Imported once, by the server that ranks are forked from.
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "evenclip", "evenclip.ranks", "evenclip.sharded"]
 
 
 class Failed(NamedTuple):
@@ -25,15 +28,18 @@ class Team:
     """
 
     def __init__(self, world: int, timeout: float = 60.0, backend: str | None = None) -> None:
-        context = multiprocessing.get_context("spawn")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        # The store is ours and the system chooses its port: a port that is chosen first and bound later may be taken.
+        self._store = torch.distributed.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
         self.world, self._processes, self._pipes = world, [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
             place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port}
+            place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
             process = context.Process(target=_work, args=(theirs, place, timeout, backend), daemon=True)
             process.start()
             theirs.close()
@@ -42,24 +48,27 @@ class Team:
 
     def __call__(self, task: Callable[..., Any], *given: Any, **named: Any) -> list[Any]:
         """What each rank returns; a `Failed` where it raised, None where it died."""
+        self.send(task, *given, **named)
+        return [self.answer(rank) for rank in range(self.world)]
+
+    def send(self, task: Callable[..., Any], *given: Any, **named: Any) -> None:
+        """Start a task on every rank."""
         for pipe in self._pipes:
             pipe.send((task, given, named))
-        return [self._answer(pipe) for pipe in self._pipes]
 
-    def _answer(self, pipe: Any) -> Any:
+    def answer(self, rank: int) -> Any:
+        """What one rank returns."""
         try:
-            return pipe.recv()
+            return self._pipes[rank].recv()
         except EOFError:
             return None
 
     def close(self) -> None:
-        """Let them go."""
-        for pipe in self._pipes:
+        """End every rank; each has answered or never will."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            process.kill()
+            process.join()
             pipe.close()
-        for process in self._processes:
-            process.join(20)
-            if process.is_alive():
-                process.kill()
 
 
 def _work(pipe: Any, place: dict[str, Any], timeout: float, backend: str | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from functools import cache
 
@@ -15,13 +14,12 @@ from tasks import RULES
 from team import Team
 
 import evenclip
-from evenclip.checkpoint import latest
 from evenclip.objectives import FairLens
 from evenclip.ranks import RankError, Ranks
+from evenclip.training.checkpoint import latest
 
-# A rule's σ is above 0; this one changes no number.
-QUIET = {f"{name}, σ = 0": replace(rule, sigma=1e-40) for name, rule in RULES.items() if name != "non-private"}
-EVERY = RULES | QUIET
+# Without noise a difference between clipped sums cannot hide; σ must be above 0, and 1e-40 changes no number.
+EVERY = RULES | {"dpsgd-f, σ = 0": replace(RULES["dpsgd-f"], sigma=1e-40)}
 
 
 @cache
@@ -42,16 +40,14 @@ def close(a, b) -> bool:
 
 def is_as_alone(found, expected) -> bool:
     """Everything that is not a rank's own."""
-    same = all(found[name] == expected[name] for name in ("ledger", "epsilon", "settings"))
+    same = all(found[name] == expected[name] for name in ("ledger", "settings"))  # and so ε
     return same and all(close(found[name], expected[name]) for name in ("vector", "state", "trace", "now"))
 
 
 # --- the same model --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["mlp", "cnn"])
-@pytest.mark.parametrize("name", EVERY)
-def test_ranks_train_the_model_that_one_process_trains(team, name, kind):
+def check_same_model(team, name, kind):
     found = team(tasks.train, EVERY[name], kind)
     assert is_as_alone(found[0], alone(name, kind))
     assert not torch.equal(found[0]["vector"], tasks.vector(tasks.network(kind)))
@@ -63,11 +59,27 @@ def test_ranks_train_the_model_that_one_process_trains(team, name, kind):
         assert other["ledger"] == found[0]["ledger"]
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_two_ranks_train_the_model_that_one_process_trains(two, name):
+    check_same_model(two, name, "mlp")
+
+
+@pytest.mark.parametrize("name", ["non-private", "dpsgd-f", "dpsgd-global-adapt"])
+def test_four_ranks_train_the_model_that_one_process_trains(four, name):
+    """A rule without noise, one that counts before it clips, one that counts afterwards."""
+    check_same_model(four, name, "cnn")
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
-def test_with_chunks_and_any_optimizer(team, optimizer):
-    performance = evenclip.Performance(chunk=2, pad=True)
+def test_with_chunks_and_any_optimizer(two, optimizer):
+    performance = evenclip.Performance(chunk=2)
     expected = tasks.train(None, RULES["dpsgd-f"], optimizer=optimizer, performance=performance)
-    assert is_as_alone(team(tasks.train, RULES["dpsgd-f"], optimizer=optimizer, performance=performance)[0], expected)
+    assert is_as_alone(two(tasks.train, RULES["dpsgd-f"], optimizer=optimizer, performance=performance)[0], expected)
+
+
+def test_epsilon_is_that_of_one_process(two):
+    found, expected = two(tasks.epsilon, RULES["dpsgd-global-adapt"]), tasks.epsilon(None, RULES["dpsgd-global-adapt"])
+    assert found == [expected, expected]
 
 
 def test_a_step_that_would_be_compiled_is_taken_plainly(two):
@@ -160,14 +172,13 @@ def is_right(noise: torch.Tensor, std: float) -> bool:
     return square and abs(float(z.mean())) < 5 / n**0.5 and abs(float((z[1:] * z[:-1]).mean())) < 5 / n**0.5
 
 
-@pytest.mark.parametrize("mistake", ["none", "everybody", "everybody, independently", "nobody", "rank 0's slice only"])
 @pytest.mark.parametrize("name", ["dpsgd", "dpsgd-global-adapt"])
-def test_every_number_gets_its_noise_once(team, name, mistake):
-    found = team(tasks.noise, RULES[name], mistake)
+def test_every_number_gets_its_noise_once(team, name):
+    found = team(tasks.noise, RULES[name])
     assert len(found[0]) == 24_000
     assert all(torch.equal(other, found[0]) for other in found)
-    assert is_right(found[0], 0.7 * RULES[name].sigma) == (mistake == "none")
-    assert torch.allclose(found[0], tasks.single_noise(RULES[name]), atol=1e-9) == (mistake == "none")
+    assert is_right(found[0], 0.7 * RULES[name].sigma)
+    assert torch.allclose(found[0], tasks.single_noise(RULES[name]), atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["dpsgd", "dpsgd-global", "dpsgd-global-adapt"])
@@ -205,16 +216,15 @@ def test_a_run_goes_on_with_another_number_of_ranks(two, four, tmp_path):
 
 def test_a_killed_rank_ends_the_others_with_a_sentence_and_the_run_goes_on(two, tmp_path):
     rule, given = RULES["dpsgd-global-adapt"], {"checkpoint": tmp_path, "resume": True, "checkpoint_every": 2}
-    doomed, start = Team(2), time.monotonic()
+    doomed = Team(2, timeout=3600.0)  # the survivor does not wait for so long: the test's own limit is shorter
     try:
         survivor, dead = doomed(tasks.train, rule, trouble=("kill", 7, 1), **given)
     finally:
         doomed.close()
-    assert time.monotonic() - start < 60  # most of it for starting them
     assert dead is None
     assert survivor.kind == "RankError"
     assert survivor.said.startswith(
-        "Rank 0 cannot reach the others: one has ended, which will have said why, or did not answer for 60 s. Start "
+        "Rank 0 cannot reach the others: one has ended, which will have said why, or did not answer for 3600 s. Start "
         "the same command again with resume=True to go on from the last checkpoint, on as many ranks as you like. "
     )
     assert survivor.said.count("cannot reach") == 1
@@ -225,13 +235,15 @@ def test_a_killed_rank_ends_the_others_with_a_sentence_and_the_run_goes_on(two, 
 
 
 def test_a_rank_that_does_not_answer_ends_the_others():
-    slow = Team(2, timeout=3.0)
+    """However slow the machine is: rank 1 stays silent, and every wait of rank 0 ends in the same sentence."""
+    team = Team(2, timeout=1.0)
     try:
-        waiting, _ = slow(tasks.train, RULES["dpsgd"], trouble=("sleep", 2, 1))
+        team.send(tasks.train, RULES["dpsgd"], trouble=("silence", 2, 1))
+        waiting = team.answer(0)
     finally:
-        slow.close()
+        team.close()
     assert waiting.kind == "RankError"
-    assert "or did not answer for 3 s" in waiting.said
+    assert "or did not answer for 1 s" in waiting.said
 
 
 def test_an_interrupt_of_one_rank_stops_all_after_the_same_step(two, tmp_path):

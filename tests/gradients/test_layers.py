@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from evenclip.gradients.layers import FORMULAS, Formed, convolution, formula, layer, linear
 
-few = settings(derandomize=True, deadline=None, max_examples=120)
+few = settings(max_examples=60)
 uneven = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 
 
@@ -128,7 +128,7 @@ def test_every_layer_with_a_formula(kind, data, drawn, layer_alone, same_layer):
 
 @uneven
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
-@settings(few, max_examples=60)
+@settings(few, max_examples=30)
 @given(data=st.data())
 def test_every_way_through_a_convolution(kind, data, drawn, layer_alone, same_layer):
     module, a, delta = drawn(kind, data)
@@ -141,7 +141,7 @@ def test_every_way_through_a_convolution(kind, data, drawn, layer_alone, same_la
 
 @uneven
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
-@settings(few, max_examples=60)
+@settings(few, max_examples=30)
 @given(data=st.data())
 def test_no_sample_of_a_convolution_notices_another_in_any_way(kind, data, drawn):
     """To the last bit, whatever is in the other; in float32, where a CPU takes the samples as groups of channels."""
@@ -175,7 +175,7 @@ def test_nor_in_the_kernels_for_many_channels(channels, number, numbers):
 
 @uneven
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
-@settings(few, max_examples=60)
+@settings(few, max_examples=30)
 @given(data=st.data())
 def test_a_convolution_in_float32(kind, data, drawn, layer_alone):
     module, a, delta = drawn(kind, data)

@@ -128,10 +128,15 @@ def planned(made, numbers, tokens):
     return build
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.0])
 @pytest.mark.parametrize("name", LAYERS, ids=lambda name: name if isinstance(name, str) else name.__name__)
-def test_a_sample_that_is_not_kept_contributes_exactly_nothing(name, bad, planned, numbers):
+def test_a_sample_that_is_not_kept_contributes_exactly_nothing(name, planned, numbers):
     tape, x, y = planned(name)
+    for bad in (math.nan, math.inf, -math.inf, 0.0):
+        check_left_out(tape, x, y, bad, numbers)
+
+
+def check_left_out(tape, x, y, bad, numbers):
+    """One sample is `bad` everywhere, one in a single number; neither is kept."""
     keep = torch.tensor([i not in BAD for i in range(N)])
     broken = x.clone()
     broken[BAD[0]] = bad

@@ -61,11 +61,11 @@ def watched(rule, dataset="adult", match=False, looks=6):
     }  # fmt: skip
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def kept():
     return record
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def seen():
     return watched

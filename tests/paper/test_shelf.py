@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -12,7 +13,6 @@ from evenclip.paper.figures import FIGURES, bound_rows
 from evenclip.paper.settings import PUBLISHED
 from evenclip.paper.shelf import Shelf
 from evenclip.paper.watched import GroupGradients, Watch
-from evenclip.runs import Local
 
 
 def filled(folder, kept, seen):
@@ -26,30 +26,30 @@ def filled(folder, kept, seen):
     return shelf
 
 
-def test_everything_is_drawn_again_from_what_is_kept(tmp_path, kept, seen):
-    shelf = filled(tmp_path, kept, seen)
-    first = {path: path.read_bytes() for path in shelf.redraw()}
-    names = {path.relative_to(tmp_path).as_posix() for path in first}
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory, kept, seen):
+    """A folder that the command has drawn."""
+    folder = tmp_path_factory.mktemp("drawn")
+    filled(folder, kept, seen)
+    assert CliRunner().invoke(app, ["paper", "redraw", "--out", str(folder)]).exit_code == 0
+    return folder
+
+
+def test_everything_is_drawn_again_from_what_is_kept(drawn):
+    first = {path: path.read_bytes() for path in drawn.rglob("*") if path.is_file() and path.suffix != ".json"}
+    names = {path.relative_to(drawn).as_posix() for path in first}
     assert {"tables/adult.md", "figures/adult-risk.svg", "figures/adult-bounds.png", "index.html"} <= names
     assert not any("mnist" in name for name in names)
-    for path in first:
-        path.unlink()
-    assert {path: path.read_bytes() for path in shelf.redraw()} == first
+    shelf = Shelf(drawn)
+    again = [shelf.draw_table("adult"), *(path for name in FIGURES for path in shelf.draw_figure(name)), shelf.index()]
+    assert len(again) == 12  # a table, five figures in two formats, the index
+    assert {path: path.read_bytes() for path in again}.items() <= first.items()
 
 
-def test_the_index_links_every_table_and_figure(tmp_path, kept, seen):
-    shelf = filled(tmp_path, kept, seen)
-    list(shelf.redraw())
-    page = (tmp_path / "index.html").read_text()
-    for name in (
-        "adult",
-        "adult-epochs",
-        "adult-risk",
-        "adult-noise",
-        "adult-bounds",
-        "adult-eigenvalues",
-        "convergence",
-    ):
+def test_the_index_links_every_table_and_figure(drawn):
+    page = (drawn / "index.html").read_text()
+    kinds = ("epochs", "risk", "noise", "bounds", "eigenvalues")
+    for name in ("adult", *(f"adult-{kind}" for kind in kinds), "convergence"):
         assert f'href="#{name}"' in page
         assert f'id="{name}"' in page
     assert "<td>+8.3‡</td>" in page
@@ -67,11 +67,11 @@ def test_the_index_links_every_table_and_figure(tmp_path, kept, seen):
 )
 def test_a_figure_that_is_not_the_papers_is_marked(change, says, tmp_path, kept, seen):
     shelf = filled(tmp_path, kept, lambda rule: {**seen(rule), "n": 23458, "watch": {"epochs": None}, **change})
-    list(shelf.redraw())
+    (drawing,) = [path for path in shelf.draw_figure("adult-noise") if path.suffix == ".svg"]
     caption = f"{FIGURES['adult-noise'].caption}{says and ' ' + says} (<a"
-    assert caption in (tmp_path / "index.html").read_text()
-    drawing = (tmp_path / "figures" / "adult-noise.svg").read_text()
-    assert (says[1:-1] in drawing) if says else ("partial" not in drawing and "quick look" not in drawing)
+    assert caption in shelf.index().read_text()
+    text = drawing.read_text()
+    assert (says[1:-1] in text) if says else ("partial" not in text and "quick look" not in text)
 
 
 def test_figures_lack_nothing_of_the_paper():
@@ -116,7 +116,7 @@ def test_bounds_of_a_look(seen):
 def test_a_watched_run_is_the_run_of_the_table():
     """Looking changes nothing: its losses are those of the same run unwatched."""
     from evenclip.runs.parts import load_data, make_model
-    from evenclip.train import fit
+    from evenclip.training.fit import fit
 
     given = Watch("adult", "dpsgd-global-adapt", epochs=1, every=40, sample=64, probes=4)
     seen = watched.watch(given)
@@ -173,13 +173,18 @@ def test_the_matched_reference_is_watched_at_the_rate_that_its_table_chose(tmp_p
     assert unknown == rates | {"non-private": 0.01}
 
 
-def test_what_was_watched_is_not_watched_again(tmp_path, monkeypatch):
-    given = Watch("adult", "dpsgd", epochs=1, every=90, sample=32, probes=2)
-    first = list(watched.carry_out([given], tmp_path, on=Local(1)))
-    monkeypatch.setattr("evenclip.runs.apart.ProcessPoolExecutor", None)  # would raise if anybody wanted it
-    assert list(watched.carry_out([given], tmp_path, on=Local(1))) == first
-    other = Watch("adult", "dpsgd", epochs=1, every=90, sample=33, probes=2)
-    assert watched.read(tmp_path, other) is None
+def test_what_was_watched_is_not_watched_again(tmp_path, here):
+    given = Watch("adult", "dpsgd", epochs=1, every=90, sample=32, probes=2, rows=600)
+    first = list(watched.carry_out([given], tmp_path, on=here))
+    assert len(first) == 1
+
+    class Nobody:
+        def apart(self, work, items):
+            assert items == []
+            return ()
+
+    assert list(watched.carry_out([given], tmp_path, on=Nobody())) == first
+    assert watched.read(tmp_path, replace(given, sample=33)) is None
 
 
 def test_matched_runs_have_the_same_largest_step():
@@ -221,10 +226,3 @@ def test_a_mistake_is_a_sentence(words, says, capsys, monkeypatch, tmp_path):
         main(words)
     assert ended.value.code == 2
     assert f"evenclip: {says}" in capsys.readouterr().err
-
-
-def test_redraw_of_a_folder(tmp_path, kept, seen):
-    filled(tmp_path / "made", kept, seen)
-    found = CliRunner().invoke(app, ["paper", "redraw", "--out", str(tmp_path / "made")])
-    assert found.exit_code == 0
-    assert (tmp_path / "made" / "index.html").is_file()

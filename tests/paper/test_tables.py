@@ -12,6 +12,7 @@ from evenclip.paper import tables, watched
 from evenclip.paper.published import Printed, load
 from evenclip.paper.settings import PUBLISHED, SETTINGS
 from evenclip.paper.tables import TABLES, Cell, cells, draw, verdicts
+from evenclip.paper.training import Training
 
 
 def test_there_are_two_of_every_dataset():
@@ -120,7 +121,7 @@ def test_a_quick_look_takes_one_epoch_and_few_images(monkeypatch, tmp_path, name
 
     monkeypatch.setattr(tables, "compare", listen)
     with pytest.raises(RuntimeError, match="enough"):
-        tables.make(TABLES[name], quick=True, store=tmp_path)
+        tables.make(TABLES[name], Training(quick=True, store=tmp_path))
     assert (heard["epochs"], heard["rows"]) == (1, rows)
     assert all(w.rows == rows and w.epochs == 1 for w in watched.plan(name, match=False, quick=True))
 
@@ -139,19 +140,19 @@ def test_the_settings_of_the_paper_are_trained(monkeypatch, tmp_path):
 
     monkeypatch.setattr(tables, "compare", listen)
     with pytest.raises(RuntimeError, match="enough"):
-        tables.make(TABLES["dutch-matched"], seeds=3, store=tmp_path)
+        tables.make(TABLES["dutch-matched"], Training(seeds=3, store=tmp_path))
     assert heard["given"] == ("dutch", ["dpsgd", "fairlens", "dpsgd-f", "dpsgd-global", "dpsgd-global-adapt"], 3)
     assert heard["match"] is True
     assert heard["tf32"] is False
     with pytest.raises(RuntimeError, match="enough"):
-        tables.make(TABLES["celeba"], device="cuda", tf32=True, store=tmp_path)
+        tables.make(TABLES["celeba"], Training(device="cuda", tf32=True, store=tmp_path))
     assert (heard["device"], heard["tf32"]) == ("cuda", True)
     assert [m.name for m in PUBLISHED["mnist"].methods].count("fairlens") == 0
 
 
-def test_a_table_is_made_of_a_comparison(tmp_path):
+def test_a_table_is_made_of_a_comparison(tmp_path, here):
     """The road from training to the page, on one epoch of the Adult that is in the package."""
-    found = compare("adult", ["dpsgd"], 2, epochs=1, model="linear", store=tmp_path)
+    found = compare("adult", ["dpsgd"], 2, epochs=1, model="linear", rows=1000, store=tmp_path, on=here)
     made = tables.record(TABLES["adult"], found, device="cpu", quick=True)
     assert json.loads(json.dumps(made)) == made
     assert cells(made)["dpsgd"]["accuracy"][0].mean == pytest.approx(

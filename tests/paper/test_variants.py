@@ -5,6 +5,7 @@ import pytest
 from evenclip.paper import variants
 from evenclip.paper.published import load
 from evenclip.paper.settings import PUBLISHED, SETTINGS
+from evenclip.paper.training import Training
 from evenclip.paper.variants import VARIANTS, draw
 
 
@@ -51,6 +52,6 @@ def test_what_is_trained_is_asked_of_compare(monkeypatch, tmp_path):
 
     monkeypatch.setattr(variants, "compare", listen)
     with pytest.raises(RuntimeError, match="enough"):
-        variants.make(seeds=3, store=tmp_path)
+        variants.make(Training(seeds=3, store=tmp_path))
     (dataset, rules, seeds), more = asked[0]
     assert (dataset, rules[0].name, seeds, more["lr"]) == ("adult", "dpsgd-global", 3, 1.0)

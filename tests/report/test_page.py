@@ -24,11 +24,11 @@ def part(n, seed):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(tmp_path_factory, here):
     """A real comparison, as results.json has it."""
     found = evenclip.compare(
         Splits(part(400, 0), part(300, 1), part(100, 2)), seeds=3, epochs=3, batch_size=50, delta=1e-4, model="mlp:8",
-        store=tmp_path_factory.mktemp("store"),
+        store=tmp_path_factory.mktemp("store"), on=here,
     )  # fmt: skip
     return json.loads(json.dumps(found.to_json()))
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from evenclip.release import Releases
-from evenclip.rules import Guarded
+from evenclip.mechanism import Mechanism
+from evenclip.mechanism.release import Release
 
 
 @pytest.fixture(scope="session")
@@ -28,18 +28,16 @@ def norms_around():
 
 @pytest.fixture(scope="session")
 def take_step():
-    """One step as the engine takes it: count, observe, clip, release, divide by B. Gradients are given: [sample, 3]."""
+    """One step by the mechanism: count, observe, clip, release, divide by B. Gradients are given: [sample, 3]."""
 
     def step(rule, gradients, group, state, B, noise):
-        guard, release = Guarded(rule), Releases(noise)
+        mechanism, release = Mechanism(rule, 3), Release(noise)
         norms = torch.linalg.vector_norm(gradients, dim=1)
-        counts = guard.statistics(norms, group, state, None)
-        noisy = release("count", counts, sensitivity=1.0, multiplier=rule.sigma_count or 0.0)
-        now, following = rule.observe(noisy, B, state)
+        now, following = mechanism.observe(mechanism.count(norms, group, state, None), B, state, release)
         S = rule.sensitivity(now)
-        weights, _ = guard.weights(norms, group, now, S, None)
-        gradient = release("gradient", weights @ gradients, sensitivity=S, multiplier=rule.sigma) / B
-        return gradient, now, following, release.multipliers
+        weights, _ = mechanism.weights(norms, group, now, S, None)
+        gradient = mechanism.publish(weights @ gradients, S, B, release)
+        return gradient, now, following, mechanism.multipliers
 
     return step
 

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from evenclip.rules import DPSGD, Guarded
+from evenclip.mechanism import Mechanism
+from evenclip.rules import DPSGD
 
 
 def clip_to(C0, gradient):
@@ -31,7 +32,7 @@ def algorithm_1(gradients, C0, sigma, B, noise):
 @pytest.mark.parametrize("C0", [0.1, 0.7, 1.0, 1e6])
 def test_weights(C0, norms_around):
     norms = norms_around(C0)
-    weights, held = Guarded(DPSGD(C0=C0)).weights(norms, torch.zeros(len(norms)), torch.zeros(0), C0, None)
+    weights, held = Mechanism(DPSGD(C0=C0)).weights(norms, torch.zeros(len(norms)), torch.zeros(0), C0, None)
     expected = [1.0 if n <= C0 else C0 / n for n in norms.tolist()]
     # torch takes a number over a tensor as number · (1/tensor): two roundings where the loop has one.
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=2.0**-51, atol=0)
@@ -53,7 +54,7 @@ def test_step(C0, take_step, batch):
 def test_an_infinite_bound_on_the_data_is_no_clipping(batch):
     gradients, group = batch
     norms = torch.linalg.vector_norm(gradients, dim=1)
-    weights, _ = Guarded(DPSGD(C0=2 * float(norms.max()))).weights(norms, group, torch.zeros(0), 1e9, None)
+    weights, _ = Mechanism(DPSGD(C0=2 * float(norms.max()))).weights(norms, group, torch.zeros(0), 1e9, None)
     assert weights.tolist() == [1.0] * 40
 
 

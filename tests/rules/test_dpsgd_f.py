@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenclip.rules import DPSGDF, Guarded
+from evenclip.mechanism import Mechanism
+from evenclip.rules import DPSGDF
 
 
 def algorithm_3(noisy, C0):
@@ -89,7 +90,7 @@ def test_each_sample_is_in_exactly_one_of_the_2K_counts(norms_around):
     for norm, k in zip(norms.tolist(), group.tolist(), strict=True):
         expected[2 * k + (1 if norm > 0.7 else 0)] += 1
     rule = DPSGDF(C0=0.7)
-    assert Guarded(rule).statistics(norms, group, rule.init(3), None).tolist() == expected
+    assert Mechanism(rule).count(norms, group, rule.init(3), None).tolist() == expected
 
 
 def test_weights(norms_around):
@@ -97,7 +98,7 @@ def test_weights(norms_around):
     now = torch.tensor(C, dtype=torch.float64)
     norms = norms_around(*C)
     for k in range(3):
-        weights, held = Guarded(DPSGDF(C0=0.7)).weights(norms, torch.full_like(norms, k).long(), now, now.max(), None)
+        weights, held = Mechanism(DPSGDF(C0=0.7)).weights(norms, torch.full_like(norms, k).long(), now, now.max(), None)
         assert weights.tolist() == [1.0 if n <= C[k] else C[k] / n for n in norms.tolist()]
         assert held is None
 

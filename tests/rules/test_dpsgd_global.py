@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from evenclip.rules import DPSGDGlobal, Guarded
+from evenclip.mechanism import Mechanism
+from evenclip.rules import DPSGDGlobal
 
 
 def algorithm_2(gradients, C0, Z, sigma, B, noise):
@@ -27,7 +28,7 @@ BOUNDS = [(1.0, 10.0), (0.5, 50.0), (0.1, 1.0), (1.0, 100.0), (0.7, 3.3), (3.3, 
 @pytest.mark.parametrize(("C0", "Z"), BOUNDS)
 def test_weights(C0, Z, norms_around):
     norms = norms_around(Z, C0)
-    weights, held = Guarded(DPSGDGlobal(C0=C0, Z=Z)).weights(norms, torch.zeros(len(norms)), torch.zeros(0), C0, None)
+    weights, held = Mechanism(DPSGDGlobal(C0=C0, Z=Z)).weights(norms, torch.zeros(len(norms)), torch.zeros(0), C0, None)
     expected = torch.tensor([C0 / Z if n <= Z else 0.0 for n in norms.tolist()], dtype=torch.float64)
     # At ‖g‖ = Z the guard may take off what C0/Z was rounded up by.
     torch.testing.assert_close(weights, expected, rtol=2.0**-51, atol=0)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from scipy.stats import lognorm, norm
 
-from evenclip.noise import Noise
-from evenclip.release import Releases
-from evenclip.rules import DPSGD, DPSGDGlobalAdapt, Guarded
+from evenclip.mechanism import Mechanism
+from evenclip.mechanism.noise import Noise
+from evenclip.mechanism.release import Release
+from evenclip.rules import DPSGD, DPSGDGlobalAdapt
 
 NOBODY = torch.zeros(0, dtype=torch.int64)
 
@@ -39,7 +40,7 @@ BOUNDS = [(1.0, 10.0), (0.5, 50.0), (0.7, 1.3), (3.3, 0.7), (0.1, 1e-3), (1.0, 1
 def test_weights(C0, Z, norms_around):
     norms = norms_around(Z, C0)
     rule = DPSGDGlobalAdapt(C0=C0, Z0=Z)
-    weights, held = Guarded(rule).weights(norms, torch.zeros(len(norms)), rule.init(3), C0, None)
+    weights, held = Mechanism(rule).weights(norms, torch.zeros(len(norms)), rule.init(3), C0, None)
     expected = [C0 / Z if n <= Z else C0 / n for n in norms.tolist()]
     # torch takes a number over a tensor as number · (1/tensor): two roundings where the loop has one.
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=2.0**-51, atol=0)
@@ -97,14 +98,14 @@ def test_it_is_dpsgd_with_bound_Z_and_learning_rate_eta_C0_over_Z(take_step):
 @pytest.mark.parametrize("Z0", [1e-3, 1e3])
 def test_Z_settles_where_a_fraction_eta_Z_of_the_norms_is_above_tau_Z(Z0, tau):
     rule = DPSGDGlobalAdapt(Z0=Z0, tau=tau, eta_Z=0.1, sigma=1.0)
-    guard, Z = Guarded(rule), rule.init(1)
+    guard, Z = Mechanism(rule), rule.init(1)
     noise, random = Noise(np.random.SeedSequence(1)), np.random.default_rng(2)
     above, spread = [], 1.5
     for t in range(700):
         norms = torch.from_numpy(random.lognormal(0.5, spread, random.poisson(256)))
         above.append(lognorm.sf(tau * float(Z), spread, scale=math.exp(0.5)))
-        count = guard.statistics(norms, torch.zeros(len(norms)), Z, None)
-        noisy = Releases({"count": noise.normal(t, 1)[0]})("count", count, sensitivity=1.0, multiplier=rule.sigma_count)
+        count = guard.count(norms, torch.zeros(len(norms)), Z, None)
+        noisy = Release({"count": noise.normal(t, 1)[0]})("count", count, sensitivity=1.0, multiplier=rule.sigma_count)
         _, Z = rule.observe(noisy, 256.0, Z)
     assert 0.085 < np.mean(above[350:]) < 0.115
     quantile = lognorm.isf(0.1, spread, scale=math.exp(0.5)) / tau
@@ -118,11 +119,11 @@ def test_Z_rises_with_probability_Phi_of_the_excess(excess):
     rule = DPSGDGlobalAdapt(Z0=1.0, eta_Z=0.1, sigma=1.0)
     many = round(0.1 * B + excess * rule.sigma_count)
     norms = torch.cat([torch.full((many,), 2.0), torch.full((B - many,), 0.5)]).double()
-    count = Guarded(rule).statistics(norms, torch.zeros(B), rule.init(1), None)
+    count = Mechanism(rule).count(norms, torch.zeros(B), rule.init(1), None)
     noise = Noise(np.random.SeedSequence(5)).normal(0, draws, torch.float64)[0]
     rises = 0
     for z in noise.split(1):
-        noisy = Releases({"count": z})("count", count, sensitivity=1.0, multiplier=rule.sigma_count)
+        noisy = Release({"count": z})("count", count, sensitivity=1.0, multiplier=rule.sigma_count)
         now, following = rule.observe(noisy, float(B), rule.init(1))
         rises += bool(following > now)
     expected = norm.cdf(excess)
@@ -143,6 +144,6 @@ def test_Z_stays_finite_on_batches_of_one_with_huge_noise(Z0):
 
 def test_an_empty_batch_lowers_Z_by_exactly_eta_Z():
     rule = DPSGDGlobalAdapt(Z0=4.0, eta_Z=0.25)
-    count = Guarded(rule).statistics(torch.zeros(0, dtype=torch.float64), NOBODY, rule.init(1), None)
+    count = Mechanism(rule).count(torch.zeros(0, dtype=torch.float64), NOBODY, rule.init(1), None)
     assert count.tolist() == [0.0]
     assert float(rule.observe(count, 256.0, rule.init(1))[1]) == pytest.approx(4.0 * math.exp(-0.25), rel=1e-15)

@@ -6,12 +6,13 @@ import math
 
 import torch
 
-from evenclip.rules import Guarded, NonPrivate
+from evenclip.mechanism import Mechanism
+from evenclip.rules import NonPrivate
 
 
 def test_every_weight_is_1(norms_around):
     norms = norms_around(1.0)
-    weights, held = Guarded(NonPrivate()).weights(norms, torch.zeros(len(norms)), torch.zeros(0), math.inf, None)
+    weights, held = Mechanism(NonPrivate()).weights(norms, torch.zeros(len(norms)), torch.zeros(0), math.inf, None)
     assert weights.tolist() == [1.0] * len(norms)
     assert held is None
 

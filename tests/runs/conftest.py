@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
 from evenclip.data import Dataset, Splits
 from evenclip.runs import RunsError, Spec, Store, carry_out
-from evenclip.runs.parts import save_splits
+from evenclip.runs.parts import describe_file, save_splits
 
 
 def part(n, seed):
@@ -35,7 +38,8 @@ def spec(splits, tmp_path):
     def make(seed=0, rule=None, **changes):
         rule = {"name": "dpsgd", "options": {"C0": 1.0, "sigma": 1.0}} if rule is None else rule
         fields = {"lr": 0.1, "epochs": 1, "batch_size": 20, "q": None, "delta": None, "device": "cpu"} | changes
-        return Spec(data, {"name": "mlp", "options": {"hidden": [4]}}, rule, seed=seed, **fields)
+        model = fields.pop("model", {"name": "mlp", "options": {"hidden": [4]}})
+        return Spec(data, model, rule, seed=seed, **fields)
 
     return make
 
@@ -82,3 +86,59 @@ def one_of_three_fails(store, spec, told):
         assert store.has(spec(1))
 
     return check
+
+
+NET = """
+import os
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, width, classes):
+        super().__init__()
+        self.linear, self.has_waited = nn.Linear(width, classes), False
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x):
+        if not self.has_waited and self.linear.bias.any() and os.path.exists(GATE):
+            self.has_waited = True
+            open(GATE).close()
+        return self.linear(x)
+
+
+def make(x, classes):
+    return Net(x.shape[1], classes)
+"""
+
+
+class Gate:
+    """A FIFO at which every run with this model waits between its first step and its second.
+
+    A run says how far it is after its first step, so a test that hears `t == 1` knows that the run is under way and
+    cannot end before the test lets it.
+    """
+
+    def __init__(self, folder: Path):
+        self._path = folder / "gate"
+        os.mkfifo(self._path)
+        (folder / "net.py").write_text(f"GATE = {str(self._path)!r}\n{NET}")
+        self.model = {"function": "make", **describe_file(folder / "net.py")}
+
+    def let_through(self):
+        """Wait for the run that arrives, and let it go on."""
+        if self._path.exists():
+            self._path.open("w").close()
+
+    def open_for_all(self):
+        """Let all go on that wait, and all that come later."""
+        if self._path.exists():
+            end = os.open(self._path, os.O_RDWR | os.O_NONBLOCK)
+            self._path.unlink()
+            os.close(end)
+
+
+@pytest.fixture
+def gate(tmp_path):
+    made = Gate(tmp_path)
+    yield made
+    made.open_for_all()  # a process that a test has left waiting ends

@@ -17,8 +17,9 @@ pytest.importorskip("submitit")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """Where what is done apart, and how long steps take, is kept."""
+    """Where what is done apart is kept; and jobs are looked at often."""
     monkeypatch.setenv("EVENCLIP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "_LOOK", 0.05)
 
 
 @pytest.fixture
@@ -26,82 +27,63 @@ def slurm():
     return Slurm(jobs=2, minutes=5, cluster="local")
 
 
-def test_results_are_in_the_store_and_the_folder_of_the_sweep_is_gone(store, spec, told, slurm):
-    specs = [spec(seed) for seed in (2, 0, 1)]
-    found = carry_out(specs, store, told, slurm)
-    assert len(found) == 3
-    assert sorted(told.begun) == [0, 1, 2]
-    assert sorted(told.over) == [(0, None), (1, None), (2, None)]
-    assert told.steps
-    assert list((store.root / "slurm").iterdir()) == []
-    assert carry_out(specs, store, told, Slurm()) == found  # nothing is left for which to ask a cluster
-
-
-def test_a_run_that_fails_three_times_is_reported_with_its_traceback_and_the_rest_completes(
-    store, slurm, one_of_three_fails
-):
-    one_of_three_fails(slurm)
+def test_a_run_that_fails_three_times_is_reported_with_its_traceback_and_the_rest_completes(store, one_of_three_fails):
+    one_of_three_fails(Slurm(jobs=1, cluster="local"))
     assert len(list((store.root / "slurm").iterdir())) == 1  # what the jobs wrote can be looked at
 
 
-class Killer:
-    """Kills the jobs of a sweep once one run of it is well under way."""
-
-    def __init__(self, told, store, seed, times):
-        self._told, self._store, self._seed, self.times = told, store, seed, times
-        self._killed = set()
-
-    def __getattr__(self, name):
-        return getattr(self._told, name)
-
-    def step(self, spec, t):
-        if spec.seed == self._seed and self.times:
-            self.times -= self._kill()
-
-    def _kill(self):
-        listed = subprocess.run(["ps", "-wweo", "pid=,args="], capture_output=True, text=True, check=True).stdout
-        folder = str(self._store.root.resolve() / "slurm")
-        ours = [line for line in listed.splitlines() if folder in line and "submitit.core._submit" in line]
-        found = {int(line.split()[0]) for line in ours} - self._killed
-        for pid in found:
-            os.kill(pid, signal.SIGKILL)
-        self._killed |= found
-        return bool(found)
+def kill(store):
+    """Kill the one job of a sweep that is under way."""
+    listed = subprocess.run(["ps", "-wweo", "pid=,args="], capture_output=True, text=True, check=True).stdout
+    folder = str(store.root.resolve() / "slurm")
+    (job,) = [line for line in listed.splitlines() if folder in line and "submitit.core._submit" in line]
+    os.kill(int(job.split()[0]), signal.SIGKILL)
 
 
-def test_a_killed_job_costs_nothing_that_was_finished_and_the_rest_of_it_is_tried_again(store, spec, told):
-    """One job with three runs, of which the second is under way."""
-    alike = [spec(seed, epochs=120) for seed in range(3)]
-    killer = Killer(told, store, 1, times=1)
-    found = carry_out(alike, store, killer, Slurm(jobs=1, cluster="local"))
+def test_a_killed_job_costs_nothing_that_was_finished_and_the_rest_of_it_is_tried_again(store, spec, told, gate):
+    """One job with three runs, killed while the second is under way."""
+
+    def step(spec, t):
+        if t == 1 and spec.seed == 0:
+            gate.let_through()
+        if t == 1 and told.begun == [0, 1]:
+            kill(store)
+            gate.open_for_all()
+
+    told.step = step
+    alike = [spec(seed, model=gate.model) for seed in range(3)]
+    found = carry_out(alike, store, told, Slurm(jobs=1, cluster="local"))
     assert len(found) == 3
-    assert killer.times == 0
-    assert told.begun.count(1) == 2
+    assert told.begun[:2] == [0, 1]
+    assert sorted(told.begun[2:]) == [1, 2]
     assert sorted(told.over) == [(0, None), (1, None), (2, None)]
+    assert list((store.root / "slurm").iterdir()) == []  # the folder of the sweep is gone
+    assert carry_out(alike, store, told, Slurm()) == found  # nothing is left for which to ask a cluster
 
 
-def test_a_job_that_is_killed_three_times_is_reported(store, spec, told, slurm):
-    killer = Killer(told, store, 1, times=3)
+def test_a_job_that_is_killed_as_often_as_it_is_tried_is_reported(store, spec, told, slurm, gate, monkeypatch):
+    monkeypatch.setattr(module, "TRIES", 2)
+    told.step = lambda spec, t: kill(store) if t == 1 else None
     with pytest.raises(RunsError, match=r"seed 1: its job \d+ ended without a result"):
-        carry_out([spec(1, epochs=390)], store, killer, slurm)
-    assert killer.times == 0
+        carry_out([spec(1, model=gate.model)], store, told, slurm)
+    assert told.begun == [1, 1]
 
 
 def test_a_run_that_another_command_is_at_is_asked_for_again(store, spec, told, slurm, monkeypatch):
-    monkeypatch.setattr(module, "_LATER", 1.0)
+    monkeypatch.setattr(module, "_LATER", 0.0)
     lock = store.claim(spec(0))
     assert lock.__enter__()
     heard = told.started
 
     def let_go(one):
         heard(one)
-        if one.seed == 0 and told.begun.count(0) == 2:
+        if told.begun == [0]:
             lock.__exit__(None, None, None)
 
     told.started = let_go
-    carry_out([spec(0), spec(1)], store, told, slurm)
-    assert told.begun.count(0) >= 3
-    assert sorted(told.over) == [(0, None), (1, None)]
+    carry_out([spec(0)], store, told, slurm)
+    assert told.begun == [0, 0]
+    assert told.over == [(0, None)]
 
 
 def test_things_done_apart_come_back_with_their_place(slurm):
@@ -109,7 +91,8 @@ def test_things_done_apart_come_back_with_their_place(slurm):
     assert list(slurm.apart(abs, [])) == []
 
 
-def test_something_done_apart_that_fails_three_times_is_said(slurm):
+def test_something_done_apart_that_fails_as_often_as_it_is_tried_is_said(slurm, monkeypatch):
+    monkeypatch.setattr(module, "TRIES", 2)
     with pytest.raises(RuntimeError, match=r"its job \d+ ended without a result \(.*TypeError"):
         list(slurm.apart(abs, ["x"]))
 
@@ -127,7 +110,7 @@ def test_a_line_that_was_cut_off_is_passed_over(tmp_path):
     assert hearing.news() == []
 
 
-def test_interrupted_it_cancels_its_jobs(store, spec, told, slurm, monkeypatch):
+def test_interrupted_it_cancels_its_jobs(store, spec, told, slurm, gate, monkeypatch):
     from submitit.local.local import LocalJob
 
     cancel, cancelled = LocalJob.cancel, []
@@ -142,7 +125,7 @@ def test_interrupted_it_cancels_its_jobs(store, spec, told, slurm, monkeypatch):
     monkeypatch.setattr(LocalJob, "cancel", waited_for)
     told.step = interrupt
     with pytest.raises(KeyboardInterrupt):
-        carry_out([spec(0, epochs=390), spec(1, epochs=390)], store, told, slurm)
+        carry_out([spec(seed, model=gate.model) for seed in (0, 1)], store, told, slurm)
     assert len(cancelled) == 2
 
 

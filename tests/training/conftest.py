@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from evenclip import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate
-from evenclip.release import Releases
-from evenclip.rules import BY_NAME
-from evenclip.sampling import Poisson, Shuffled
+from evenclip.gradients import AnyTape
+from evenclip.mechanism import Mechanism, Release
+from evenclip.mechanism.sampling import Poisson, Shuffled
+from evenclip.rules import BY_NAME, Rule
+from evenclip.training.step import Chunk, Step, WeightedSums, step
 
 RULES = {
     rule.name: rule
@@ -93,6 +95,16 @@ class Toy:
             return blank.new_zeros(0), blank.new_zeros(0, len(blank))
         return torch.stack(losses), torch.stack(rows)
 
+    def step(
+        self, tape: AnyTape, rule: Rule, state: Tensor, chunks: list[Chunk], B: float,
+        release: Release | dict[str, Tensor],
+    ) -> Step:  # fmt: skip
+        """One step as observers see it."""
+        mechanism = Mechanism(rule, self.K)
+        release = release if isinstance(release, Release) else Release(release)
+        public, part = step(tape, mechanism, state, chunks, B, release)
+        return Step(public, part.seen, part.total, WeightedSums(tape, chunks), B, 0, mechanism, tape)
+
 
 @pytest.fixture
 def toy() -> Toy:
@@ -122,7 +134,7 @@ class Spy:
 @pytest.fixture
 def one_stream(monkeypatch):
     """The same batches and noise for the same data in another form, which would otherwise be another run."""
-    monkeypatch.setattr("evenclip.run._digest", lambda value: 0)
+    monkeypatch.setattr("evenclip.training.run.digest", lambda value: 0)
 
 
 @pytest.fixture
@@ -131,20 +143,20 @@ def spy(monkeypatch) -> Spy:
     seen = Spy()
     for sampler in (Poisson, Shuffled):
         monkeypatch.setattr(sampler, "next", _watched_batches(sampler.next, seen))
-    start, call = Releases.__init__, Releases.__call__
+    start, call = Release.__init__, Release.__call__
 
     def watched_start(self, noise, totals=None):
         seen.noise.append({name: numbers.clone() for name, numbers in noise.items()})
         start(self, noise, totals)
 
-    def watched_call(self, name, value, *, sensitivity, multiplier, bounded=True):
-        out = call(self, name, value, sensitivity=sensitivity, multiplier=multiplier, bounded=bounded)
+    def watched_call(self, name, value, *, sensitivity, multiplier):
+        out = call(self, name, value, sensitivity=sensitivity, multiplier=multiplier)
         if value.numel():
             seen.releases.append(Released(name, value.clone(), float(sensitivity), multiplier, out.clone()))
         return out
 
-    monkeypatch.setattr(Releases, "__init__", watched_start)
-    monkeypatch.setattr(Releases, "__call__", watched_call)
+    monkeypatch.setattr(Release, "__init__", watched_start)
+    monkeypatch.setattr(Release, "__call__", watched_call)
     return seen
 
 

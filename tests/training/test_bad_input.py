@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from evenclip import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, ModelError, NonPrivate, Performance, Rule, fit
-from evenclip.checkpoint import CheckpointError
 from evenclip.data import MapDataset
+from evenclip.training.checkpoint import CheckpointError
 
 
 @pytest.fixture

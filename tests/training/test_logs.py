@@ -5,9 +5,8 @@ import json
 
 import pytest
 
-from evenclip import DPSGDGlobalAdapt, Performance, fit, train
+from evenclip import DPSGDGlobalAdapt, fit
 from evenclip.logs import CSV, JSONL, PRIVATE, MLflow, TensorBoard
-from evenclip.stack import Stack
 
 GIVEN = {"epochs": 3, "batch_size": 16, "lr": 0.1, "seed": 4, "progress": False, "rule": DPSGDGlobalAdapt()}
 
@@ -40,14 +39,6 @@ def test_every_epoch_is_told_once_and_the_report_at_the_end(toy):
 def test_told_is_the_same_run(toy):
     one, other = fit(toy.mlp(), toy.data(), **GIVEN), fit(toy.mlp(), toy.data(), logs=[Heard()], **GIVEN)
     assert toy.vector(one.model).equal(toy.vector(other.model))
-
-
-def test_a_stack_tells_all_of_them_too(toy, monkeypatch):
-    monkeypatch.setattr(train, "reeled", lambda run: Stack([run], compile=False))
-    heard = Heard()
-    found = fit(toy.mlp(), toy.data(), logs=[heard], performance=Performance(), **GIVEN)
-    assert [number for number, _ in heard.epochs] == [1, 2, 3]
-    assert heard.epochs[-1][1]["samples"] == found.trace[-1]["samples"]
 
 
 def test_files(toy, tmp_path):

@@ -10,9 +10,8 @@ from torch.nn.functional import cross_entropy
 
 from evenclip import fit
 from evenclip.gradients import plan
-from evenclip.release import Releases
-from evenclip.rules import Guarded
-from evenclip.step import Chunk, step
+from evenclip.mechanism import Mechanism, Release
+from evenclip.training.step import Chunk
 
 STEPS, Q, B = 12, 0.2, 8
 
@@ -102,26 +101,24 @@ def test_one_sample_moves_every_release_by_at_most_its_sensitivity(toy, private_
     x, y, group = toy.data(12)
     x = x * torch.tensor([0.01, 0.5, 1.0, 30.0]).repeat(3).unsqueeze(1)
     model, state = toy.mlp(), private_rule.init(3)
-    tape, guard = plan(model, cross_entropy, x, y), Guarded(private_rule)
+    tape, mechanism = plan(model, cross_entropy, x, y), Mechanism(private_rule, 3)
     silence = {"count": torch.zeros(6), "gradient": torch.zeros(len(toy.vector(model)))}
     with tape.listening():
-        whole = step(tape, guard, state, [Chunk(x, y, group)], 8.0, _Silent(silence))
+        whole = toy.step(tape, private_rule, state, [Chunk(x, y, group)], 8.0, _Silent(silence))
         for i in range(len(y)):
             rest = torch.arange(len(y)) != i
             gradients = tape(x[rest], y[rest])
             norms = gradients.norms()
-            counts = guard.statistics(whole.norms, group, state, None) - guard.statistics(
-                norms, group[rest], state, None
-            )
+            counts = mechanism.count(whole.norms, group, state, None) - mechanism.count(norms, group[rest], state, None)
             assert torch.linalg.vector_norm(counts) <= 1 + 1e-12
             S = private_rule.sensitivity(whole.public.now)
-            weights, _ = guard.weights(norms, group[rest], whole.public.now, S, None)
+            weights, _ = mechanism.weights(norms, group[rest], whole.public.now, S, None)
             moved = torch.linalg.vector_norm(whole.clipped_sum - gradients.weighted_sum(weights))
             assert moved <= S * (1 + 1e-9)
 
 
-class _Silent(Releases):
-    """Releases without noise, of any length."""
+class _Silent(Release):
+    """Release without noise, of any length."""
 
-    def __call__(self, name, value, *, sensitivity, multiplier, bounded=True):
+    def __call__(self, name, value, *, sensitivity, multiplier):
         return value

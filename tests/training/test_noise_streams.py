@@ -96,7 +96,7 @@ def test_the_same_seed_and_settings_give_the_same_noise(toy, private_rule):
 
 
 def test_how_it_is_computed_does_not_change_the_noise(toy):
-    torch.testing.assert_close(noise(toy, performance=Performance(chunk=3, pad=True)), noise(toy), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(noise(toy, performance=Performance(chunk=3)), noise(toy), rtol=1e-8, atol=1e-8)
 
 
 def test_torchs_global_seed_has_no_say(toy):

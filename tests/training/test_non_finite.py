@@ -13,9 +13,8 @@ from torch.utils.data import Dataset
 from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, Performance, fit
 from evenclip.data import MapDataset
 from evenclip.gradients import Tape, WholeTape, plan
-from evenclip.release import Releases
-from evenclip.rules import Guarded
-from evenclip.step import Chunk, step
+from evenclip.mechanism import Mechanism
+from evenclip.training.step import Chunk
 
 BAD = 4  # the row that is not finite
 
@@ -104,15 +103,15 @@ def noise_for(model):
     return torch.randn(6, generator=random).double(), torch.randn(size, generator=random).double()
 
 
-def taken(model, rule, chunks, tape=None):
+def taken(toy, model, rule, chunks, tape=None):
     """One step, with the same noise every time."""
     x, y, _ = chunks[0].x, chunks[0].y, None
     tape = tape or plan(model, cross_entropy, x[:3], y[:3])
     state = rule.init(3)
     counts, gradient = noise_for(model)
-    m = len(Guarded(rule).statistics(torch.zeros(0), torch.zeros(0).long(), state, None))
+    noise = {"count": counts[: Mechanism(rule, 3).counts], "gradient": gradient}
     with tape.listening():
-        return step(tape, Guarded(rule), state, chunks, 8.0, Releases({"count": counts[:m], "gradient": gradient}))
+        return toy.step(tape, rule, state, chunks, 8.0, noise)
 
 
 def masked(x, y, group):
@@ -127,8 +126,8 @@ def test_it_contributes_exactly_nothing(toy, private_rule, case):
     spoilt[BAD] = case.value
     tape = plan(model, cross_entropy, x[:3], y[:3])
     assert isinstance(tape, case.tape)
-    found = taken(model, private_rule, [Chunk(spoilt, y, group)], tape)
-    without = taken(model, private_rule, [masked(x, y, group)], tape)
+    found = taken(toy, model, private_rule, [Chunk(spoilt, y, group)], tape)
+    without = taken(toy, model, private_rule, [masked(x, y, group)], tape)
     assert found.finite is not None
     assert found.finite.tolist() == [i != BAD for i in range(10)]
     assert torch.equal(found.public.gradient, without.public.gradient)
@@ -138,7 +137,7 @@ def test_it_contributes_exactly_nothing(toy, private_rule, case):
     assert found.norms[BAD] == 0
     assert torch.isfinite(found.public.gradient).all()
     fewer = torch.arange(10) != BAD
-    smaller = taken(model, private_rule, [Chunk(x[fewer], y[fewer], group[fewer])], tape)
+    smaller = taken(toy, model, private_rule, [Chunk(x[fewer], y[fewer], group[fewer])], tape)
     torch.testing.assert_close(found.public.gradient, smaller.public.gradient, rtol=1e-12, atol=1e-12)
 
 
@@ -154,8 +153,10 @@ def test_an_infinite_loss_with_a_finite_gradient_contributes_nothing_either(toy)
     tape = plan(model, loss, x[:3], targets[:3])
     with tape.listening():
         assert torch.isfinite(tape(x, targets).norms()).all()
-    found = taken(model, DPSGD(), [Chunk(x, targets, group)], tape)
-    without = taken(model, DPSGD(), [masked(x, torch.stack([y.double(), 0 * offsets.nan_to_num()], 1), group)], tape)
+    found = taken(toy, model, DPSGD(), [Chunk(x, targets, group)], tape)
+    without = taken(
+        toy, model, DPSGD(), [masked(x, torch.stack([y.double(), 0 * offsets.nan_to_num()], 1), group)], tape
+    )
     assert torch.equal(found.public.gradient, without.public.gradient)
     assert not found.finite[BAD]
 
@@ -165,8 +166,8 @@ def test_it_is_in_no_statistic(toy, spy, rule):
     x, y, group = toy.data(10)
     model, spoilt = toy.mlp(), x.clone()
     spoilt[BAD] = math.nan
-    taken(model, rule, [Chunk(x, y, group)])
-    taken(model, rule, [Chunk(spoilt, y, group)])
+    taken(toy, model, rule, [Chunk(x, y, group)])
+    taken(toy, model, rule, [Chunk(spoilt, y, group)])
     whole, fewer = (released.value for released in spy.releases if released.name == "count")
     assert float(whole.sum() - fewer.sum()) == 1.0  # every other sample is counted once, in one place
     assert float((whole - fewer).abs().max()) == 1.0
@@ -176,8 +177,8 @@ def test_a_batch_of_nothing_else_is_a_step_of_pure_noise(toy, private_rule):
     x, y, group = toy.data(10)
     model = toy.mlp()
     tape = plan(model, cross_entropy, x[:3], y[:3])
-    found = taken(model, private_rule, [Chunk(torch.full_like(x, math.nan), y, group)], tape)
-    nothing = taken(model, private_rule, [Chunk(x, y, group, torch.zeros(10, dtype=torch.bool))], tape)
+    found = taken(toy, model, private_rule, [Chunk(torch.full_like(x, math.nan), y, group)], tape)
+    nothing = taken(toy, model, private_rule, [Chunk(x, y, group, torch.zeros(10, dtype=torch.bool))], tape)
     assert torch.equal(found.public.gradient, nothing.public.gradient)
     assert torch.equal(found.public.state, nothing.public.state)
     noise = noise_for(model)[1]
@@ -200,8 +201,6 @@ class Rows(Dataset):
 PERFORMANCES = {
     "plain": Performance(),
     "chunks": Performance(chunk=3),
-    "padded": Performance(pad=True),
-    "chunks, padded": Performance(chunk=3, pad=True),
 }
 
 
@@ -211,7 +210,10 @@ def test_it_is_counted_in_trace_and_report(toy, spy, performance):
     x, y, group = toy.data(40)
     x[3::3] = math.nan
     data = MapDataset(Rows(x, y, group), ("a", "b", "c"))
-    seen = []
+
+    def look(step):
+        assert torch.isfinite(step.weighted_sum(torch.ones(len(step.losses), dtype=torch.float64))).all()
+
     result = fit(
         toy.mlp(),
         data,
@@ -221,7 +223,7 @@ def test_it_is_counted_in_trace_and_report(toy, spy, performance):
         lr=0.1,
         seed=0,
         performance=performance,
-        observers=[seen.append],
+        observers=[look],
     )
     assert torch.isfinite(toy.vector(result.model)).all()
     spoilt = [int(torch.isnan(x[batch, 0]).sum()) for batch in spy.batches]
@@ -234,8 +236,6 @@ def test_it_is_counted_in_trace_and_report(toy, spy, performance):
         assert row["group_samples"] == torch.bincount(group[good], minlength=3).tolist()
         assert all(value is None or math.isfinite(value) for value in row["loss"] + row["gradient_norm"])
     assert result.privacy["non_finite_samples"] == sum(spoilt)
-    for found, batch in zip(seen, spy.batches, strict=True):
-        assert torch.isfinite(found.weighted_sum(torch.ones(len(batch), dtype=torch.float64))).all()
 
 
 def test_it_is_not_counted_among_the_clipped(toy):
@@ -275,21 +275,21 @@ def test_it_may_be_among_the_rows_that_the_model_is_checked_on(toy, rows):
 
 
 @pytest.mark.parametrize("value", [1e20, math.inf, math.nan], ids=["too long for float32", "infinite", "nan"])
-def test_what_one_sample_is_like_changes_nothing_about_the_others(value):
+def test_what_one_sample_is_like_changes_nothing_about_the_others(toy, value):
     """A sample that overflows must not move the norms or weights of others, not even by a rounding: there are many."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 40), nn.Tanh(), nn.Linear(40, 2))
     x, y, group = torch.randn(64, 300), torch.arange(64) % 2, torch.zeros(64, dtype=torch.int64)
     with torch.no_grad():
         model[0].weight[:, 0] = 0.0
-    guard, rule = Guarded(DPSGDGlobalAdapt(Z0=1.0)), DPSGDGlobalAdapt(Z0=1.0)
+    rule = DPSGDGlobalAdapt(Z0=1.0)
     seen = []
     with plan(model, cross_entropy, x[:3], y[:3]).listening() as tape:
         for first in (1.0, value):
             rows = x.clone()
             rows[0, 0] = first
             noise = {"count": torch.zeros(1), "gradient": torch.zeros(tape.layout.size)}
-            seen.append(step(tape, guard, rule.init(1), [Chunk(rows, y, group)], 64.0, Releases(noise)))
+            seen.append(toy.step(tape, rule, rule.init(1), [Chunk(rows, y, group)], 64.0, noise))
     for name in ("norms", "weights"):
         one, other = (getattr(found, name)[1:] for found in seen)
         assert torch.equal(one, other), name

@@ -2,45 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, Performance, fit
-from evenclip.compiler import _Road
+from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, Performance, TrainConfig, fit, prepare
 from evenclip.gradients import plan
-from evenclip.program import _GRAPHS
-from evenclip.release import Releases
-from evenclip.rules import Guarded
-from evenclip.stack import Stack
-from evenclip.step import Chunk, Columns, step
-from evenclip.train import prepare, result
+from evenclip.training.fit import fit_config
+from evenclip.training.step import Chunk
 
 WAYS = {
     "chunks": Performance(chunk=3),
-    "padded": Performance(pad=True),
-    "chunks, padded": Performance(chunk=5, pad=True),
     "one sample at a time": Performance(chunk=1),
 }
 RULES = [DPSGDF(C0=0.8, sigma=0.8), DPSGDGlobalAdapt(C0=0.7, sigma=0.8, Z0=1.2)]
 named = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-
-
-def compiles(test):
-    """For a test that needs a compiler, and half a minute."""
-    compiler = any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++")))
-    for mark in (
-        pytest.mark.slow,
-        pytest.mark.skipif(not compiler, reason="needs a C++ compiler"),
-        pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's compiler uses what torch deprecates
-    ):
-        test = mark(test)
-    return test
 
 
 @pytest.fixture(params=["mlp", "cnn"])
@@ -71,7 +48,7 @@ def seen(figure):
     return {k: number for k, number in enumerate(figure) if number is not None} if isinstance(figure, list) else figure
 
 
-# --- chunks, padding, compilation -------------------------------------------------------------------------------------
+# --- chunks -----------------------------------------------------------------------------------------------------------
 
 
 @named
@@ -81,155 +58,12 @@ def test_every_way_agrees_with_the_plain_one(toy, task, rule, way):
     assert_close(toy, trained(model, data, rule, performance=WAYS[way]), trained(model, data, rule))
 
 
-@named
-def test_a_batch_larger_than_the_padded_chunk_takes_another_chunk(toy, spy, rule):
-    """Nothing is cut off: batches of up to 40 records where there is room for 2 or 24."""
-    data = toy.data()
-    plain = trained(toy.mlp(), data, rule, q=0.9, batch_size=2)
-    assert max(len(batch) for batch in spy.batches) > 24
-    padded = Performance(pad=True)
-    assert_close(toy, trained(toy.mlp(), data, rule, q=0.9, batch_size=2, performance=padded), plain)
-    few = Performance(chunk=2, pad=True)
-    assert_close(toy, trained(toy.mlp(), data, rule, q=0.9, batch_size=2, performance=few), plain)
-
-
 def test_float32_agrees_to_its_own_rounding(toy):
     data, model = toy.data(40, torch.float32), toy.mlp(torch.float32)
     rule = DPSGDGlobalAdapt(C0=0.7, sigma=0.8, Z0=1.2)
     plain = trained(model, data, rule)
     for performance in WAYS.values():
         assert_close(toy, trained(model, data, rule, performance=performance), plain, 1e-4)
-
-
-@compiles
-@named
-def test_the_compiled_one_agrees(toy, task, rule, monkeypatch):
-    """Really compiled, one graph for batches of every size, and the same numbers to rounding."""
-    from torch._inductor import compile_fx
-
-    torch._dynamo.reset()  # it remembers sizes from one model to the next, and then makes two graphs for safety
-    graphs, real = [], compile_fx.compile_fx
-
-    def counted(graph, inputs):
-        graphs.append(graph)
-        return real(graph, inputs)
-
-    monkeypatch.setattr(compile_fx, "compile_fx", counted)
-    monkeypatch.setattr("evenclip.run.CONVOLUTIONS", ())  # which are left alone on a CPU, for speed
-    model, data = task
-    given = {"rule": rule, "batch_size": 8, "steps": 20, "lr": 0.1, "seed": 3}
-    run, sizes = prepare(model, data, **given, performance=Performance(compile=True)), set()
-    with run.listening():
-        assert run._quick is not None
-        assert run._quick.compiled, "it should really have been compiled"
-        made = len(graphs)  # the compiler may have begun anew, once or twice, before it was content
-        while run.t < 20:
-            found = run.step()
-            sizes.add(len(found.losses))
-            run.update(found)
-    assert len(sizes) > 5
-    assert 0 < made == len(graphs), "one graph serves batches of every size"
-    assert_close(toy, result(run), trained(model, data, rule))
-
-
-@compiles
-def test_data_of_another_length_are_not_compiled_for_again(toy, monkeypatch):
-    from torch._inductor import compile_fx
-
-    torch._dynamo.reset()
-    monkeypatch.setattr("evenclip.program._GRAPHS", {})
-    given = {"rule": DPSGDGlobalAdapt(C0=0.7, sigma=0.8, Z0=1.2), "performance": Performance(compile=True)}
-    data = toy.data(40)
-    before = [set(dir(part)) for part in data]
-    trained(toy.mlp(), data, **given)
-    assert [set(dir(part)) for part in data] == before, "nothing is written on the user's tensors"
-    monkeypatch.setattr(compile_fx, "compile_fx", lambda *_: pytest.fail("compiled again"))
-    for n in (200, 23):
-        plain = trained(toy.mlp(), toy.data(n, seed=n), given["rule"])
-        assert_close(toy, trained(toy.mlp(), toy.data(n, seed=n), **given), plain)
-
-
-@pytest.mark.parametrize("rows", ["all", "few"])
-def test_a_compiler_that_errs_is_not_believed(toy, monkeypatch, rows):
-    """A number of the gradient is wrong, always or in small batches only: then the step is not compiled."""
-
-    def wrong(graph, **_):
-        def run(*flat):
-            found = graph(*flat)
-            seen = found[Columns._fields.index("seen")]
-            if rows == "all" or seen.shape[-1] < 16:
-                found[0][..., 3] = 0.0
-            return found
-
-        return run
-
-    def honest(graph, **_):
-        return lambda *flat: graph(*flat)
-
-    given = {"rule": RULES[1], "batch_size": 8, "steps": 20, "seed": 3, "performance": Performance(compile=True)}
-    for compiler, believed in ((wrong, False), (honest, True)):
-        monkeypatch.setattr(torch, "compile", compiler)
-        _GRAPHS.clear()
-        run = prepare(toy.mlp(), toy.data(), **given)
-        with run.listening():
-            assert run._quick is not None
-            assert run._quick.compiled is believed
-        stack = Stack([prepare(toy.mlp(), toy.data(), **given) for _ in range(2)], compile=True)
-        assert stack._engine.compiled is (believed or rows == "few")  # a stack's batches have one size
-    _GRAPHS.clear()
-
-
-@compiles
-@pytest.mark.parametrize("groups", ["groups", "none", "the classes"])
-@pytest.mark.parametrize("kinds", ["one run", "seeds", "rules"])
-def test_compiled_code_is_called_directly(toy, kinds, groups, monkeypatch):
-    """Whatever is empty, or passed on, or one tensor twice. A look at all inputs takes a quarter of a small step."""
-    torch._dynamo.reset()
-    monkeypatch.setattr("evenclip.program._GRAPHS", {})
-    x, y, group = toy.data(200)
-    data = {"groups": (x, y, group), "none": (x, y), "the classes": (x, y, y)}[groups]
-    some = [rule for rule in (*RULES, NonPrivate()) if groups != "none" or not isinstance(rule, DPSGDF)]
-    rules = {"one run": some[:1], "seeds": some[:1] * 3, "rules": some * 2}[kinds]
-    runs = [prepare(toy.mlp(), data, rule=r, batch_size=8, steps=20, seed=seed) for seed, r in enumerate(rules)]
-    assert isinstance(Stack(runs, compile=True)._engine._run, _Road)
-
-
-@compiles
-def test_a_compiled_stack_agrees(toy):
-    """Rules side by side, two seeds of each; what they clipped with is not overwritten by the next step."""
-    makes = [
-        partial(prepare, toy.mlp(seed=seed), toy.data(seed=seed), rule=rule, batch_size=8, steps=20, seed=seed)
-        for rule in (*RULES, NonPrivate())
-        for seed in (0, 1)
-    ]
-    runs = [make() for make in makes]
-    stack = Stack(runs, compile=True)
-    assert stack._engine.compiled
-    with stack.listening():
-        while stack.t < stack.steps:
-            stack.step()
-    for make, run in zip(makes, runs, strict=True):
-        alone = make()
-        with alone.listening():
-            while alone.t < 20:
-                alone.update(alone.step())
-        assert_close(toy, result(run), result(alone))
-
-
-def test_without_a_compiler_it_is_silent_and_the_same(toy, task, monkeypatch, capfd):
-    """The graph as it was traced: the same to rounding, and not a word."""
-    from evenclip import program
-
-    def none(*_, **__):
-        raise RuntimeError("InvalidCxxCompiler: no working C++ compiler found")
-
-    (model, data), rule = task, DPSGDF(C0=0.8)
-    monkeypatch.setattr(program, "_GRAPHS", {}, raising=False)
-    monkeypatch.setattr(torch, "compile", lambda graph, **_: none)
-    fallen_back = trained(model, data, rule, performance=Performance(compile=True))
-    assert_close(toy, fallen_back, trained(model, data, rule))
-    said = capfd.readouterr()
-    assert said.out == said.err == ""
 
 
 # --- dropout over several chunks --------------------------------------------------------------------------------------
@@ -247,7 +81,7 @@ def test_a_second_pass_over_the_chunks_draws_the_same_masks(toy, rule):
     chunks = [Chunk(x[r], y[r], group[r], seed=100 + i) for i, r in enumerate(rows)]
     tape = plan(model, cross_entropy, x, y)
     with tape.listening(), torch.random.fork_rng(devices=[]):
-        found = step(tape, Guarded(rule), rule.init(3), chunks, 8.0, Releases(noise))
+        found = toy.step(tape, rule, rule.init(3), chunks, 8.0, noise)
         each = torch.stack([found.weighted_sum(one) for one in torch.eye(12, dtype=torch.float64)])
         # By hand: the masks that each chunk's seed gives, one forward pass a chunk, one backward pass a sample.
         by_hand, losses = [], []
@@ -367,6 +201,41 @@ def test_observers_see_the_parameters_before_the_update(toy):
         torch.testing.assert_close(then, before - 0.1 * found.public.gradient, rtol=1e-12, atol=1e-12)
 
 
+def test_after_the_update_a_step_has_no_other_sums(toy):
+    """They would be those of other parameters, and nothing would show it."""
+    run = prepare(toy.mlp(), toy.data(), rule=DPSGD(), batch_size=8, steps=3, seed=0)
+    with run.listening():
+        step = run.step()
+        before = step.weighted_sum(step.weights)
+        torch.testing.assert_close(before, step.clipped_sum)
+        run.update(step)
+        with pytest.raises(
+            RuntimeError, match=r"The parameters have moved on since this step; ask .* before run.update"
+        ):
+            step.weighted_sum(step.weights)
+
+
+def test_settings_that_do_not_exist_are_refused_in_a_sentence(toy):
+    with pytest.raises(ValueError, match=r"compile is 'fast'; give True, False, or a mode of torch.compile: 'default'"):
+        Performance(compile="fast")
+    with pytest.raises(
+        TypeError, match=r"There is no setting 'epoch'; the settings of a training are rule, loss, epochs"
+    ):
+        prepare(toy.mlp(), toy.data(), epoch=3)
+    with pytest.raises(TypeError, match=r"config is 3; it must be a TrainConfig"):
+        prepare(toy.mlp(), toy.data(), 3)
+
+
+def test_a_config_is_the_same_settings_by_name(toy):
+    given = {"rule": DPSGDF(C0=0.6), "batch_size": 8, "steps": 4, "lr": 0.2, "seed": 5}
+    run = prepare(toy.mlp(), toy.data(), TrainConfig(**given))
+    assert toy.same(
+        fit_config(toy.mlp(), toy.data(), TrainConfig(**given)).model, fit(toy.mlp(), toy.data(), **given).model
+    )
+    assert run.settings == prepare(toy.mlp(), toy.data(), **given).settings
+    assert prepare(toy.mlp(), toy.data(), TrainConfig(**given), lr=0.3).settings.lr == 0.3
+
+
 def test_hooks_do_not_listen_to_an_observers_own_passes(toy):
     """A forward pass by an observer is not taken for one of the step's."""
     x, y, group = toy.data()
@@ -381,13 +250,10 @@ def test_hooks_do_not_listen_to_an_observers_own_passes(toy):
     assert toy.same(trained(toy.mlp(), (x, y, group), DPSGDF(), observers=[look]).model, alone.model)
 
 
-@pytest.mark.parametrize(
-    "performance", [Performance(pad=True), Performance(chunk=64, pad=True)], ids=["roomy", "chunk"]
-)
-def test_a_chunk_may_be_larger_than_the_data(toy, performance):
+def test_a_chunk_may_be_larger_than_the_data(toy):
     x, y, _ = toy.data(10)
-    plain, padded = (
+    plain, chunked = (
         fit(toy.mlp(), (x, y), rule=DPSGDGlobalAdapt(), batch_size=8, steps=5, seed=0, performance=given)
-        for given in (Performance(), performance)
+        for given in (Performance(), Performance(chunk=64))
     )
-    torch.testing.assert_close(toy.vector(padded.model), toy.vector(plain.model), rtol=1e-8, atol=1e-10)
+    assert toy.same(plain.model, chunked.model)

@@ -23,10 +23,10 @@ from torch.utils.data import TensorDataset
 from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, fit
 from evenclip.accounting import epsilon, epsilon_without_amplification
 from evenclip.data import Dataset, MapDataset
+from evenclip.mechanism.release import Entry, Ledger
 from evenclip.privacy import paragraph
-from evenclip.progress import Progress
-from evenclip.release import Entry, Ledger
 from evenclip.rules import NO_EPSILON
+from evenclip.training.progress import Progress
 
 
 def settings(rule, **more):

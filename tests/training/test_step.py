@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from evenclip import DPSGD, DPSGDGlobalAdapt, NonPrivate, Performance, Rule, fit
+from evenclip import DPSGD, DPSGDGlobalAdapt, NonPrivate, Performance, Rule, fit, prepare
 from evenclip.gradients import plan
+from evenclip.mechanism import Mechanism, Release
 from evenclip.privacy import paragraph
-from evenclip.release import Releases
-from evenclip.rules import Guarded
-from evenclip.step import Chunk, step
+from evenclip.training.step import Chunk
 
 K = 3
 
@@ -129,7 +128,7 @@ def test_a_step_is_algorithm_2(toy, rule, cut):
     noise = noise_for(toy, rule, model)
     tape = plan(model, cross_entropy, x, y)
     with tape.listening():
-        found = step(tape, Guarded(rule), rule.init(K), cut(x, y, group), B, Releases(noise))
+        found = toy.step(tape, rule, rule.init(K), cut(x, y, group), B, noise)
     slow = slow_step(toy, rule, model, x, y, group, public_state(rule), B, noise)
     assert close(found.public.gradient, slow.gradient)
     assert close(found.public.state, slow.state)
@@ -148,13 +147,13 @@ def test_an_empty_batch_is_a_step_of_pure_noise(toy, private_rule):
     noise = noise_for(toy, private_rule, model)
     tape = plan(model, cross_entropy, x, y)
     with tape.listening():
-        found = step(tape, Guarded(private_rule), private_rule.init(K), [], 16.0, Releases(noise))
+        found = toy.step(tape, private_rule, private_rule.init(K), [], 16.0, noise)
     state = public_state(private_rule)
     slow = slow_step(toy, private_rule, model, x[:0], y[:0], group[:0], state, 16.0, noise)
     assert close(found.public.gradient, private_rule.sigma * slow.S * noise["gradient"] / 16.0)
     assert close(found.public.gradient, slow.gradient)
     assert close(found.public.state, slow.state)
-    assert found.public.multipliers == private_rule.multipliers()  # accounted like any other
+    assert found.mechanism.multipliers == private_rule.multipliers()  # accounted like any other
     assert len(found.losses) == len(found.norms) == len(found.weights) == len(found.group) == 0
     assert torch.equal(found.weighted_sum(torch.zeros(0)), torch.zeros_like(found.public.gradient))
 
@@ -173,8 +172,8 @@ def noise_for(toy, rule, model):
 
 @pytest.mark.parametrize(
     "performance",
-    [Performance(), Performance(chunk=2), Performance(chunk=3, pad=True)],
-    ids=["plain", "chunks", "padded"],
+    [Performance(), Performance(chunk=2)],
+    ids=["plain", "chunks"],
 )
 def test_fit_is_algorithm_2_over_many_steps(toy, rule, spy, performance):
     data = toy.data(24)
@@ -215,12 +214,12 @@ def test_no_clipping_and_no_noise_is_sgd(toy):
     x, y, group = toy.data(32)
     private, plain = toy.mlp(), toy.mlp()
     tape = plan(private, cross_entropy, x, y)
-    rule, sgd = Guarded(DPSGD(C0=1e6, sigma=1.0)), torch.optim.SGD(plain.parameters(), lr=0.5)
+    rule, sgd = DPSGD(C0=1e6, sigma=1.0), torch.optim.SGD(plain.parameters(), lr=0.5)
     with tape.listening():
         for batch in torch.arange(32).split(8):
             silence = {"gradient": torch.zeros(len(toy.vector(private)), dtype=torch.float64)}
             chunk = Chunk(x[batch], y[batch], group[batch])
-            found = step(tape, rule, torch.zeros(0), [chunk], 8.0, Releases(silence))
+            found = toy.step(tape, rule, torch.zeros(0), [chunk], 8.0, silence)
             torch.nn.utils.vector_to_parameters(toy.vector(private) - 0.5 * found.public.gradient, private.parameters())
             sgd.zero_grad()
             cross_entropy(plain(x[batch]), y[batch]).backward()
@@ -248,8 +247,8 @@ def trajectory(toy, rule, lr, data):
     with tape.listening():
         for batch in torch.arange(32).split(8):
             z = torch.randn(len(toy.vector(model)), generator=random, dtype=torch.float64)
-            release = Releases({"count": torch.zeros(1, dtype=torch.float64), "gradient": z})
-            found = step(tape, Guarded(rule), state, [Chunk(x[batch], y[batch], group[batch])], 8.0, release)
+            release = Release({"count": torch.zeros(1, dtype=torch.float64), "gradient": z})
+            found = toy.step(tape, rule, state, [Chunk(x[batch], y[batch], group[batch])], 8.0, release)
             state = found.public.state
             torch.nn.utils.vector_to_parameters(toy.vector(model) - lr * found.public.gradient, model.parameters())
     return toy.vector(model)
@@ -372,7 +371,7 @@ def test_what_the_lying_rule_releases_is_what_honest_clipping_releases(toy):
     for rule in (Liar(), DPSGD(C0=0.1, sigma=1.0)):
         silence = {"count": torch.zeros(2), "gradient": torch.zeros(len(toy.vector(model)))}
         with tape.listening():
-            found = step(tape, Guarded(rule), torch.zeros(0), [Chunk(x, y, group)], 16.0, Releases(silence))
+            found = toy.step(tape, rule, torch.zeros(0), [Chunk(x, y, group)], 16.0, silence)
         gradients.append(found.public.gradient)
     assert close(*gradients, 1e-12)
 
@@ -433,3 +432,133 @@ def test_the_noise_is_for_the_bound_that_was_enforced(toy, chunk):
     fit(toy.mlp(), toy.data(), rule=Fickle(), **given)
     for found in seen:
         assert float((found.weights.abs() * found.norms).max()) <= found.public.sensitivity * (1 + 1e-12)
+
+
+# --- the ledger -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("performance", [Performance(), Performance(chunk=3)], ids=["plain", "chunks"])
+def test_a_step_that_is_interrupted_is_in_the_ledger(toy, private_rule, performance):
+    """Its noise was drawn and its batch was seen, whatever became of the rest."""
+
+    class Interrupted(Exception):  # noqa: N818
+        pass
+
+    def loss(output, y):
+        if stop:
+            raise Interrupted
+        return cross_entropy(output, y, reduction="none")
+
+    stop = []
+    run = prepare(
+        toy.mlp(), toy.data(), loss=loss, rule=private_rule, q=0.9, batch_size=8, steps=5, seed=0,
+        performance=performance,
+    )  # fmt: skip
+    with run.listening():
+        run.update(run.step())
+        stop.append(True)
+        with pytest.raises(Interrupted):
+            run.step()
+    assert (run.t, run.ledger.steps) == (1, 2)
+    assert dict(run.ledger.entries[-1].multipliers) == private_rule.multipliers()
+
+
+def test_a_rule_whose_bound_follows_from_its_count_is_clipped_with_it(toy):
+    """Though it does not say counts_first: that only saves a pass."""
+    seen = {}
+    for counts_first in (True, False):
+
+        @dataclass(frozen=True)
+        class Follows(Rule):
+            name: ClassVar[str] = "follows"
+            sigma: float = 1.0
+            sigma_count: float = 1.0
+
+            def init(self, groups):
+                return torch.tensor(1.0, dtype=torch.float64)
+
+            def statistic(self, norm, group, state):
+                return (norm > 1).to(norm.dtype)
+
+            def observe(self, noisy, B, state):
+                now = 0.5 + noisy[0].abs() / B
+                return now, state
+
+            def sensitivity(self, now):
+                return now
+
+            def weight(self, norm, group, now):
+                return (now / norm).clamp(max=1.0)
+
+        Follows.counts_first = counts_first
+        given = {"rule": Follows(), "batch_size": 8, "steps": 6, "lr": 0.1, "seed": 0}
+        for chunk in (None, 3):
+            steps = []
+            result = fit(toy.mlp(), toy.data(), **given, performance=Performance(chunk=chunk), observers=[steps.append])
+            for step in steps:
+                assert float(step.public.sensitivity) == float(step.public.now)
+                assert float((step.weights * step.norms).max()) <= float(step.public.now) * (1 + 1e-12)
+            seen[counts_first, chunk] = toy.vector(result.model)
+    for vector in seen.values():
+        torch.testing.assert_close(vector, seen[True, None], rtol=1e-9, atol=1e-12)
+
+
+@dataclass(frozen=True)
+class SaysMore(Rule):
+    """Adds little noise, and says that it adds much: in `multipliers`, or when sigma is read for the second time."""
+
+    name: ClassVar[str] = "says more"
+    reads: ClassVar[list[float]] = []
+
+    @property
+    def sigma(self):
+        self.reads.append(0.1 if not self.reads else 100.0)
+        return self.reads[-1]
+
+    def multipliers(self):
+        return {"gradient": 100.0}
+
+    def sensitivity(self, now):
+        return 1.0
+
+    def weight(self, norm, group, now):
+        return (1.0 / norm).clamp(max=1.0)
+
+
+def test_the_ledger_has_the_noise_that_is_added_whatever_the_rule_says(toy):
+    SaysMore.reads.clear()
+    mechanism = Mechanism(SaysMore())
+    noisy = mechanism.publish(torch.zeros(3), 1.0, 1.0, Release({"gradient": torch.ones(3)}))
+    assert {"gradient": float(noisy[0])} == pytest.approx(mechanism.multipliers)
+    SaysMore.reads.clear()
+    run = prepare(toy.mlp(), toy.data(), rule=SaysMore(), batch_size=8, steps=2, seed=0)
+    with run.listening():
+        run.update(run.step())
+    ((_, multiplier),) = run.ledger.entries[0].multipliers
+    assert multiplier == run.mechanism.sigma
+
+
+@dataclass(frozen=True)
+class CountsLater(Rule):
+    """Has no statistic when it is asked for its length, and one in every step."""
+
+    name: ClassVar[str] = "counts later"
+    asked: ClassVar[list[int]] = []
+    sigma: float = 1.0
+
+    def statistic(self, norm, group, state):
+        self.asked.append(1)
+        return norm.new_zeros(0) if len(self.asked) == 1 else norm.clamp(max=1.0).reshape(1)
+
+    def sensitivity(self, now):
+        return 1.0
+
+    def weight(self, norm, group, now):
+        return (1.0 / norm).clamp(max=1.0)
+
+
+def test_a_count_that_the_ledger_does_not_know_is_not_released(toy):
+    """It would be published without noise, beside an ε that does not know of it."""
+    CountsLater.asked.clear()
+    with pytest.raises(ValueError, match=r"counts later has a statistic of 1 numbers, and had 0 before the first step"):
+        fit(toy.mlp(), toy.data(), rule=CountsLater(), batch_size=8, steps=2, seed=0)

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 import evenclip
 from evenclip import DPSGD
 from evenclip.gradients import Layout
-from evenclip.update import _ELEMENTWISE, Update
+from evenclip.training.update import _ELEMENTWISE, Update
 
 SGD = torch.optim.SGD
 OPTIONS = {

@@ -32,9 +32,8 @@ from torch.nn.functional import cross_entropy
 
 from evenclip.audit.curvature import Curvature, Estimate, signs
 from evenclip.data.dataset import Dataset, as_dataset
-from evenclip.gradients import per_sample_gradients
 from evenclip.gradients.losses import Loss
-from evenclip.step import Step
+from evenclip.training.step import Chunk, Step, WeightedSums, clip
 
 __all__ = ["NAMES", "Batches", "GroupTerms", "RiskTerms", "terms"]
 
@@ -194,7 +193,7 @@ class RiskTerms:
             self._data = self._data.to(step.clipped_sum.device)
         batches = self._gradients(step)
         probes = signs(self._probes, batches.plain.shape[1], self._seed)
-        sigma, S = float(step.guard.rule.sigma), float(step.public.sensitivity)
+        sigma, S = float(step.mechanism.rule.sigma), float(step.public.sensitivity)
         noise = sigma * S / step.B if sigma else 0.0  # without noise nothing need be bounded
         found = [self._group(k, step, batches, probes, noise) for k in self._rows]
         return {
@@ -206,9 +205,13 @@ class RiskTerms:
 
     def _group(self, k: int, step: Step, batches: Batches, probes: Tensor, noise: float) -> GroupTerms:
         rows, of = self._rows[k]
-        samples, partial = self._data.take(rows.to(self._data.y.device)), len(rows) < of
-        curvature = Curvature(step.model, self._loss, samples.x, samples.y, parts=16 if partial else 1)
-        gradients, sizes = curvature.gradients(), curvature.sizes.numpy()
+        partial = len(rows) < of
+        curvature, gradients = self._curvature(step, rows, partial)
+        if not bool(torch.isfinite(gradients).all()):  # a sample without a finite gradient takes no part in training
+            finite = clip(step.tape, step.mechanism, self._chunk(rows), step.public.now).seen.finite
+            rows = rows if finite is None else rows[finite.to(rows.device)]
+            curvature, gradients = self._curvature(step, rows, partial)
+        sizes = curvature.sizes.numpy()
         m = len(batches.plain)
         both = torch.cat([batches.plain, batches.clipped])
         slopes = (gradients @ both.T).cpu().numpy()  # [part, 2 · batch]
@@ -227,6 +230,12 @@ class RiskTerms:
             curvature.extremes() if self._eigenvalues else None,
         )  # fmt: skip
 
+    def _curvature(self, step: Step, rows: Tensor, partial: bool) -> tuple[Curvature, Tensor]:
+        """The loss of these samples, and its gradients [part, parameter]."""
+        samples = self._data.take(rows.to(self._data.y.device))
+        found = Curvature(step.model, self._loss, samples.x, samples.y, parts=16 if partial else 1)
+        return found, found.gradients()
+
     def _gradients(self, step: Step) -> Batches:
         """g_B and ḡ_B of the step's batch, and of others that could have been drawn in its place: with the bounds that
         were public at this step.
@@ -235,17 +244,16 @@ class RiskTerms:
         plain, clipped = [ones.double() / step.B], [step.clipped_sum.double() / step.B]
         for _ in range(self._batches - 1):
             drawn = self._random.random(len(self._data)) < step.B / len(self._data)
-            x, y, group = self._data.take(torch.from_numpy(np.flatnonzero(drawn)).to(self._data.y.device))
-            if not len(y):
-                plain.append(torch.zeros_like(plain[0]))
-                clipped.append(torch.zeros_like(plain[0]))
-                continue
-            assert group is not None
-            each = per_sample_gradients(step.model, self._loss, x, y)
-            weights, _ = step.guard.weights(each.norms(), group, step.public.now, step.public.sensitivity, None)
-            plain.append(each.weighted_sum(torch.ones_like(weights)).double() / step.B)
-            clipped.append(each.weighted_sum(weights).double() / step.B)
+            batch = self._chunk(torch.from_numpy(np.flatnonzero(drawn)))
+            plain.append(WeightedSums(step.tape, batch)(torch.ones(int(drawn.sum()))).double() / step.B)
+            clipped.append(clip(step.tape, step.mechanism, batch, step.public.now).total.double() / step.B)
         return Batches(torch.stack(plain), torch.stack(clipped))
+
+    def _chunk(self, rows: Tensor) -> list[Chunk]:
+        """These samples as a batch; none is an empty one."""
+        x, y, group = self._data.take(rows.to(self._data.y.device))
+        assert group is not None
+        return [Chunk(x, y, group)] if len(rows) else []
 
 
 def _estimate(values: NDArray[np.float64], sizes: NDArray[np.float64], of: int | None) -> Estimate:

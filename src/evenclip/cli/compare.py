@@ -25,13 +25,10 @@ from evenclip.cli.engines import (
     Workers,
     engine,
 )
-from evenclip.cli.report import written
+from evenclip.cli.report import write_page
 from evenclip.cli.stops import kept
-from evenclip.processes import cores, early
 
 __all__ = ["compare"]
-
-_FIVE = range(5)  # rules, where none are named
 
 
 def compare(
@@ -93,31 +90,30 @@ def compare(
         raise ValueError("--rules is empty; give names separated by commas, or leave it out for all five.")
     if out is not None:
         _writable(out)
-    is_new = on is On.LOCAL and device == "cpu" and (out is None or not (out / "runs").exists())
-    with early(min(workers or cores(), seeds * len(names or _FIVE)) if is_new else 0):
-        from evenclip import comparison
-        from evenclip.report.live import watching
+    from evenclip import comparison
+    from evenclip.report.live import watching
 
-        who = engine(
-            on, workers=workers, ray_address=ray_address, cpus_per_run=cpus_per_run, gpus_per_run=gpus_per_run,
-            slurm_partition=slurm_partition, slurm_account=slurm_account, slurm_minutes=slurm_minutes,
-            slurm_jobs=slurm_jobs,
+    who = engine(
+        on, workers=workers, ray_address=ray_address, cpus_per_run=cpus_per_run, gpus_per_run=gpus_per_run,
+        slurm_partition=slurm_partition, slurm_account=slurm_account, slurm_minutes=slurm_minutes,
+        slurm_jobs=slurm_jobs,
+    )  # fmt: skip
+    options = _options(test, schema, keep, drop, exclude_group, group_bins, unit, allow_partial)
+    columns: Any = group[0] if group and len(group) == 1 else group or None
+    with kept(), watching() as show:
+        found = comparison.compare(
+            data, names, seeds, target=target, group=columns, epsilon=epsilon, delta=delta, epochs=epochs,
+            batch_size=batch_size, lr=lr, model=model, match=match, risk=risk, device=device, tf32=tf32,
+            options=options, data_dir=data_dir, store=None if out is None else out / "runs", on=who, show=show,
         )  # fmt: skip
-        options = _options(test, schema, keep, drop, exclude_group, group_bins, unit, allow_partial)
-        columns: Any = group[0] if group and len(group) == 1 else group or None
-        with kept(), watching() as show:
-            found = comparison.compare(
-                data, names, seeds, target=target, group=columns, epsilon=epsilon, delta=delta, epochs=epochs,
-                batch_size=batch_size, lr=lr, model=model, match=match, risk=risk, device=device, tf32=tf32,
-                options=options, data_dir=data_dir, store=None if out is None else out / "runs", on=who, show=show,
-            )  # fmt: skip
-    text = json.dumps(found.to_json() | {"command": shlex.join(["evenclip", *sys.argv[1:]])}, indent=1)
+    results = found.to_json() | {"command": shlex.join(["evenclip", *sys.argv[1:]])}
+    text = json.dumps(results, indent=1)
     if out is not None:
         files.write(out / "results.json", text + "\n")
-        page = written(text, out / "results.json", out / "report.html")
+        write_page(results, out / "report.html")
     print(text if as_json else found.table())
     if out is not None and not as_json:
-        print(f"\n{page} shows it, {out / 'results.json'} has all of it.")
+        print(f"\n{out / 'report.html'} shows it, {out / 'results.json'} has all of it.")
 
 
 def _options(

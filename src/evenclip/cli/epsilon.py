@@ -72,7 +72,7 @@ def _facts(
 ) -> dict[str, Any]:
     """Everything there is to print, as plain values."""
     from evenclip import accounting
-    from evenclip.release import Entry, Ledger
+    from evenclip.mechanism.release import Entry, Ledger
 
     multipliers = {"count": sigma_count, "gradient": sigma}
     entry = Entry(q, tuple((name, m) for name, m in multipliers.items() if m is not None), steps)

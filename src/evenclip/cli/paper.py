@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,6 +26,7 @@ from evenclip.cli.stops import kept
 
 if TYPE_CHECKING:
     from evenclip.paper.shelf import Shelf
+    from evenclip.paper.training import Training
     from evenclip.runs import Engine
 
 __all__ = ["app"]
@@ -44,16 +46,17 @@ FOLDER = Path("paper")
 @app.command("list")
 def list_() -> None:
     """What can be made, and what is missing for it."""
-    from evenclip.paper import directions, variants, watched
+    from evenclip.paper import watched
     from evenclip.paper.drawings import DRAWINGS
     from evenclip.paper.figures import FIGURES
     from evenclip.paper.settings import SETTINGS
+    from evenclip.paper.shelf import MADE
     from evenclip.paper.tables import TABLES
 
     missing = {dataset: watched.lacks(dataset, None) for dataset in SETTINGS}
     print("Tables")
     for name, dataset, title in (
-        (directions.NAME, "mnist", directions.TITLE), (variants.NAME, "dutch", variants.TITLE),
+        *((made.NAME, made.DATASETS[-1], made.TITLE) for made in MADE.values()),
         *((t.name, t.dataset, t.title) for t in TABLES.values()),
     ):  # fmt: skip
         print(f"  {name:<28}{title}{'' if missing[dataset] is None else ' (no data)'}")
@@ -78,6 +81,7 @@ def table(
 ) -> None:  # fmt: skip
     """Train what a table needs, and print it beside the printed numbers."""
     from evenclip.paper.shelf import Shelf
+    from evenclip.paper.training import Training
 
     who = engine(
         on, workers=workers, ray_address=ray_address, cpus_per_run=cpus_per_run, gpus_per_run=gpus_per_run,
@@ -86,7 +90,7 @@ def table(
     )  # fmt: skip
     shelf = Shelf(out)
     with kept():
-        path = _table(shelf, name, seeds, device, data_dir, who, quick, tf32)
+        path = _table(shelf, name, Training(seeds, device, tf32, quick, data_dir, on=who))
     print(path.read_text())
     print(f"{path} has it, {path.with_suffix('.json')} all that it was drawn from.")
 
@@ -132,15 +136,17 @@ def all_(
     only: Annotated[str | None, typer.Option(help="Comma-separated datasets; those whose files are there.")] = None,
 ) -> None:  # fmt: skip
     """Every table and figure whose data is there; what was made before is not made again."""
-    from evenclip.paper import directions, variants, watched
+    from evenclip.paper import watched
     from evenclip.paper.settings import SETTINGS
-    from evenclip.paper.shelf import Shelf
+    from evenclip.paper.shelf import MADE, Shelf
+    from evenclip.paper.training import Training
 
     who = engine(
         on, workers=workers, ray_address=ray_address, cpus_per_run=cpus_per_run, gpus_per_run=gpus_per_run,
         slurm_partition=slurm_partition, slurm_account=slurm_account, slurm_minutes=slurm_minutes,
         slurm_jobs=slurm_jobs,
     )  # fmt: skip
+    how = Training(seeds, device, tf32, quick, data_dir, on=who)
     shelf, left = Shelf(out), []
     chosen = list(SETTINGS) if only is None else [name.strip() for name in only.split(",") if name.strip()]
     for unknown in set(chosen) - set(SETTINGS):
@@ -155,12 +161,11 @@ def all_(
                 continue
             for match in (False, True):
                 name = f"{dataset}-matched" if match else dataset
-                print(_table(shelf, name, seeds, device, data_dir, who, quick, tf32))
+                print(_table(shelf, name, how))
                 _watch(shelf, dataset, match, device, data_dir, who, quick)
-            if dataset == "mnist":
-                print(_table(shelf, directions.NAME, seeds, device, data_dir, who, quick))
-            if dataset == "dutch" and "adult" in chosen:
-                print(_table(shelf, variants.NAME, seeds, device, data_dir, who, quick))
+            for name, made in MADE.items():
+                if made.DATASETS[-1] == dataset and set(made.DATASETS) <= set(chosen):
+                    print(_table(shelf, name, replace(how, tf32=False)))
     for path in shelf.redraw():
         if path.suffix in (".svg", ".html"):
             print(path)
@@ -179,24 +184,20 @@ def redraw(out: Out = FOLDER) -> None:
         print(path)
 
 
-def _table(
-    shelf: Shelf, name: str, seeds: int, device: str, data_dir: Path | None, on: Engine, quick: bool, tf32: bool = False
-) -> Path:
-    """A table trained, kept and drawn."""
+def _table(shelf: Shelf, name: str, how: Training) -> Path:
+    """Train, keep and draw a table."""
     from evenclip.paper import tables
     from evenclip.paper.shelf import MADE
     from evenclip.report.live import watching
 
     if name not in (*MADE, *tables.TABLES):
         raise ValueError(f"There is no table {name!r}; choose among {', '.join((*MADE, *tables.TABLES))}.")
-    if tf32 and name in MADE:
+    if how.tf32 and name in MADE:
         raise ValueError(f"Table {name} is not made with --tf32; leave it out, or choose a table of a dataset.")
     with watching() as show:
-        given: dict[str, Any] = {
-            "seeds": min(seeds, 2) if quick else seeds, "device": device, "quick": quick,
-            "data_dir": data_dir, "store": shelf.root / "runs", "on": on, "show": show,
-        }  # fmt: skip
-        made = MADE[name].make(**given) if name in MADE else tables.make(tables.TABLES[name], tf32=tf32, **given)
+        seeds = min(how.seeds, 2) if how.quick else how.seeds
+        how = replace(how, seeds=seeds, store=shelf.root / "runs", show=show)
+        made = MADE[name].make(how) if name in MADE else tables.make(tables.TABLES[name], how)
     return shelf.keep(made)
 
 

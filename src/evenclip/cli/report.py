@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from evenclip.cli import files
 
-__all__ = ["report", "written"]
+__all__ = ["report", "write_page"]
 
 
 def report(
@@ -25,18 +26,24 @@ def report(
         raise FileNotFoundError(
             f"{results} cannot be read ({error.strerror}); give the folder that `evenclip compare --out` made."
         ) from error
-    print(written(text, results, results.with_name("report.html") if out is None else out))
+    path = results.with_name("report.html") if out is None else out
+    write_page(_parsed(text, results), path)
+    print(path)
 
 
-def written(text: str, source: Path, path: Path) -> Path:
-    """The page of these results, in a file."""
+def write_page(results: Mapping[str, Any], path: Path) -> None:
+    """Write the page of these results into a file."""
     from evenclip.report.page import page
 
+    files.write(path, page(results))
+
+
+def _parsed(text: str, source: Path) -> dict[str, Any]:
+    """The results in a file's text."""
     try:
         found = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{source} is not JSON ({error}); make it again with `evenclip compare --out`.") from error
     if not isinstance(found, dict):
         raise ValueError(f"{source} has no results in it; give the folder that `evenclip compare --out` made.")
-    files.write(path, page(found))
-    return path
+    return found

@@ -6,7 +6,7 @@ SOURCES["mnist"].missing(data_directory())     the files that are not here
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,9 @@ class Source:
         uncovered: each access to the data that ε does not cover, as a sentence.
         incomplete: what files that are there lack, as half a sentence, or None; given the data directory.
         fixed_test: whether the test records are the same for every seed.
+        attributes: the protected attributes that `group` chooses among; empty: the groups are fixed.
+        options: names of further options of `load` that a comparison takes.
+        model: description of the model that fits it, see `evenclip.runs.parts`; None: that of tables.
     """
 
     name: str
@@ -62,6 +65,9 @@ class Source:
     uncovered: tuple[str, ...]
     incomplete: Callable[[Path], str | None] | None = None
     fixed_test: bool = False
+    attributes: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    model: Mapping[str, Any] | None = None
 
     def missing(self, directory: Path | None) -> tuple[File, ...]:
         """The files that are not in the data directory."""
@@ -130,6 +136,7 @@ _LISTED = (
             "The probability of keeping a record, which balances the groups, is computed from the sizes of the groups.",
             NUMBER,
         ),
+        attributes=tuple(GROUPS),
     ),
     Source(
         name="dutch",
@@ -171,6 +178,7 @@ _LISTED = (
         pair=None,
         uncovered=(NUMBER,),
         incomplete=_celeba_lacks,
+        options=("allow_partial", "side"),
     ),
     Source(
         name="digits",
@@ -183,6 +191,7 @@ _LISTED = (
         load=_load_digits,
         pair=("2", "8"),
         uncovered=(NUMBER,),
+        model={"name": "cnn", "options": {}},
     ),
     Source(
         name="toy",

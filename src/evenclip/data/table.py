@@ -20,8 +20,8 @@ import csv
 import math
 import os
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,7 +37,7 @@ from evenclip.data.encoder import JOIN, MOST_VALUES, Codes, Encoder, Labels, fit
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["LEAST_TEST", "Encoder", "Tabled", "groups_of", "labels_of", "read", "table"]
+__all__ = ["LEAST_TEST", "Encoder", "TableOptions", "Tabled", "groups_of", "labels_of", "read", "table"]
 
 SEPARATORS = ",;\t|"
 ABSENT = ("", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "<NA>", "#N/A", "?")
@@ -219,27 +219,11 @@ def _size(size: float) -> str:
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def table(
-    source: str | os.PathLike[str] | pd.DataFrame,
-    *,
-    target: str,
-    group: str | Sequence[str],
-    seed: int = 0,
-    test: str | os.PathLike[str] | pd.DataFrame | None = None,
-    schema: dict[str, Any] | str | os.PathLike[str] | None = None,
-    keep: Sequence[str] = (),
-    drop: Sequence[str] = (),
-    exclude_group: bool = False,
-    group_bins: int | None = None,
-    unit: str | None = None,
-) -> Tabled:
-    """A table made ready for training: split, encoded, with classes and groups.
+@dataclass(frozen=True)
+class TableOptions:
+    """How a table is made ready for training.
 
-    Args:
-        source: a file (see `read`) or a DataFrame.
-        target: the column to predict; two or more classes.
-        group: the protected column, or several, whose combinations are the groups.
-        seed: decides the split, and with `unit` which row of a person is kept.
+    Attributes:
         test: a test set of its own, file or DataFrame; the source is then split 80/20 into training and validation.
         schema: public ranges and categories (see `evenclip.data.schema`), or the file they are in. Nothing is then
             fitted on the data.
@@ -248,32 +232,65 @@ def table(
         exclude_group: whether the protected columns are kept out of the features.
         group_bins: number of groups that a numeric group column with more than 20 values is cut into.
         unit: the column that says whom a row is about: one row per person is kept, so that a record is a person.
+    """
+
+    test: str | os.PathLike[str] | pd.DataFrame | None = None
+    schema: dict[str, Any] | str | os.PathLike[str] | None = None
+    keep: Sequence[str] = ()
+    drop: Sequence[str] = ()
+    exclude_group: bool = False
+    group_bins: int | None = None
+    unit: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.group_bins is not None and (self.group_bins != int(self.group_bins) or self.group_bins < 2):
+            raise ValueError(f"group_bins is {self.group_bins}; it must be a whole number of at least 2.")
+
+
+def table(
+    source: str | os.PathLike[str] | pd.DataFrame,
+    *,
+    target: str,
+    group: str | Sequence[str],
+    seed: int = 0,
+    **options: Any,
+) -> Tabled:
+    """A table made ready for training: split, encoded, with classes and groups.
+
+    Args:
+        source: a file (see `read`) or a DataFrame.
+        target: the column to predict; two or more classes.
+        group: the protected column, or several, whose combinations are the groups.
+        seed: decides the split, and with `unit` which row of a person is kept.
+        **options: fields of `TableOptions` by name: test, schema, keep, drop, exclude_group, group_bins, unit.
 
     Raises:
         FileNotFoundError: there is no such file.
+        TypeError: there is no such option.
         ValueError: no such column, one class, one group, a target that is a number, rows that do not fit the schema,
             and what `read` refuses.
     """
     if isinstance(seed, bool) or seed != int(seed) or seed < 0:
         raise ValueError(f"seed is {seed}; it must be a whole number of at least 0.")
-    if group_bins is not None and (group_bins != int(group_bins) or group_bins < 2):
-        raise ValueError(f"group_bins is {group_bins}; it must be a whole number of at least 2.")
+    chosen = _chosen(options)
+    schema, keep, drop, unit = chosen.schema, chosen.keep, chosen.drop, chosen.unit
     group = (group,) if isinstance(group, str) else tuple(group)
     plain = schemas.load(schema) if isinstance(schema, str | os.PathLike) else schema
     entries = None if plain is None else schemas.validated(plain)["columns"]
     frame, name = _frame(source, "The table", entries or {})
-    asked = _frame(test, "The test set", entries or {})[0] if test is not None else None
+    asked = None if chosen.test is None else _frame(chosen.test, "The test set", entries or {})[0]
     frames = [frame] if asked is None else [frame, asked]
     for each, where in zip(frames, (name, "the test set"), strict=False):
         _check_names(each, where, target, group, (keep, drop, () if unit is None else (unit,)))
     notes = [note for each in frames if plain is not None for note in schemas.check(plain, each)]
     rows, said = _rows(frames, target, unit, seed)
     notes += said
-    used = [each for each in frame.columns if each not in {target, unit, *drop, *(group if exclude_group else ())}]
+    unused = {target, unit, *drop, *(group if chosen.exclude_group else ())}
+    used = [each for each in frame.columns if each not in unused]
     found, uncovered, said = _columns(frame, rows.train, used, keep, entries)
     notes += said
     everyone = [(each, _with_target(each, target, "", [])) for each in frames]  # whatever the seed, and the unit
-    labels, looked = labels_of(everyone, target, group, group_bins, entries or {})
+    labels, looked = labels_of(everyone, target, group, chosen.group_bins, entries or {})
     uncovered += looked
     if unit is not None:
         uncovered.append(f"the choice of one row for each person, by the column {unit!r}")
@@ -285,6 +302,15 @@ def table(
     )
     small = _small(splits.test)
     return Tabled(splits, encoder, tuple(uncovered), (*notes, *_doubts(splits, small)), small, unit)
+
+
+def _chosen(options: Mapping[str, Any]) -> TableOptions:
+    """The options that were given by name."""
+    known = [field.name for field in fields(TableOptions)]
+    unknown = next((name for name in options if name not in known), None)
+    if unknown is not None:
+        raise TypeError(f"There is no option {unknown!r} of a table; the options are {', '.join(known)}.")
+    return TableOptions(**options)
 
 
 class _Rows(NamedTuple):

@@ -77,8 +77,9 @@ def call(model: nn.Module, x: Any) -> Any:
 
 
 def count(x: Any) -> int:
-    """Number of samples in an input."""
-    return int((x if isinstance(x, Tensor) else tree_leaves(x)[0]).shape[0])
+    """Number of samples in an input; a symbol while a step is traced, so it is not made an int."""
+    found: int = (x if isinstance(x, Tensor) else tree_leaves(x)[0]).shape[0]
+    return found
 
 
 @dataclass(frozen=True)

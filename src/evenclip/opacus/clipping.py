@@ -15,8 +15,8 @@ from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processe
 from torch import Tensor, nn
 
 from evenclip.gradients.layers.linear import operands
-from evenclip.release import joint_multiplier
-from evenclip.rules import Guarded, Rule
+from evenclip.mechanism import Mechanism, Release, joint_multiplier
+from evenclip.rules import Rule
 
 __all__ = ["Clipper", "Formed", "Ghost", "joint"]
 
@@ -33,54 +33,58 @@ def joint(rule: Rule) -> float:
     >>> joint(DPSGDGlobalAdapt(sigma=3.0, sigma_count=4.0))
     2.4
     """
-    return joint_multiplier(rule.multipliers().values())
+    return joint_multiplier(Mechanism(rule).multipliers.values())
 
 
 class Clipper:
-    """A rule on one logical batch after the other, each seen in one piece or several.
+    """The mechanism of one logical batch after the other, each in one piece or several.
 
     Attributes:
-        guard: the rule, held to its bounds.
+        mechanism: the rule, held to its bounds.
         state: the rule's public state, the same for all pieces of a logical batch.
-        counts: how many numbers the rule counts.
     """
 
     def __init__(self, rule: Rule) -> None:
-        self.guard, self.state = Guarded(rule), rule.init(1)
-        nobody = torch.zeros(0, dtype=torch.float64)
-        self._total: Tensor | None = None  # Σ statistic_i of the logical batch so far: private
-        self.counts = len(self.look(nobody)[1])
-        if self.counts and not rule.sigma_count:
-            raise ValueError(
-                f"{rule.name} has a statistic of {self.counts} numbers and no sigma_count; give it the noise "
-                "multiplier of that release."
-            )
+        self.mechanism, self.state = Mechanism(rule), rule.init(1)
+        self._count: Tensor | None = None  # Σ statistic_i of the logical batch so far: private
 
     def look(self, norms: Tensor) -> tuple[Tensor, Tensor]:
         """The weights γ_i of a piece [sample], 0 where the norm is not finite, and its Σ statistic_i; float64."""
         keep = torch.isfinite(norms)
         norms = torch.where(keep, norms, 0.0)
         state, group = self.state.to(norms.device), torch.zeros_like(norms, dtype=torch.int64)
-        weights, _ = self.guard.weights(norms, group, state, float(self.guard.rule.sensitivity(self.state)), keep)
-        return weights, self.guard.statistics(norms, group, state, keep)
+        weights, _ = self.mechanism.weights(norms, group, state, self.sensitivity, keep)
+        return weights, self.mechanism.count(norms, group, state, keep)
 
-    def add(self, counts: Tensor) -> None:
+    def add(self, count: Tensor) -> None:
         """A piece has been added to the sum of gradients; so is its count."""
-        self._total = counts if self._total is None else self._total + counts.to(self._total.device)
+        self._count = count if self._count is None else self._count + count.to(self._count.device)
 
-    def release(self, B: float, noise: Callable[[float, Tensor], Tensor]) -> float:
-        """The logical batch is complete: its count becomes public and moves the state. The S that it was held to."""
-        rule, now, total = self.guard.rule, self.state, self._total
-        assert total is not None
-        noisy = total + noise(float(rule.sigma_count or 0.0), total) if self.counts else total
-        clipped_with, following = rule.observe(noisy.to(now.device), B, now)
-        if not torch.equal(clipped_with, now):
+    def release(self, total: Tensor, B: float, draw: Callable[[int], Tensor]) -> Tensor:
+        """The logical batch is complete: its count becomes public and moves the state, and so does its sum.
+
+        Args:
+            total: Σ γ_i g_i.  # [parameter]
+            B: what the count is divided by; Opacus divides the gradient itself.
+            draw: so many standard normal numbers, float64.
+        """
+        mechanism, state, S, count = self.mechanism, self.state, self.sensitivity, self._count
+        assert count is not None
+        sizes = {"count": mechanism.counts, "gradient": total.numel()}
+        release = Release({name: draw(size) for name, size in sizes.items() if size})
+        now, following = mechanism.observe(count.to(state.device), B, state, release)
+        if not torch.equal(now, state):
             raise ValueError(
-                f"{rule.name} clips with this step's count, which Opacus's loop does not know before it clips; train "
-                "it with evenclip.fit."
+                f"{mechanism.rule.name} clips with this step's count, which Opacus's loop does not know before it "
+                "clips; train it with evenclip.fit."
             )
-        self.state, self._total = following, None
-        return float(rule.sensitivity(now))
+        self.state, self._count = following, None
+        return mechanism.publish(total, S, 1.0, release)
+
+    @property
+    def sensitivity(self) -> float:
+        """S at the current state."""
+        return float(self.mechanism.rule.sensitivity(self.state))
 
 
 class Formed:

@@ -13,8 +13,9 @@ from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
 from torch import Tensor
 
+from evenclip.mechanism import Mechanism
 from evenclip.opacus.clipping import Clipper, Formed, Ghost, joint
-from evenclip.rules import DPSGDF, Guarded, Rule
+from evenclip.rules import Rule
 
 __all__ = ["EvenOptimizer", "check_kind", "check_optimizer", "check_rule", "even"]
 
@@ -80,7 +81,7 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
         )
         self.step_hook = optimizer.step_hook
         self._step_skip_queue = optimizer._step_skip_queue  # a BatchMemoryManager made before goes on talking to us
-        if self._clipper.counts and optimizer.expected_batch_size is None:
+        if self._clipper.mechanism.counts and optimizer.expected_batch_size is None:
             raise ValueError(
                 f"{rule.name} divides its count by the expected batch size, and this optimizer has none; give the "
                 "DPOptimizer an expected_batch_size."
@@ -89,7 +90,7 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
     @property
     def rule(self) -> Rule:
         """What clips."""
-        return self._clipper.guard.rule
+        return self._clipper.mechanism.rule
 
     @property
     def rule_state(self) -> Tensor:
@@ -104,12 +105,12 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:
         if value != self.noise_multiplier:
-            self._clipper.guard = Guarded(self.rule.scaled(value / self.noise_multiplier))
+            self._clipper.mechanism = Mechanism(self.rule.scaled(value / self.noise_multiplier))
 
     @property
     def max_grad_norm(self) -> float:
         """S."""
-        return float(self.rule.sensitivity(self._clipper.state))
+        return self._clipper.sensitivity
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
@@ -143,10 +144,10 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
         """Release the count, which moves Z, and the sum of the logical batch, into `p.grad`."""
         for p in self.params:
             _check_processed_flag(p.summed_grad)
-        S = self._clipper.release(self._expected_size(), self._noise)
-        for p in self.params:
-            noisy = p.summed_grad + self._noise(self.rule.sigma * S, p.summed_grad)
-            p.grad = noisy.to(p.dtype).view_as(p)
+        total = torch.cat([p.summed_grad.reshape(-1) for p in self.params])
+        noisy = self._clipper.release(total, self._expected_size(), self._noise)
+        for p, part in zip(self.params, torch.split(noisy, [p.numel() for p in self.params]), strict=True):
+            p.grad = part.to(p.dtype).view_as(p)
             _mark_as_processed(p.summed_grad)
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
@@ -192,11 +193,11 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
         """B: what the count is divided by, whether or not the gradient is (loss_reduction)."""
         return math.nan if self.expected_batch_size is None else self.expected_batch_size * self.accumulated_iterations
 
-    def _noise(self, std: float, like: Tensor) -> Tensor:
-        """N(0, std²), as Opacus draws it, in float64: torch's float32 normals end at 5.8 standard deviations."""
-        reference = torch.empty(like.shape, dtype=torch.float64, device=like.device)
+    def _noise(self, size: int) -> Tensor:
+        """N(0, I), as Opacus draws it, in float64: torch's float32 normals end at 5.8 standard deviations."""
+        reference = torch.empty(size, dtype=torch.float64, device=self.params[0].device)
         noise: Tensor = _generate_noise(
-            std=std, reference=reference, generator=self.generator, secure_mode=self.secure_mode
+            std=1.0, reference=reference, generator=self.generator, secure_mode=self.secure_mode
         )
         return noise
 
@@ -210,7 +211,7 @@ def check_kind(rule: Any) -> None:
 def check_rule(rule: Any) -> None:
     """Raise for a rule that cannot work in Opacus's loop."""
     check_kind(rule)
-    if rule.uses_groups or isinstance(rule, DPSGDF):
+    if rule.uses_groups:
         raise ValueError(
             f"{rule.name} needs every sample's group and the counts of the whole batch before it clips, and Opacus's "
             "loop has neither; train it with evenclip.fit."

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -24,14 +23,16 @@ from evenclip import check
 from evenclip.audit import statistics
 from evenclip.gradients import PerSample
 from evenclip.paper.published import load
+from evenclip.paper.training import Training
 from evenclip.rules import NO_EPSILON, Rule
-from evenclip.runs import Engine, Local, Show, Silent, Spec, Store, carry_out
+from evenclip.runs import Local, Silent, Spec, Store, carry_out
 from evenclip.runs.parts import describe_rule
 from evenclip.runs.store import default_root
 
-__all__ = ["NAME", "TITLE", "DirectionOnly", "MagnitudeOnly", "draw", "make"]
+__all__ = ["DATASETS", "NAME", "TITLE", "DirectionOnly", "MagnitudeOnly", "draw", "make"]
 
 NAME, TITLE = "directions", "Table 1: magnitude against direction"
+DATASETS = ("mnist",)
 # What is trained: the error that is kept, the learning rate, and whether with one seed alone.
 _ROWS = (("magnitude", 0.1, False), ("direction", 0.1, False), ("magnitude", 2.0, True), ("direction", 0.01, True))
 
@@ -124,35 +125,34 @@ class _OneError(PerSample):
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def make(
-    *, seeds: int = 5, device: str = "cpu", quick: bool = False, data_dir: Path | None = None,
-    store: Path | None = None, on: Engine | None = None, show: Show | None = None,
-) -> dict[str, Any]:  # fmt: skip
+def make(how: Training) -> dict[str, Any]:
     """Train both, and the record of the table."""
-    from evenclip.paper.settings import PUBLISHED, quick_rows
+    from evenclip.paper.settings import PUBLISHED, SETTINGS
     from evenclip.paper.tables import made_with
 
-    plan = PUBLISHED["mnist"]
-    data: dict[str, Any] = {"name": "mnist", "options": {}}
-    if data_dir is not None:
-        data["directory"] = str(data_dir.resolve())
+    (dataset,) = DATASETS
+    plan = PUBLISHED[dataset]
+    data: dict[str, Any] = {"name": dataset, "options": {}}
+    if how.data_dir is not None:
+        data["directory"] = str(how.data_dir.resolve())
     assert plan.batches is not None
     q, epochs = 1 / plan.batches, plan.epochs
-    if quick:
-        data["rows"] = quick_rows("mnist")
+    if how.quick:
+        data["rows"] = SETTINGS[dataset].quick_rows
         q, epochs = plan.batch_size / data["rows"], 1
     rules = {rule.name: describe_rule(rule) for rule in (MagnitudeOnly(), DirectionOnly())}
-    rows = [(error, lr, list(range(1 if once else seeds))) for error, lr, once in _ROWS]
+    rows = [(error, lr, list(range(1 if once else how.seeds))) for error, lr, once in _ROWS]
     specs = [
-        Spec(data, plan.model, rules[error], lr, epochs, plan.batch_size, q, plan.delta, seed, device)
+        Spec(data, plan.model, rules[error], lr, epochs, plan.batch_size, q, plan.delta, seed, how.device)
         for error, lr, own in rows for seed in own
     ]  # fmt: skip
-    results = carry_out(specs, Store(default_root() if store is None else store), show or Silent(), on or Local())
+    store = Store(default_root() if how.store is None else how.store)
+    results = carry_out(specs, store, how.show or Silent(), how.on or Local())
     found = iter(results)
     return {
-        "format": 2, "table": NAME, "quick": quick, "groups": results[0]["groups"],
+        "format": 2, "table": NAME, "quick": how.quick, "groups": results[0]["groups"],
         "rows": [_row(error, lr, own, [next(found) for _ in own]) for error, lr, own in rows],
-        "made_with": made_with(device),
+        "made_with": made_with(how.device),
     }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from evenclip.audit import bounds
 from evenclip.paper import style
 from evenclip.paper.settings import PUBLISHED, SETTINGS
-from evenclip.paper.tables import TITLES
+from evenclip.rules import NonPrivate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,7 +55,7 @@ class PaperFigure:
     def caption(self) -> str:
         """In words."""
         how = "at the same largest step" if self.match else "as published"
-        return f"{TITLES[self.dataset]}, {how}: {_CAPTIONS[self.kind]}"
+        return f"{SETTINGS[self.dataset].title}, {how}: {_CAPTIONS[self.kind]}"
 
 
 CLOSER = ("bounds", "eigenvalues")
@@ -73,7 +73,7 @@ FIGURES: dict[str, PaperFigure] = {
     figure.name: figure
     for match in (False, True)
     for dataset in SETTINGS
-    for kind in ("epochs", "risk", "noise", *(("bounds", "eigenvalues") if dataset == "adult" else ()))
+    for kind in ("epochs", "risk", "noise", *(CLOSER if SETTINGS[dataset].eigenvalues else ()))
     for figure in [PaperFigure(f"{dataset}-{kind}{'-matched' if match else ''}", dataset, kind, match)]
 }
 """By name."""
@@ -83,7 +83,7 @@ def draw(of: PaperFigure, watched: Watched, *, published_scale: bool = False) ->
     """The figure, from what was seen of each rule."""
     order = [rule for rule in style.RULES if rule in watched]
     if of.kind != "epochs":
-        order = [rule for rule in order if rule != "non-private"]
+        order = [rule for rule in order if rule != NonPrivate.name]
     makes: dict[str, Callable[[Watched, Sequence[str]], Figure]] = {
         "epochs": _epochs, "risk": _risk, "bounds": _bounds, "eigenvalues": _eigenvalues,
         "noise": lambda found, rules: _noise(found, rules, published_scale=published_scale),

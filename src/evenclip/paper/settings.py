@@ -7,14 +7,15 @@ table, and say so here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from evenclip.objectives import FairLens
 from evenclip.protocol import Method, Protocol
 from evenclip.rules import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate
 
-__all__ = ["PUBLISHED", "SETTINGS", "Choice", "Dataset", "quick_rows"]
+__all__ = ["PUBLISHED", "SETTINGS", "Choice", "Dataset"]
 
 TEXT, TABLE, CODE = "the text, Sec. 5", "App. B, table of hyperparameters", "the released code"
 BOX = "the algorithm's box"
@@ -46,12 +47,20 @@ class Dataset:
         numbers: name -> its choice; lr is that of the non-private run, DPSGD, DPSGD-F and FairLens.
         fairlens: whether FairLens is in the table: the authors had it for two groups, two classes and no images.
         every: steps between two looks at risk.
+        title: its name in sentences.
+        eigenvalues: whether DPSGD is watched once more with its eigenvalues, for two more figures.
+        quick_rows: records of each part that a quick look takes; None: all. Images take long.
+        options: of the dataset, with which it is loaded.
     """
 
     model: dict[str, Any]
     numbers: dict[str, Choice]
     fairlens: bool
     every: int
+    title: str
+    eigenvalues: bool = False
+    quick_rows: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> float:
         return self.numbers[name].value
@@ -97,7 +106,7 @@ SETTINGS: dict[str, Dataset] = {
             "lr_adapt": Choice(0.2, TABLE),
             "batches": Choice(92, "the printed ε", ((93, "three splits in ten"),), "n depends on the seed, ε not"),
         },
-        fairlens=True, every=50,
+        fairlens=True, every=50, title="Adult", eigenvalues=True,
     ),
     "dutch": Dataset(
         {"name": "sigmoid-then-softmax", "options": {}},
@@ -109,7 +118,7 @@ SETTINGS: dict[str, Dataset] = {
             "lr_adapt": Choice(2.0, "the printed row", ((1.0, TABLE),), "2 comes nearer to it"),
             "batches": Choice(189, "the number of records"),
         },
-        fairlens=True, every=100,
+        fairlens=True, every=100, title="Dutch",
     ),
     "mnist": Dataset(
         {"name": "cnn", "options": {}},
@@ -120,7 +129,7 @@ SETTINGS: dict[str, Dataset] = {
             "lr_global": Choice(0.2, TABLE), "lr_adapt": Choice(0.1, TABLE),
             "batches": Choice(214, "the number of records"),
         },
-        fairlens=False, every=200,
+        fairlens=False, every=200, title="MNIST", quick_rows=2560,
     ),
     "celeba": Dataset(
         {"name": "cnn", "options": {}},
@@ -131,15 +140,10 @@ SETTINGS: dict[str, Dataset] = {
             "lr_global": Choice(0.1, TABLE), "lr_adapt": Choice(0.1, TABLE),
             "batches": Choice(636, "the number of records"),
         },
-        fairlens=False, every=200,
+        fairlens=False, every=200, title="CelebA", quick_rows=640, options={"allow_partial": True},
     ),
 }  # fmt: skip
 """Dataset by dataset."""
 
 PUBLISHED: dict[str, Protocol] = {name: dataset.protocol() for name, dataset in SETTINGS.items()}
 """The same as `compare` takes them."""
-
-
-def quick_rows(dataset: str) -> int | None:
-    """Records of each part that a quick look at this dataset takes; None: all. Images take long."""
-    return {"mnist": 2560, "celeba": 640}.get(dataset)

@@ -24,6 +24,7 @@ from evenclip.paper.figures import CLOSER, FIGURES, PaperFigure
 from evenclip.paper.settings import PUBLISHED
 from evenclip.paper.tables import REFERENCE, TABLES
 from evenclip.paper.watched import Watch
+from evenclip.rules import DPSGD
 
 __all__ = ["MADE", "Shelf"]
 
@@ -57,7 +58,7 @@ class Shelf:
     def seen(self, figure: PaperFigure) -> dict[str, Any] | None:
         """Rule -> what was seen of it, for all the runs that the figure is of; None if some were not watched."""
         closer = figure.kind in CLOSER
-        wanted = ["dpsgd"] if closer else [method.name for method in PUBLISHED[figure.dataset].methods]
+        wanted = [DPSGD.name] if closer else [method.name for method in PUBLISHED[figure.dataset].methods]
         found = {}
         for rule in wanted:
             path = self.watched / f"{Watch(figure.dataset, rule, figure.match, eigenvalues=closer).name}.json"

@@ -29,15 +29,15 @@ from evenclip.audit import statistics
 from evenclip.comparison import Comparison, compare
 from evenclip.data import SOURCES, data_directory
 from evenclip.paper.published import Claim, Printed, PublishedTable, claims, load
-from evenclip.paper.settings import PUBLISHED, SETTINGS, quick_rows
-from evenclip.runs import Engine, Show
+from evenclip.paper.settings import PUBLISHED, SETTINGS
+from evenclip.paper.training import Training
+from evenclip.rules import NonPrivate
 from evenclip.runs.spec import code
 
 __all__ = ["TABLES", "Cell", "Table", "Verdict", "cells", "draw", "make", "record", "verdicts"]
 
-REFERENCE = "non-private"
+REFERENCE = NonPrivate.name
 FORMAT = 1
-TITLES = {"adult": "Adult", "dutch": "Dutch", "mnist": "MNIST", "celeba": "CelebA"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Table:
         """For a heading."""
         printed = load(self.dataset)
         how = "matched" if self.match else "as published"
-        return f"Table {printed.number}, {TITLES[self.dataset]}, {how}"
+        return f"Table {printed.number}, {SETTINGS[self.dataset].title}, {how}"
 
 
 TABLES: dict[str, Table] = {
@@ -73,22 +73,16 @@ TABLES: dict[str, Table] = {
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def make(
-    table: Table, *, seeds: int = 5, device: str = "cpu", tf32: bool = False, quick: bool = False,
-    data_dir: Path | None = None, store: Path | None = None, on: Engine | None = None, show: Show | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Train what the table needs and is not there yet; its record. Quick: one epoch, and of images a sample.
-
-    tf32: whether a GPU may round the operands of products to 11 bits; the table says so.
-    """
-    options = {"allow_partial": True} if table.dataset == "celeba" else {}
-    few: dict[str, Any] = {"epochs": 1, "rows": quick_rows(table.dataset)} if quick else {}
+def make(table: Table, how: Training) -> dict[str, Any]:
+    """Train what the table needs and the store lacks; return its record."""
+    setting = SETTINGS[table.dataset]
+    few: dict[str, Any] = {"epochs": 1, "rows": setting.quick_rows} if how.quick else {}
     found = compare(
-        table.dataset, [m.name for m in PUBLISHED[table.dataset].methods if m.name != REFERENCE], seeds,
-        match=table.match, device=device, tf32=tf32, options=options, data_dir=data_dir, store=store, on=on, show=show,
-        **few,
+        table.dataset, [m.name for m in PUBLISHED[table.dataset].methods if m.name != REFERENCE], how.seeds,
+        match=table.match, device=how.device, tf32=how.tf32, options=setting.options, data_dir=how.data_dir,
+        store=how.store, on=how.on, show=how.show, **few,
     )  # fmt: skip
-    return record(table, found, device=device, quick=quick, partial=partial(table.dataset, data_dir))
+    return record(table, found, device=how.device, quick=how.quick, partial=partial(table.dataset, how.data_dir))
 
 
 def partial(dataset: str, data_dir: Path | None) -> str | None:

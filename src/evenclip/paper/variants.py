@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,13 @@ from evenclip.objectives import FairLens
 from evenclip.paper.published import load
 from evenclip.paper.settings import PUBLISHED
 from evenclip.paper.tables import Cell, made_with
+from evenclip.paper.training import Training
 from evenclip.protocol import Method
-from evenclip.runs import Engine, Show
 
-__all__ = ["NAME", "TITLE", "VARIANTS", "Variant", "draw", "make"]
+__all__ = ["DATASETS", "NAME", "TITLE", "VARIANTS", "Variant", "draw", "make"]
 
 NAME, TITLE = "variants", "Rows in doubt, trained both ways"
+DATASETS = ("adult", "dutch")
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ def _of(dataset: str, row: str, says: str, **changes: Any) -> Variant:
 
 
 def _without_r1(dataset: str) -> Variant:
-    (method,) = PUBLISHED[dataset].only(["fairlens"]).methods
+    (method,) = PUBLISHED[dataset].only([FairLens.name]).methods
     assert isinstance(method.rule, FairLens)
-    return Variant(dataset, "fairlens", "∇R1 taken to be 0", replace(method, rule=replace(method.rule, gamma1=0.0)))
+    return Variant(dataset, FairLens.name, "∇R1 taken to be 0", replace(method, rule=replace(method.rule, gamma1=0.0)))
 
 
 VARIANTS: tuple[Variant, ...] = (
@@ -72,17 +72,14 @@ VARIANTS: tuple[Variant, ...] = (
 """In the order of the table."""
 
 
-def make(
-    *, seeds: int = 5, device: str = "cpu", quick: bool = False, data_dir: Path | None = None,
-    store: Path | None = None, on: Engine | None = None, show: Show | None = None,
-) -> dict[str, Any]:  # fmt: skip
+def make(how: Training) -> dict[str, Any]:
     """Train them, beside a reference of the same learning rate; what is in a table is found in its store."""
     rows = []
     for variant in VARIANTS:
         printed, method = load(variant.dataset), variant.method
         found = compare(
-            variant.dataset, [method.rule], seeds, lr=method.lr, device=device, epochs=1 if quick else None,
-            data_dir=data_dir, store=store, on=on, show=show,
+            variant.dataset, [method.rule], how.seeds, lr=method.lr, device=how.device, epochs=1 if how.quick else None,
+            data_dir=how.data_dir, store=how.store, on=how.on, show=how.show,
         )  # fmt: skip
         places = [found.groups.index(group) for group in printed.groups]
         metrics = found[method.name].metrics
@@ -92,8 +89,8 @@ def make(
             "loss": np.round(metrics["train_loss"][:, places], 6).tolist(),
         })  # fmt: skip
     return {
-        "format": 1, "table": NAME, "quick": quick, "seeds": list(range(seeds)), "rows": rows,
-        "made_with": made_with(device),
+        "format": 1, "table": NAME, "quick": how.quick, "seeds": list(range(how.seeds)), "rows": rows,
+        "made_with": made_with(how.device),
     }  # fmt: skip
 
 
@@ -119,5 +116,5 @@ def draw(kept: Mapping[str, Any]) -> str:
                     str(cell.printed),
                 ]
         lines.append(f"| {row['dataset']}, {row['row']} | {row['says']} | " + " | ".join(cells) + " |")
-    groups = "; ".join(f"{name}: a {load(name).groups[0]}, b {load(name).groups[1]}" for name in ("adult", "dutch"))
+    groups = "; ".join(f"{name}: a {load(name).groups[0]}, b {load(name).groups[1]}" for name in DATASETS)
     return "\n".join([*lines, "", f"{groups}.", ""])

@@ -21,16 +21,15 @@ from evenclip import protocol
 from evenclip.audit import RiskTerms
 from evenclip.data import SOURCES, data_directory
 from evenclip.paper.published import load
-from evenclip.paper.settings import PUBLISHED, SETTINGS, quick_rows
+from evenclip.paper.settings import PUBLISHED, SETTINGS
 from evenclip.protocol import Method, Protocol
-from evenclip.rules import NonPrivate
-from evenclip.run import Performance
+from evenclip.rules import DPSGD, NonPrivate
 from evenclip.runs import Engine, Local
 from evenclip.runs.apart import write_whole
 from evenclip.runs.parts import load_data, make_model
 from evenclip.runs.spec import code
-from evenclip.step import Step
-from evenclip.train import fit
+from evenclip.training.fit import fit
+from evenclip.training.step import Step
 
 __all__ = ["GroupGradients", "Watch", "carry_out", "plan", "watch"]
 
@@ -88,7 +87,7 @@ class Watch:
         published = PUBLISHED[self.dataset]
         if not self.match:
             return published
-        found = protocol.matched(published, 10 if self.dataset == "mnist" else 2)
+        found = protocol.matched(published, len(SOURCES[self.dataset].groups))
         rates = {method.name: method.lr for method in published.methods}
         return replace(
             found, methods=tuple(Method(m.rule, rates[m.name] if m.lr is None else m.lr) for m in found.methods)
@@ -139,10 +138,7 @@ class GroupGradients:
 def watch(given: Watch, data_dir: str | None = None) -> dict[str, Any]:
     """Train it, and what was seen."""
     settings, method = given.settings, given.method
-    described: dict[str, Any] = {
-        "name": given.dataset,
-        "options": {"allow_partial": True} if given.dataset == "celeba" else {},
-    }
+    described: dict[str, Any] = {"name": given.dataset, "options": SETTINGS[given.dataset].options}
     if given.rows is not None:
         described["rows"] = given.rows
     loaded = load_data({**described, **({} if data_dir is None else {"directory": data_dir})}, given.seed)
@@ -161,7 +157,7 @@ def watch(given: Watch, data_dir: str | None = None) -> dict[str, Any]:
         make_model(settings.model, loaded.splits.train, given.seed), train, rule=method.rule,
         epochs=given.epochs or settings.epochs, batch_size=settings.batch_size, lr=method.lr,
         q=1 / batches if method.rule.poisson else None, delta=settings.delta, seed=given.seed, device=given.device,
-        observers=[gradients, risk], progress=False, performance=Performance(compile=given.device != "cpu"),
+        observers=[gradients, risk], progress=False,
     )  # fmt: skip
     gradients.close()
     assert train.group is not None
@@ -196,16 +192,17 @@ def plan(
     products a look and are looked at a fourth as often. Images have fewer probes, and ‖g_B‖ of every fifth batch. The
     non-private run has the learning rate that is given, of the matched table.
     """
-    every, image = SETTINGS[dataset].every, PUBLISHED[dataset].model["name"] == "cnn"
+    setting, image = SETTINGS[dataset], PUBLISHED[dataset].model["name"] == "cnn"
+    every = setting.every
     often: dict[str, Any] = {"norms": 5, "probes": 30} if image else {}
     found = [
         Watch(dataset, method.name, match, every=every, device=device, **often) for method in PUBLISHED[dataset].methods
     ]
     found = [replace(w, lr=reference_lr) if w.rule == NonPrivate.name else w for w in found]
-    if dataset == "adult":
-        found.insert(0, Watch(dataset, "dpsgd", match, every=4 * every, probes=0, eigenvalues=True, device=device))
+    if setting.eigenvalues:
+        found.insert(0, Watch(dataset, DPSGD.name, match, every=4 * every, probes=0, eigenvalues=True, device=device))
     if quick:
-        few: dict[str, Any] = {"epochs": 1, "sample": 128, "rows": quick_rows(dataset)}
+        few: dict[str, Any] = {"epochs": 1, "sample": 128, "rows": setting.quick_rows}
         found = [
             replace(w, every=5 if image else max(20, w.every // 2), probes=min(w.probes, 10), **few) for w in found
         ]

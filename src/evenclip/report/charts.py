@@ -86,16 +86,25 @@ def courses(title: str, describes: str, unit: str, panels: Sequence[Course]) -> 
     parts = list[str]()
     for i, panel in enumerate(known):
         x0, y0 = left + (i % across) * (wide + gap), (i // across) * below + top
-        parts += _panel(panel, x0, y0, wide, tall, low, high, ticks, first=i % across == 0)
+        parts += _panel(panel, _Box(x0, y0, wide, tall), (low, high), ticks, first=i % across == 0)
     height = -(-len(known) // across) * below + 14.0
     parts.append(f'<text class="unit" x="{_WIDTH / 2:.0f}" y="{height - 4:.1f}">{unit}</text>')
     return _svg(title, describes, height, parts)
 
 
+class _Box(NamedTuple):
+    """Where a panel is drawn: its left and upper edge, its width and height."""
+
+    x0: float
+    y0: float
+    wide: float
+    tall: float
+
+
 def _panel(
-    panel: Course, x0: float, y0: float, wide: float, tall: float, low: float, high: float, ticks: Sequence[float], *,
-    first: bool,
-) -> Iterator[str]:  # fmt: skip
+    panel: Course, box: _Box, ends: tuple[float, float], ticks: Sequence[float], *, first: bool
+) -> Iterator[str]:
+    (x0, y0, wide, tall), (low, high) = box, ends
     epochs = max(len(line) for line in panel.lines)
 
     def x(epoch: int) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 from evenclip.report import charts, words
 from evenclip.report.charts import Course, Dot
-from evenclip.report.words import display, points
+from evenclip.report.words import REFERENCE, display, points
 
 __all__ = ["NEEDED", "page"]
 
@@ -100,7 +100,7 @@ def _table(results: Mapping[str, Any]) -> str:
 def _block(results: Mapping[str, Any], metric: str, caption: str, digits: int, best: Any) -> str:
     rows = {rule: row for rule, row in results["table"].items() if metric in row}
     if metric == "privacy_cost":
-        rows = {rule: row for rule, row in rows.items() if rule != "non-private"}
+        rows = {rule: row for rule, row in rows.items() if rule != REFERENCE}
     if not rows:
         return ""
     columns: list[tuple[str, Any]] = [(group, lambda row, g=group: row[metric].get(g)) for group in results["groups"]]
@@ -194,7 +194,7 @@ def _figure(title: str, svg: str, note: str = "") -> str:
 def _dots(results: Mapping[str, Any], metric: str, names: Sequence[str], title: str, unit: str) -> str:
     rows = []
     for rule, row in results["table"].items():
-        if metric not in row or (metric == "privacy_cost" and rule == "non-private"):
+        if metric not in row or (metric == "privacy_cost" and rule == REFERENCE):
             continue
         least = 0.0 if metric == "accuracy" else -100.0
         rows.append((display(rule), [_dot(row[metric].get(name), len(results["seeds"]), least) for name in names]))
@@ -298,7 +298,7 @@ _COMMON = (
 
 
 def _statement(results: Mapping[str, Any]) -> str:
-    statements = {rule: s for rule, s in results["statement"].items() if rule != "non-private"}
+    statements = {rule: s for rule, s in results["statement"].items() if rule != REFERENCE}
     if not statements:
         return ""
     one = next(iter(statements.values()))

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenclip.audit import statistics
+from evenclip.report.words import REFERENCE
 
 if TYPE_CHECKING:
     from evenclip.comparison import Comparison, Outcome
 
 __all__ = ["table"]
 
-REFERENCE = "non-private"
 _NAME, _CELL = 20, 14
 Best = Callable[[Sequence[float]], float]
 
@@ -97,10 +97,8 @@ def _cell(outcome: Outcome, values: dict[str, NDArray[np.float64]], best: Best |
     if mean is None or bool(np.isnan(own).any()):
         return "–"
     shown = f"{mean:.{digits}f}" + ("" if se is None else f" ±{se:.{digits}f}")
-    private = [float(np.mean(v)) for name, v in values.items() if name != "non-private" and not np.isnan(v).any()]
-    star = (
-        best is not None and len(private) > 1 and outcome.name != "non-private" and best(private) == float(np.mean(own))
-    )
+    private = [float(np.mean(v)) for name, v in values.items() if name != REFERENCE and not np.isnan(v).any()]
+    star = best is not None and len(private) > 1 and outcome.name != REFERENCE and best(private) == float(np.mean(own))
     return shown + ("*" if star else " ")
 
 

@@ -6,34 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["METHODS", "answer", "count", "display", "limits", "points"]
+from evenclip.rules import DPSGD, NonPrivate
+from evenclip.runs.parts import RULES
 
-_NAMES = {
-    "non-private": "Non-private", "dpsgd": "DPSGD", "dpsgd-f": "DPSGD-F", "fairlens": "FairLens",
-    "dpsgd-global": "DPSGD-Global", "dpsgd-global-adapt": "DPSGD-Global-Adapt",
-}  # fmt: skip
-BASELINE = "dpsgd"
+__all__ = ["BASELINE", "METHODS", "REFERENCE", "answer", "count", "display", "limits", "points"]
 
-METHODS = {
-    "non-private": "Ordinary training, the reference. It promises no privacy.",
-    "dpsgd": "Every record's gradient that is longer than C0 is cut to that length, then noise is added. Records with "
-    "long gradients are cut most, and these are more often a minority's: their pull on the model is weakened, and the "
-    "sum points elsewhere than it would.",
-    "dpsgd-f": "As DPSGD, with a bound for each group, larger where more of the group would be cut. The bounds come "
-    "from noisy counts. Group labels enter training, and noise is for the largest bound of all groups.",
-    "dpsgd-global": "All gradients are shrunk by the same factor C0/Z, so the sum keeps its direction; a gradient "
-    "longer than Z is left out. A Z that was chosen too small leaves many out.",
-    "dpsgd-global-adapt": "As DPSGD-Global, but a gradient longer than Z is cut to C0 instead of left out, and Z "
-    "follows the data: it grows while a noisy count says that gradients lie above it, and shrinks otherwise.",
-    "fairlens": "DPSGD with two terms added to the loss that ask for equal gradients and equal distances to the "
-    "boundary between groups. They tie every record's gradient to the others', so no ε holds.",
-}  # fmt: skip
+REFERENCE, BASELINE = NonPrivate.name, DPSGD.name
+
+METHODS = {name: rule.summary for name, rule in RULES.items()}
 """Name of a rule -> how it works."""
 
 
 def display(rule: str) -> str:
-    """A rule's name as it is written in sentences; somebody's own stays as it is."""
-    return _NAMES.get(rule, rule)
+    """A rule's name as it is written in sentences; that of a custom rule stays as it is."""
+    return RULES[rule].title if rule in RULES else rule
 
 
 def points(value: float | None, digits: int = 1) -> str:

@@ -4,7 +4,6 @@ from evenclip.rules.dpsgd import DPSGD
 from evenclip.rules.dpsgd_f import DPSGDF
 from evenclip.rules.dpsgd_global import DPSGDGlobal
 from evenclip.rules.dpsgd_global_adapt import DPSGDGlobalAdapt
-from evenclip.rules.guard import Guarded
 from evenclip.rules.nonprivate import NonPrivate
 from evenclip.rules.rule import NO_EPSILON, REPAIRED, SOUND, Rule
 
@@ -17,7 +16,6 @@ __all__ = [
     "SOUND",
     "DPSGDGlobal",
     "DPSGDGlobalAdapt",
-    "Guarded",
     "NonPrivate",
     "Rule",
 ]

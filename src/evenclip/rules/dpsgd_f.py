@@ -49,6 +49,11 @@ class DPSGDF(Rule):
     """
 
     name: ClassVar[str] = "dpsgd-f"
+    title: ClassVar[str] = "DPSGD-F"
+    summary: ClassVar[str] = (
+        "As DPSGD, with a bound for each group, larger where more of the group would be cut. The bounds come "
+        "from noisy counts. Group labels enter training, and noise is for the largest bound of all groups."
+    )
     soundness: ClassVar[str] = REPAIRED
     uses_groups: ClassVar[bool] = True
     counts_first: ClassVar[bool] = True
@@ -90,4 +95,5 @@ class DPSGDF(Rule):
         return now.max()
 
     def weight(self, norm: Tensor, group: Tensor, now: Tensor) -> Tensor:  # noqa: D102
-        return (now[group] / norm).clamp(max=1.0)
+        bound = now.gather(0, group.reshape(-1)).reshape(group.shape)  # torch 2.9 cannot map now[group]
+        return (bound / norm).clamp(max=1.0)

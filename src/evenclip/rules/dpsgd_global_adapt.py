@@ -51,6 +51,11 @@ class DPSGDGlobalAdapt(Rule):
     """
 
     name: ClassVar[str] = "dpsgd-global-adapt"
+    title: ClassVar[str] = "DPSGD-Global-Adapt"
+    summary: ClassVar[str] = (
+        "As DPSGD-Global, but a gradient longer than Z is cut to C0 instead of left out, and Z follows the "
+        "data: it grows while a noisy count says that gradients lie above it, and shrinks otherwise."
+    )
     elementwise: ClassVar[bool] = True
     reference: ClassVar[str] = (
         "Esipova et al. 2023, Disparate Impact in Differential Privacy from Gradient Misalignment, Algorithm 2"

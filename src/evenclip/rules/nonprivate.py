@@ -28,6 +28,8 @@ class NonPrivate(Rule):
     """
 
     name: ClassVar[str] = "non-private"
+    title: ClassVar[str] = "Non-private"
+    summary: ClassVar[str] = "Ordinary training, the reference. It promises no privacy."
     soundness: ClassVar[str] = NO_EPSILON
     why: ClassVar[str] = "no noise is added"
     elementwise: ClassVar[bool] = True

@@ -1,16 +1,16 @@
 """What a clipping rule is: norms in, weights out, for one sample at a time.
 
 Private training forms Σ_i γ_i g_i and adds noise. A rule says what γ_i is. It is written for ONE sample and mapped over
-the batch by the engine (`evenclip.rules.guard`), so it cannot see the batch; the engine does every sum, every release
-and every division. In the order in which a step calls them:
+the batch by the mechanism (`evenclip.mechanism.mechanism`), so it cannot see the batch; the mechanism does every sum,
+every release and every division. In the order in which a step calls them:
 
     state                                          public; `init(groups)` before the first step
     statistic(norm, group, state)                  one sample's share of a count vector, of length at most 1
-    ... the engine sums them, adds σ_count · N(0, I): public from here on ...
+    ... the mechanism sums them, adds σ_count · N(0, I): public from here on ...
     now, next = observe(noisy, B, state)           public -> public
     S = sensitivity(now)                           the most that one sample may add to Σ γ_i g_i
-    weight(norm, group, now)                       γ_i; the engine holds |γ_i| · ‖g_i‖ ≤ S whatever comes back
-    ... the engine sums γ_i g_i, adds σ · S · N(0, I), divides by B, updates, carries `next` on ...
+    weight(norm, group, now)                       γ_i; the mechanism holds |γ_i| · ‖g_i‖ ≤ S whatever comes back
+    ... the mechanism sums γ_i g_i, adds σ · S · N(0, I), divides by B, updates, carries `next` on ...
 
 A rule is a frozen dataclass whose fields are public. One file holds its formula, its sensitivity argument, its
 accounting, whether it uses group labels, its soundness and its citation.
@@ -37,6 +37,8 @@ class Rule(ABC):
 
     Attributes:
         name: the one name used in results, on the command line and in reports.
+        title: the name as it is written in sentences.
+        summary: how the rule works, in a few sentences for reports.
         sigma: noise multiplier of the gradient; 0 publishes it in clear, and the run has no ε.
         sigma_count: noise multiplier of the summed statistics; unused by a rule without any.
         soundness: `SOUND`, `REPAIRED` or `NO_EPSILON`, printed wherever ε is printed.
@@ -44,7 +46,7 @@ class Rule(ABC):
         counts_first: whether `now` depends on this step's noisy statistics. It only saves time: if False, a batch in
             several chunks is clipped and counted in one pass, and again if `observe` returns another `now` after all.
         elementwise: whether the methods also take a whole batch at once ([sample] in, [sample] or [sample, m] out) with
-            the same result as sample by sample. The engine then skips the mapping, for rules of this package only,
+            the same result as sample by sample. The mechanism then skips the mapping, for rules of this package only,
             whose equality a test proves.
         poisson: whether batches are Poisson samples; otherwise shuffled batches without replacement, and no ε.
         bounded: whether one record moves Σ γ_i g_i by at most S. False: noise is added for S all the same, and the
@@ -54,6 +56,8 @@ class Rule(ABC):
     """
 
     name: ClassVar[str]
+    title: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
     soundness: ClassVar[str] = SOUND
     uses_groups: ClassVar[bool] = False
     counts_first: ClassVar[bool] = False

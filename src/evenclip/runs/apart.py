@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from evenclip.processes import cores
+from evenclip.runs.process import cores
 
 __all__ = ["apart", "write_whole"]
 

@@ -1,20 +1,22 @@
-"""A bundle of runs that are alike, carried out by one process: the body of every worker, wherever it is.
+"""A bundle of runs, carried out one after the other by one process: the body of every worker.
 
-A task is plain values, and what is said about it too:
+A task and the events about it are plain values:
 
     task   {"specs": [{...}, ...], "hashes": ["their names", ...]}
-    said   {"event": "step", "i": 0, "t": 120}    the first of them is at step 120
+    event  {"event": "step", "i": 0, "t": 120}    the first of them is at step 120
            {"event": "done", "i": 0} | {"event": "busy", "i": 0}
            {"event": "failed", "i": 0, "why": "a sentence", "trace": "a traceback"}
 
-Where results go is said by `Keep`: into the store, or back to whoever asked.
+`Keep` decides where results go: into the store, or back to the driver.
 """
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from evenclip.runs.spec import Spec
@@ -23,12 +25,31 @@ from evenclip.runs.store import Store
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from evenclip.runs.together import How
-
-__all__ = ["described", "into", "opened", "ready", "work_on"]
+__all__ = ["bundles", "described", "into", "opened", "ready", "work_on"]
 
 Say = Callable[..., None]
 Keep = Callable[[int, Spec, Mapping[str, Any], "Mapping[str, Tensor]"], None]
+
+
+def bundles(specs: Sequence[Spec], workers: int) -> list[list[Spec]]:
+    """Cut runs into bundles: for each pair of data and model as many as there are workers, of nearly equal length.
+
+    The runs of one seed are neighbours, so that a worker reads the data of a seed once.
+    """
+    kinds = dict[str, list[Spec]]()
+    for spec in specs:
+        kinds.setdefault(json.dumps([spec.data, spec.model], sort_keys=True, default=str), []).append(spec)
+    return [
+        bundle
+        for alike in kinds.values()
+        for bundle in _cut(sorted(alike, key=lambda spec: spec.seed), min(workers, len(alike)))
+    ]
+
+
+def _cut(specs: Sequence[Spec], parts: int) -> list[list[Spec]]:
+    """Cut into parts whose lengths differ by at most one."""
+    ends = [len(specs) * i // parts for i in range(parts + 1)]
+    return [list(specs[first:end]) for first, end in pairwise(ends)]
 
 
 def described(specs: Sequence[Spec]) -> dict[str, Any]:
@@ -51,7 +72,7 @@ def opened(
 
 
 def into(store: Store, todo: Mapping[int, Spec], say: Say) -> None:
-    """Carry out what nobody else is at and what is not there; results go into the store."""
+    """Carry out the runs that are neither claimed nor stored; write their results into the store."""
 
     def keep(i: int, spec: Spec, result: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         del i
@@ -71,7 +92,7 @@ def into(store: Store, todo: Mapping[int, Spec], say: Say) -> None:
 
 
 def ready(threads: int) -> None:
-    """Make this process a worker's: so many threads, and no warnings, which whoever started it has said once."""
+    """Prepare this process as a worker: set its threads, and ignore warnings, which the driver has shown."""
     import warnings
 
     import torch
@@ -81,62 +102,18 @@ def ready(threads: int) -> None:
 
 
 def work_on(todo: Mapping[int, Spec], keep: Keep, say: Say) -> None:
-    """Carry out these runs, together where that is quicker."""
-    how = _how(list(todo.values()))
-    for i, spec in _together(dict(todo), how, keep, say).items():
-        _alone(i, spec, how, keep, say)
-
-
-def _how(specs: list[Spec]) -> How:
-    """How to compute these; plainly, if they cannot even be begun: each will say why."""
-    from evenclip.runs.together import PLAIN, choose
-
-    try:
-        return choose(specs) if specs else PLAIN
-    except Exception:
-        return PLAIN
-
-
-def _together(todo: dict[int, Spec], how: How, keep: Keep, say: Say) -> dict[int, Spec]:
-    """Carry out what is better computed together; what is left."""
-    if how.together:
-        return _at_once(todo, how, keep, say)
-    if how.turns == 1:
-        return todo
-    left: dict[int, Spec] = {}
-    waiting = list(todo.items())
-    while waiting:
-        some, waiting = waiting[: how.turns], waiting[how.turns :]
-        left |= _at_once(dict(some), how, keep, say)
-    return left
-
-
-def _at_once(todo: dict[int, Spec], how: How, keep: Keep, say: Say) -> dict[int, Spec]:
-    """Carry these out, all in progress at the same time; what is left."""
-    from evenclip.runs.work import work_together
-
-    def report(t: int) -> None:
-        for i in todo:
-            say(event="step", i=i, t=t)
-
-    try:
-        found = work_together(list(todo.values()), report, compile=how.compiled, turns=how.turns > 1)
-    except Exception:  # whatever it was, each run will say it of itself
-        return todo
-    for (i, spec), (result, weights) in zip(todo.items(), found, strict=True):
+    """Carry out these runs, one after the other."""
+    for i, spec in todo.items():
         with _told(say, i):
-            keep(i, spec, result, weights)
-            say(event="done", i=i)
-    return {}
+            _work_on_one(i, spec, keep, say)
 
 
-def _alone(i: int, spec: Spec, how: How, keep: Keep, say: Say) -> None:
+def _work_on_one(i: int, spec: Spec, keep: Keep, say: Say) -> None:
     from evenclip.runs.work import work
 
-    with _told(say, i):
-        result, weights = work(spec, lambda t: say(event="step", i=i, t=t), compile=how.compiled)
-        keep(i, spec, result, weights)
-        say(event="done", i=i)
+    result, weights = work(spec, lambda t: say(event="step", i=i, t=t))
+    keep(i, spec, result, weights)
+    say(event="done", i=i)
 
 
 class _told:  # noqa: N801

@@ -1,8 +1,8 @@
 """Runs carried out by processes of this machine, as many at a time as it has cores.
 
-A process is given one bundle of runs that are alike after the other, and computes them together where that is quicker
-(`runs.together`). If it dies, what it had in hand is lost and reported; the others go on. Results are written by the
-processes themselves, so nothing that was finished depends on this one.
+A process is given one bundle of runs after the other (`runs.bundle`). If it dies, what it had in hand is lost and
+reported; the others go on. Results are written by the processes themselves, so nothing that was finished depends on
+this one.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from evenclip import check
-from evenclip.processes import Process, close, cores, end, start
 from evenclip.runs.apart import apart
-from evenclip.runs.bundle import described
+from evenclip.runs.bundle import bundles, described
 from evenclip.runs.engine import Failure, InHand, Show, Tries
+from evenclip.runs.process import Process, close, cores, end, start
 from evenclip.runs.spec import Spec
 from evenclip.runs.store import Store
-from evenclip.runs.together import bundles
 
 __all__ = ["Local"]
 
@@ -79,7 +78,7 @@ class _Pool:
         """All of them; those that failed."""
         waiting = deque(work)
         at_once = min(self._size, len(work))
-        workers = [_Worker(self._events, start(at_once)) for _ in range(at_once)]
+        workers = [_Worker(self._events, start()) for _ in range(at_once)]
         try:
             for worker in workers:
                 self._next(worker, waiting)
@@ -89,7 +88,7 @@ class _Pool:
                     continue
                 self._heard(worker, event, waiting)
                 if event["event"] == "died" and waiting:
-                    workers.append(worker := _Worker(self._events, start(at_once)))
+                    workers.append(worker := _Worker(self._events, start()))
                 if not worker.hand.specs:
                     self._next(worker, waiting)
         finally:

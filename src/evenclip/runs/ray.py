@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from evenclip import check
-from evenclip.runs.bundle import described, opened, ready, work_on
+from evenclip.runs.bundle import bundles, described, opened, ready, work_on
 from evenclip.runs.engine import TRIES, Failure, InHand, Show, Tries
 from evenclip.runs.parcel import contents, unpacked
 from evenclip.runs.spec import Spec
 from evenclip.runs.store import Store
-from evenclip.runs.together import bundles
 
 __all__ = ["Ray"]
 
@@ -71,16 +70,16 @@ class Ray:
     def carry_out(self, specs: Sequence[Spec], store: Store, show: Show) -> list[Failure]:
         """All of them; those that failed."""
         with self._cluster() as ray:
-            slots, devices = self._size(ray)
+            slots = self._slots(ray)
             files = {digest: ray.put(content) for digest, content in contents(specs)}
-            return self._sweep(ray, bundles(specs, slots, devices), files, Tries(store, show, TRIES), store)
+            return self._sweep(ray, bundles(specs, slots), files, Tries(store, show, TRIES), store)
 
     def apart(self, work: Callable[[S], T], items: Sequence[S]) -> Iterator[tuple[int, T]]:
         """(place, work(item)) of every item, as they end."""
         if not items:
             return
         with self._cluster() as ray:
-            self._size(ray)
+            self._slots(ray)
             files = {d: ray.put(content) for d, content in contents([i for i in items if isinstance(i, Spec)])}
             task = ray.remote(_once).options(
                 num_cpus=self.cpus, num_gpus=self.gpus, max_retries=TRIES - 1, retry_exceptions=True
@@ -155,8 +154,8 @@ class Ray:
             said = " ".join(str(error).split())[:400]
             raise ConnectionError(f"The Ray cluster at {address} cannot be used from here. Ray says: {said}") from None
 
-    def _size(self, ray: Any) -> tuple[int, int]:
-        """How many tasks the cluster takes at a time, and how many GPUs it has.
+    def _slots(self, ray: Any) -> int:
+        """Number of tasks that the cluster takes at a time.
 
         Raises:
             ValueError: if no node takes any; Ray would wait for one forever.
@@ -172,7 +171,7 @@ class Ray:
                 f"A run is to have {self.cpus} CPUs and {self.gpus:g} GPUs, and no node of the Ray cluster has them "
                 f"({had}); ask for less, or add a node."
             )
-        return slots, max(1, int(sum(has.get("GPU", 0) for has in nodes)))
+        return slots
 
 
 def _package() -> Any:

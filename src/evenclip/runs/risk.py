@@ -40,21 +40,16 @@ def watched(spec: Spec) -> list[Look]:
     """Train it, and what was seen."""
     from evenclip.audit import RiskTerms
     from evenclip.runs.work import prepared
+    from evenclip.training.fit import train
 
     _, run = prepared(spec)
     every = max(1, run.settings.steps // LOOKS)
     risk = RiskTerms(run.data, spec.lr, every=every, probes=0, sample=_SAMPLE, seed=spec.seed)
-    found: list[Look] = []
-    with run.listening():
-        while run.t < run.settings.steps:
-            step = run.step()
-            record = risk(step)
-            if record is not None:
-                found.append(
-                    {"t": run.t} | {name: _by_group(record, name, run.settings.groups) for name in ("dir", "mag")}
-                )
-            run.update(step)
-    return found
+    return [
+        {"t": record["t"]} | {name: _by_group(record, name, run.settings.groups) for name in ("dir", "mag")}
+        for record in train(run, [risk])
+        if "risk" in record
+    ]
 
 
 def _by_group(record: dict[str, Any], name: str, groups: int) -> list[float | None]:

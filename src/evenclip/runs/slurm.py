@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from evenclip import check
-from evenclip.runs.bundle import described, into, opened, ready
+from evenclip.runs.bundle import bundles, described, into, opened, ready
 from evenclip.runs.engine import TRIES, Failure, InHand, Show, Tries
 from evenclip.runs.spec import Spec
 from evenclip.runs.store import Store, default_root
-from evenclip.runs.together import bundles
 
 __all__ = ["Slurm"]
 
@@ -50,7 +49,7 @@ class Slurm:
         minutes: until a job is ended.
         cpus: processors of a job, and its threads.
         gpus: GPUs of a job.
-        jobs: at a time, at the most; runs that are alike are cut into so many bundles.
+        jobs: at a time, at the most; runs of the same data and model are cut into so many bundles.
         cluster: submitit's name for it; "local" is processes of this machine, to try things out.
     """
 
@@ -76,7 +75,7 @@ class Slurm:
 
     def carry_out(self, specs: Sequence[Spec], store: Store, show: Show) -> list[Failure]:
         """All of them; those that failed."""
-        work = bundles(specs, self.jobs, self.jobs)
+        work = bundles(specs, self.jobs)
         with _Site(self, store.root) as site:
             found = _sweep(site, work, Tries(store, show, TRIES), store)
             site.in_order = not found

@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evenclip.rules import Rule
+    from evenclip.training.config import TrainConfig
 
 __all__ = ["FORMAT", "Spec", "code"]
 
@@ -40,6 +44,13 @@ class Spec:
     seed: int
     device: str = "cpu"
     tf32: bool = False
+
+    def config(self, rule: Rule) -> TrainConfig:
+        """Everything about the training but the model and the data."""
+        from evenclip.training.config import Performance, TrainConfig
+
+        given = {field.name: getattr(self, field.name) for field in fields(self)[3:-1]}
+        return TrainConfig(rule=rule, **given, performance=Performance(tf32=self.tf32))
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, places included."""

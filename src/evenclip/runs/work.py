@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from functools import lru_cache
 from importlib import metadata
 from typing import Any
@@ -15,13 +14,12 @@ import torch
 
 from evenclip.audit import metrics
 from evenclip.data import Dataset
-from evenclip.run import Performance, Run
-from evenclip.runs.gate import alone_on
 from evenclip.runs.parts import Loaded, load_data, make_model, make_rule
 from evenclip.runs.spec import FORMAT, Spec, code
-from evenclip.train import Result, prepare, result
+from evenclip.training.fit import Result, prepare, result, train
+from evenclip.training.run import Run
 
-__all__ = ["Outcome", "prepared", "work", "work_together"]
+__all__ = ["Outcome", "prepared", "work"]
 
 Report = Callable[[int], None]  # the number of the step
 
@@ -29,56 +27,19 @@ Report = Callable[[int], None]  # the number of the step
 Outcome = tuple[dict[str, Any], dict[str, torch.Tensor]]  # the result as plain values, and the model's weights
 
 
-def work(spec: Spec, report: Report, *, compile: bool = False) -> Outcome:
+def work(spec: Spec, report: Report) -> Outcome:
     """Train and measure one run."""
-    started, pulse = time.perf_counter(), _Pulse(report)
-    loaded, run = prepared(spec, compile=compile)
-    with run.listening():
-        while run.t < run.settings.steps:
-            run.update(run.step())
-            pulse(run.t)
+    started = time.perf_counter()
+    loaded, run = prepared(spec)
+    train(run, after=_Pulse(report))
     return _outcome(spec, loaded, run, time.perf_counter() - started)
 
 
-def work_together(specs: Sequence[Spec], report: Report, *, compile: bool, turns: bool = False) -> list[Outcome]:
-    """The same for runs that are alike, as one computation; each is told to have taken its share of the time.
-
-    Args:
-        specs: what to run.
-        report: told the number of the step.
-        compile: whether to compile the step.
-        turns: whether each run is a computation of its own, and they take turns: on a GPU, at the same time.
-
-    Raises:
-        NoProgram: if they cannot be computed together.
-    """
-    from evenclip.stack import Stack  # torch's machinery for tracing takes long to import
-
-    started, pulse = time.perf_counter(), _Pulse(report)
-    made = [prepared(spec) for spec in specs]
-    runs = [run for _, run in made]
-    stacks = [Stack([run], compile=compile) for run in runs] if turns else [Stack(runs, compile=compile)]
-    with alone_on(specs[0].device), ExitStack() as ears:
-        for stack in stacks:
-            ears.enter_context(stack.listening())
-        while going := [stack for stack in stacks if stack.t < stack.steps]:
-            for stack in going:
-                stack.step()
-            pulse(going[0].t)
-    seconds = (time.perf_counter() - started) / len(specs)
-    return [_outcome(spec, loaded, run, seconds) for spec, (loaded, run) in zip(specs, made, strict=True)]
-
-
-def prepared(spec: Spec, *, compile: bool = False) -> tuple[Loaded, Run]:
+def prepared(spec: Spec) -> tuple[Loaded, Run]:
     """The data of a run, and the run before its first step."""
     loaded = _loaded(_Key(spec.data), spec.seed)
-    train = _placed(loaded, spec.device)
-    run = prepare(
-        make_model(spec.model, loaded.splits.train, spec.seed), train, rule=make_rule(spec.rule), epochs=spec.epochs,
-        batch_size=spec.batch_size, lr=spec.lr, q=spec.q, delta=spec.delta, seed=spec.seed, device=spec.device,
-        performance=Performance(compile=compile, tf32=spec.tf32),
-    )  # fmt: skip
-    return loaded, run
+    model = make_model(spec.model, loaded.splits.train, spec.seed)
+    return loaded, prepare(model, _placed(loaded, spec.device), spec.config(make_rule(spec.rule)))
 
 
 def _outcome(spec: Spec, loaded: Loaded, run: Run, seconds: float) -> Outcome:
@@ -90,7 +51,7 @@ def _outcome(spec: Spec, loaded: Loaded, run: Run, seconds: float) -> Outcome:
 def _result(spec: Spec, loaded: Loaded, result: Result, seconds: float) -> dict[str, Any]:
     """Everything that tables and pages are drawn from."""
     splits, settings = loaded.splits, result.settings
-    train = splits.train
+    trained_on = splits.train
     measured = {
         part: _measure(result.model, data, spec.device)
         for part, data in (("test", splits.test), ("validation", splits.validation))
@@ -103,10 +64,10 @@ def _result(spec: Spec, loaded: Loaded, result: Result, seconds: float) -> dict[
         "settings": settings.to_json(),
         "delta": settings.delta,
         "n": settings.n,
-        "dataset": train.name,
-        "groups": list(train.group_names),
-        "classes": list(train.class_names),
-        "features": train.x[0].numel() if isinstance(train.x, torch.Tensor) else None,
+        "dataset": trained_on.name,
+        "groups": list(trained_on.group_names),
+        "classes": list(trained_on.class_names),
+        "features": trained_on.x[0].numel() if isinstance(trained_on.x, torch.Tensor) else None,
         "pair": None if loaded.pair is None else list(loaded.pair),
         "uncovered": list(loaded.uncovered),
         "notes": list(loaded.notes),

@@ -29,7 +29,7 @@ def main() -> None:
     for line in sys.stdin:
         carry_out(json.loads(line), say)
     out.flush()
-    os._exit(0)  # results are on disk; taking down a compiler's processes and a GPU's graphs takes half a minute
+    os._exit(0)  # results are on disk; taking down a GPU's context takes seconds
 
 
 def carry_out(task: dict[str, Any], say: Callable[..., None]) -> None:

@@ -7,10 +7,9 @@ shifted by that offset. So the gradient of one sample is, for each offset o,
 
 These are formed: they are tiny beside the activations in the networks this is for. Where they are not (deep layers),
 norms go through `linear.product_square_norms` on the unfolded input and the sum through the ordinary weight gradient of
-a convolution. There are four ways to form them, quickest first where they apply:
+a convolution. There are three ways to form them, quickest first where they apply:
 
-    a GPU                      one product for all offsets by a kernel of our own, which reads them from the input
-    few input channels         unfold the input, then one product for all offsets
+    few input channels, CUDA   unfold the input, then one product for all offsets
     a CPU with oneDNN          the weight gradient of one convolution that has the samples as channel groups
     anything else              one batched product an offset, without the unfolded input ever being written
 """
@@ -27,9 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from evenclip.gradients.layers.layer import Formed, LayerGradient, has_kernels, kept, operand_roundoff, sum_square_norms
+from evenclip.gradients.layers.layer import Formed, LayerGradient, kept, operand_roundoff, sum_square_norms
 from evenclip.gradients.layers.linear import product_square_norms
-from evenclip.gradients.layers.operations import weight_gradients
 
 __all__ = ["Convolution", "gradient"]
 
@@ -105,19 +103,10 @@ class Shifts:
     @property
     def weight_gradients(self) -> Tensor:
         """Every sample's gradient of the weight.  # [sample, out, c, *kernel]"""
-        if _has_kernel(self.module, self.a):
-            return self.by_kernel()
         if _is_thin(self.module) or self.a.is_cuda:
             return self.by_unfolding()
         # A number of groups must be a number: where the number of samples is a symbol, there are none.
         return self.by_groups() if isinstance(self.n, int) and _has_onednn(self.a) else self.by_offsets()
-
-    def by_kernel(self) -> Tensor:
-        """The product for all offsets, with the windows addressed where they lie."""
-        module = self.module
-        sides = list(module.kernel_size), list(module.stride), list(module.dilation)
-        each: Tensor = weight_gradients(self.a, self.delta, *sides, exact=_operands(self.a) == 0)
-        return each.reshape(self.n, *module.weight.shape)
 
     def by_unfolding(self) -> Tensor:
         """One product for all offsets."""
@@ -194,11 +183,6 @@ def _has_onednn(like: Tensor) -> bool:
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and bool(torch.backends.mkldnn.enabled)
     )
-
-
-def _has_kernel(module: Convolution, like: Tensor) -> bool:
-    """Whether `convolution_cuda` takes it."""
-    return like.ndim == 4 and module.groups == 1 and has_kernels(like)
 
 
 def _operands(like: Tensor) -> float:

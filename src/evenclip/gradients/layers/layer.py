@@ -15,7 +15,6 @@ they are not, sums over positions may cancel, and the bound on their rounding is
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
@@ -26,7 +25,6 @@ from torch import Tensor
 __all__ = [
     "Formed",
     "LayerGradient",
-    "has_kernels",
     "kept",
     "operand_roundoff",
     "rounding",
@@ -136,23 +134,7 @@ def wanted(parts: dict[str, Tensor], names: Collection[str]) -> dict[str, Tensor
     return {name: part for name, part in parts.items() if name in names}
 
 
-def has_kernels(like: Tensor) -> bool:
-    """Whether kernels of our own take such numbers: float32 on a GPU, and not mapped over runs."""
-    return (
-        like.is_cuda
-        and like.dtype == torch.float32
-        and importlib.util.find_spec("triton") is not None
-        and not torch._C._functorch.is_functorch_wrapped_tensor(like)
-    )
-
-
 def _contract(weights: Tensor, each: Tensor, keep: Tensor | None) -> Tensor:
     """Σ_i weights_i · each_i over those that count."""
     flat, weights = each.reshape(each.shape[0], -1), weights.to(each.dtype)
-    if has_kernels(flat) and has_kernels(weights):
-        from evenclip.gradients.layers.formed_cuda import weighted_rows  # triton comes with torch for CUDA
-
-        found: Tensor = weighted_rows(flat, weights if keep is None else torch.where(keep, weights, 0.0))
-    else:
-        found = torch.mv((flat if keep is None else kept(flat, keep)).T, weights)
-    return found.reshape(each.shape[1:])
+    return torch.mv((flat if keep is None else kept(flat, keep)).T, weights).reshape(each.shape[1:])

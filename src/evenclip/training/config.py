@@ -1,0 +1,226 @@
+"""What a training is given, and the public constants that follow from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import operator
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, is_dataclass, replace
+from functools import partial
+from typing import Any, SupportsIndex
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, Optimizer
+
+from evenclip import check
+from evenclip.accounting import default_delta
+from evenclip.gradients.losses import Loss
+from evenclip.rules import DPSGDGlobalAdapt, Rule
+
+__all__ = ["Performance", "Settings", "TrainConfig"]
+
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_LISTED = ", ".join(map(repr, _MODES))
+
+
+@dataclass(frozen=True)
+class Performance:
+    """How a run is computed. Changing these must not change what it is.
+
+    Attributes:
+        chunk: most samples that go through the model at once; None: the whole batch.
+        compile: whether the step is traced and compiled; or `torch.compile`'s mode, such as "reduce-overhead" on a GPU.
+            Compiling takes ten to twenty seconds, so it pays for long runs of small models. Where it cannot be done, a
+            warning says why, and the run is computed without.
+        tf32: whether a GPU may round the operands of products to 11 bits. Norms allow for it, and the report says it.
+        readers: processes that read the items of a map-style torch dataset ahead of training; 0: none.
+    """
+
+    chunk: int | None = None
+    compile: bool | str = False
+    tf32: bool = False
+    readers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.readers != 0:
+            check.natural(readers=self.readers)
+        if self.chunk is not None:
+            check.natural(chunk=self.chunk)
+        if isinstance(self.compile, str) and self.compile not in _MODES:
+            raise ValueError(f"compile is {self.compile!r}; give True, False, or a mode of torch.compile: {_LISTED}.")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything about a training but the model and the data. `fit` has the same as keyword arguments.
+
+    Attributes:
+        rule: how gradients are clipped.
+        loss: loss(output, y); averaging, summing or per sample.
+        epochs: T = epochs · ⌈n/B⌉ steps.
+        batch_size: B, the expected batch size.
+        lr: learning rate, handed to the optimiser.
+        delta: δ; None: the largest power of ten below 1/(2n).
+        seed: fixes batches, noise and dropout, so that anybody who knows it can subtract the noise; None: from the
+            operating system.
+        device: where to train; None: where the model is.
+        optimizer: called as optimizer(parameters, lr=lr).
+        scheduler: called as scheduler(optimizer), then `.step()` after every epoch.
+        q: Poisson rate; None: batch_size/n. With q, an epoch is round(1/q) steps.
+        steps: T, instead of epochs.
+        performance: how it is computed.
+    """
+
+    rule: Rule = field(default_factory=DPSGDGlobalAdapt)
+    loss: Loss = cross_entropy
+    epochs: int = 1
+    batch_size: int = 256
+    lr: float = 0.1
+    delta: float | None = None
+    seed: int | None = None
+    device: str | torch.device | None = None
+    optimizer: Callable[..., Optimizer] = SGD
+    scheduler: Callable[[Optimizer], Any] | None = None
+    q: float | None = None
+    steps: int | None = None
+    performance: Performance = Performance()
+
+    def __post_init__(self) -> None:
+        """Raise for the usual mix-ups of a class and its instance."""
+        rule = self.rule
+        if not (isinstance(rule, Rule) and is_dataclass(type(rule))):
+            raise TypeError(
+                f"rule is {rule!r}; it must be a rule such as DPSGDGlobalAdapt(C0=1.0, sigma=1.0), or a frozen "
+                "dataclass that derives from evenclip.Rule."
+            )
+        for name, example in (
+            ("optimizer", "torch.optim.Adam or functools.partial(torch.optim.SGD, momentum=0.9)"),
+            ("scheduler", "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)"),
+        ):
+            given = getattr(self, name)
+            if given is not None and not callable(given):
+                raise TypeError(
+                    f"{name} is an object of class {type(given).__name__}; give what makes one, such as {example}, "
+                    "because the model that is trained is a copy."
+                )
+
+    def but(self, **changes: Any) -> TrainConfig:
+        """The same with these changes; None for `rule` or `performance` is the default."""
+        known = ", ".join(self.__dataclass_fields__)
+        unknown = next((name for name in changes if name not in self.__dataclass_fields__), None)
+        if unknown is not None:
+            raise TypeError(f"There is no setting {unknown!r}; the settings of a training are {known}.")
+        defaults: dict[str, Callable[[], Any]] = {"rule": DPSGDGlobalAdapt, "performance": Performance}
+        given = {name: defaults[name]() for name in defaults if changes.get(name, 0) is None}
+        return replace(self, **(changes | given))
+
+    def settings(self, model: nn.Module, n: int, groups: int) -> Settings:
+        """The public constants of a run on n records, as Python's own numbers: numpy's are not written to JSON."""
+        check.natural(epochs=self.epochs, batch_size=self.batch_size)
+        check.positive(lr=self.lr)
+        q, epoch = self._pace(n)
+        if self.steps is not None:
+            check.natural(steps=self.steps)
+        return Settings(
+            rule=self.rule, n=n, groups=groups, q=q, B=float(self.batch_size), epoch=epoch,
+            steps=int(self.epochs) * epoch if self.steps is None else int(self.steps), delta=_delta(self.delta, n),
+            lr=float(self.lr), optimizer=_name(self.optimizer), seed=_seed(self.seed),
+            parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        )  # fmt: skip
+
+    def _pace(self, n: int) -> tuple[float | None, int]:
+        """The Poisson rate, None for shuffled batches, and the steps of an epoch."""
+        B = int(self.batch_size)
+        if not self.rule.poisson:
+            return None, math.ceil(n / B)
+        if self.q is not None:
+            check.fraction(q=self.q)
+            return float(self.q), round(1 / self.q)
+        if n < B:
+            raise ValueError(
+                f"batch_size is {B} and there are {n} records, so the sampling rate q = batch_size/n "
+                f"would be above 1; choose a batch_size of at most {n}."
+            )
+        return B / n, math.ceil(n / B)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The public constants of a run, fixed before training. Neighbouring datasets are trained with the same ones.
+
+    Attributes:
+        rule: the clipping rule.
+        n: number of records (an access to the data that ε does not cover).
+        groups: number of groups K.
+        q: Poisson rate; None for shuffled batches.
+        B: expected batch size, what sums are divided by.
+        steps: T.
+        epoch: steps in an epoch.
+        delta: δ.
+        lr: learning rate.
+        optimizer: name of the optimiser's class.
+        seed: what was given; None: taken from the operating system and not kept.
+        parameters: number of trainable ones.
+    """
+
+    rule: Rule
+    n: int
+    groups: int
+    q: float | None
+    B: float
+    steps: int
+    epoch: int
+    delta: float
+    lr: float
+    optimizer: str
+    seed: int | None
+    parameters: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values that may be published: all but the seed, of which only whether one was given."""
+        rule = {"class": type(self.rule).__qualname__, "name": self.rule.name, "repr": repr(self.rule)}
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("rule", "seed")}
+        return plain | {"rule": rule, "seed_given": self.seed is not None}
+
+    def ends(self, t: int) -> bool:
+        """Whether an epoch ends with the step of this number, the first being 1."""
+        return t % self.epoch == 0 or t == self.steps
+
+    @property
+    def specification(self) -> str:
+        """SHA-256 of all that, as hexadecimal digits: the name of these settings in reports."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+
+def _name(optimizer: Callable[..., Any]) -> str:
+    """What to call an optimiser: its class, with what a `functools.partial` has filled in."""
+    if isinstance(optimizer, partial):
+        return f"{_name(optimizer.func)}({', '.join(f'{k}={v!r}' for k, v in optimizer.keywords.items())})"
+    return str(getattr(optimizer, "__name__", type(optimizer).__name__))
+
+
+def _delta(delta: float | None, n: int) -> float:
+    """δ, with a warning where it promises next to nothing."""
+    if delta is None:
+        return default_delta(n)
+    if not 0 < delta < 1:
+        raise ValueError(f"delta is {delta}; it must lie between 0 and 1, well below 1/n = {1 / n:.1e}.")
+    if delta >= 1 / n:
+        warnings.warn(
+            f"delta is {delta:g}, not below 1/n = {1 / n:.1e}: publishing one whole record would satisfy it. "
+            f"Choose at most {default_delta(n):g}.",
+            stacklevel=6,  # the caller of `fit`
+        )
+    return float(delta)
+
+
+def _seed(seed: int | None) -> int | None:
+    """The seed as a Python number."""
+    if seed is not None and (not isinstance(seed, SupportsIndex) or operator.index(seed) < 0):
+        raise ValueError(f"seed is {seed}; it must be a whole number of at least 0.")
+    return None if seed is None else operator.index(seed)

@@ -1,0 +1,171 @@
+"""The step compiled: `training.step.step`, traced by `make_fx` and compiled by `torch.compile`.
+
+The trace is of the ordinary step on the ordinary tape, with a symbol for the number of samples. Before it is used, its
+results are compared with those of the untraced step on three batch sizes, one of them larger than the traced one: a
+size that the model baked into the trace is caught there. Where a step has no graph, `NoGraph` says why in a sentence,
+and the run takes the untraced step.
+
+torch's guards stay on, so a model that was changed is compiled again. A batch of none or one sample, in several chunks,
+or of another B takes the untraced step. Compiling takes about ten seconds; docs/performance.md says when it pays.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from evenclip.gradients import AnyTape, Tape
+from evenclip.mechanism import Mechanism, Release
+from evenclip.training.step import Chunk, Part, Public, Seen, step
+
+__all__ = ["Graph", "NoGraph"]
+
+# Numbers of samples: of the trace, and those that it is compared on.
+_TRACED, _COMPARED = 37, (2, 37, 101)
+# Largest difference between the two steps, relative to the largest number; both round in float32.
+_TOLERANCE = 1e-4
+_CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
+
+Noise = Mapping[str, Tensor]  # name of a release -> N(0, I)
+
+
+class NoGraph(RuntimeError):  # noqa: N818  # not an error: there is the untraced step
+    """Why a step cannot be compiled, as a clause."""
+
+
+class Graph:
+    """The step of one run as a compiled function of tensors. The run's parameters are those that the model has.
+
+    Args:
+        tape: the model and its loss, recording.
+        mechanism: the rule, held to its bounds.
+        state: the rule's public state.
+        B: the expected batch size.
+        rows: some samples to trace and compare with, given their number.
+        noise: noise of some step, for its sizes.
+        mode: `torch.compile`'s mode, such as "reduce-overhead"; None: its default.
+
+    Raises:
+        NoGraph: if the step cannot be traced or compiled, or the result differs.
+    """
+
+    def __init__(
+        self, tape: AnyTape, mechanism: Mechanism, state: Tensor, B: float, rows: Callable[[int], Chunk], noise: Noise,
+        mode: str | None = None,
+    ) -> None:  # fmt: skip
+        _check_worth(tape)
+        self._rule, self._B, self._mode = mechanism.rule, B, mode
+        traceable = Mechanism(mechanism.rule, mechanism.groups, traceable=True)
+        traced = _Traced(tape, traceable, B, rows(1), tuple(noise))
+        graph = _trace(traced, [*_leaves(rows(_TRACED)), state, *noise.values()])
+        self._run = torch.compile(graph, dynamic=True, mode=mode)
+        for n in _COMPARED:
+            self._compare(tape, mechanism, state, rows(n), noise)
+
+    def takes(self, chunks: Sequence[Chunk], B: float) -> bool:
+        """Whether the graph is for this batch."""
+        return len(chunks) == 1 and chunks[0].real is None and chunks[0].group.shape[0] >= 2 and B == self._B
+
+    def __call__(self, state: Tensor, chunk: Chunk, noise: Noise) -> tuple[Public, Part]:
+        """What `step` returns for this batch."""
+        with torch.no_grad():
+            found = self._run(*_leaves(chunk), state, *noise.values())
+        if self._mode is not None:  # a CUDA graph overwrites what it returned
+            found = [tensor.clone() for tensor in found]
+        gradient, now, following, total, count, losses, norms, weights, clamped, finite = found
+        public = Public(gradient, now, following, self._rule.sensitivity(now))
+        return public, Part(total, count, Seen(losses, norms, weights, chunk.group, clamped, finite))
+
+    def _compare(self, tape: AnyTape, mechanism: Mechanism, state: Tensor, chunk: Chunk, noise: Noise) -> None:
+        """Raise unless both steps agree on this batch."""
+        fresh = {name: torch.linspace(-1, 1, len(part)).to(part) for name, part in noise.items()}
+        ours = step(tape, mechanism, state, [chunk], self._B, Release(fresh))
+        try:
+            theirs = self(state, chunk, fresh)
+        except Exception as error:  # anything that a compiler may raise
+            raise NoGraph(f"torch cannot compile it ({_first_line(error)})") from error
+        for a, b in zip(_numbers(*ours), _numbers(*theirs), strict=True):
+            if a.shape != b.shape or not _agree(a, b):
+                raise NoGraph(f"its result differs for {len(chunk.group)} samples, so the trace has baked in a size")
+
+
+class _Traced:
+    """The step as a function of tensors alone."""
+
+    def __init__(self, tape: AnyTape, mechanism: Mechanism, B: float, like: Chunk, names: tuple[str, ...]) -> None:
+        self._tape, self._mechanism, self._B, self._names = tape, mechanism, B, names
+        self._spec = tree_flatten((like.x, like.y, like.group))[1]
+
+    def __call__(self, *flat: Tensor) -> list[Tensor]:
+        given = self._spec.num_leaves
+        x, y, group = tree_unflatten(list(flat[:given]), self._spec)
+        state, noise = flat[given], dict(zip(self._names, flat[given + 1 :], strict=True))
+        chunk = Chunk(x, y, group)
+        public, part = step(self._tape, self._mechanism, state, [chunk], self._B, Release(noise))
+        seen = part.seen
+        assert seen.clamped is not None
+        assert seen.finite is not None
+        return [
+            public.gradient, public.now, public.state, part.total, part.counts,
+            seen.losses, seen.norms, seen.weights, seen.clamped, seen.finite,
+        ]  # fmt: skip
+
+
+def _check_worth(tape: AnyTape) -> None:
+    """Raise for a model that has no graph, or whose graph is known to be slower."""
+    if not isinstance(tape, Tape):
+        raise NoGraph("the rule or the model takes its gradients in its own way")
+    on_cpu = tape.layout.blank.device.type == "cpu"
+    if on_cpu and any(isinstance(module, _CONVOLUTIONS) for module in tape.model.modules()):
+        raise NoGraph("on a CPU the plain step is faster for convolutions, block by block in the cache")
+
+
+def _trace(function: Callable[..., list[Tensor]], given: list[Tensor]) -> torch.fx.GraphModule:
+    """The function as a graph with symbols for sizes."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # takes a second to import
+
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            tracer = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)  # parameters are real
+            graph: torch.fx.GraphModule = tracer(*given)
+    except Exception as error:  # anything that tracing may raise
+        raise NoGraph(f"torch cannot trace it ({_first_line(error)})") from error
+    random = next((str(node.target) for node in graph.graph.nodes if _is_random(node)), None)
+    if random is not None:
+        raise NoGraph(f"the model draws random numbers ({random})")
+    return graph
+
+
+def _is_random(node: Any) -> bool:
+    """Whether a node draws random numbers; attention with a dropout of 0 does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+
+
+def _leaves(chunk: Chunk) -> list[Tensor]:
+    return tree_flatten((chunk.x, chunk.y, chunk.group))[0]
+
+
+def _numbers(public: Public, part: Part) -> list[Tensor]:
+    seen = part.seen
+    return [*public[:3], part.total, part.counts, seen.losses, seen.norms, seen.weights]
+
+
+def _agree(a: Tensor, b: Tensor) -> bool:
+    """Whether two results are equal to rounding."""
+    scale = float(a.double().abs().nan_to_num().max()) if a.numel() else 0.0
+    return torch.allclose(a.double(), b.double(), rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,1369 @@
+"""Plant faults in a copy of the package, one at a time, and see that the tests named for each of them fail.
+
+    python tests/faults.py            all faults, two at a time
+    python tests/faults.py NAME...    those whose name contains one of the words
+    python tests/faults.py --list     names and what is wrong
+
+A fault replaces a text that occurs exactly once in one file. It is caught if its tests fail: not if they cannot be
+imported or collected, and not if none of them runs. Exit status 1 if a fault is missed or cannot be planted.
+
+To add one: name the file by the end of its path, copy a text that occurs once, and name the tests that should fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT = 300.0  # seconds for the tests of one fault
+FAILED = 1  # pytest's exit status when tests ran and some failed
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One mistake that someone might make.
+
+    Attributes:
+        name: unique, for the command line.
+        wrong: what is wrong, in a sentence.
+        file: the end of the file's path below src/evenclip.
+        old: text that occurs exactly once in it.
+        new: what takes its place.
+        tests: pytest node ids below tests/, of which at least one must fail.
+    """
+
+    name: str
+    wrong: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+class NotPlanted(Exception):  # noqa: N818
+    """A fault whose file or text is not there exactly once."""
+
+
+EVERY_RULE, DPSGD_F, ADAPT = "rules/test_every_rule.py", "rules/test_dpsgd_f.py", "rules/test_dpsgd_global_adapt.py"
+LAYERS, ROUNDING, MODELS = "gradients/test_layers.py", "gradients/test_rounding.py", "gradients/test_whole_models.py"
+ACCOUNTING, RELEASE, SAMPLING = "test_accounting.py", "test_release.py", "test_sampling.py"
+RESUME, RESULT, TABLE = "training/test_resume.py", "training/test_result.py", "test_table.py"
+STATISTICS, METRICS, TERMS = "audit/test_statistics.py", "audit/test_metrics.py", "audit/test_decomposition.py"
+
+RULES = (
+    Fault(
+        "dpsgd-sensitivity",
+        "DPSGD adds noise for half of what one sample can add.",
+        "rules/dpsgd.py",
+        "        return self.C0\n",
+        "        return self.C0 / 2\n",
+        (f"{EVERY_RULE}::test_honest_rules_are_never_held", "rules/test_dpsgd.py::test_step"),
+    ),
+    Fault(
+        "dpsgd-weight",
+        "DPSGD lets a gradient be a tenth longer than C0.",
+        "rules/dpsgd.py",
+        "return (self.C0 / norm).clamp(max=1.0)",
+        "return (1.1 * self.C0 / norm).clamp(max=1.0)",
+        (f"{EVERY_RULE}::test_honest_rules_are_never_held", "rules/test_dpsgd.py::test_weights"),
+    ),
+    Fault(
+        "dpsgd-f-present",
+        "The sensitivity is the smallest bound of a group and not the largest.",
+        "rules/dpsgd_f.py",
+        "return now.max()",
+        "return now.min()",
+        (f"{EVERY_RULE}::test_honest_rules_are_never_held", f"{DPSGD_F}::test_steps"),
+    ),
+    Fault(
+        "dpsgd-f-two-counts",
+        "A sample is in two of the 2K counts, which so have sensitivity √2.",
+        "rules/dpsgd_f.py",
+        "return (torch.arange(2 * len(state), device=norm.device) == place.unsqueeze(-1)).to(norm.dtype)",
+        "return (torch.arange(2 * len(state), device=norm.device) // 2 == group.unsqueeze(-1)).to(norm.dtype)",
+        (f"{DPSGD_F}::test_each_sample_is_in_exactly_one_of_the_2K_counts",),
+    ),
+    Fault(
+        "dpsgd-f-boundary",
+        "A norm of exactly C0 is counted as above it.",
+        "rules/dpsgd_f.py",
+        "place = 2 * group + (norm > self.C0)",
+        "place = 2 * group + (norm >= self.C0)",
+        (f"{DPSGD_F}::test_each_sample_is_in_exactly_one_of_the_2K_counts", f"{DPSGD_F}::test_steps"),
+    ),
+    Fault(
+        "dpsgd-f-negative-counts",
+        "Noisy counts below 0 are used as they are.",
+        "rules/dpsgd_f.py",
+        "noisy.floor().clamp(min=0)",
+        "noisy.floor()",
+        (
+            f"{DPSGD_F}::test_repairs_by_hand",
+            f"{DPSGD_F}::test_bounds_lie_between_C0_and_1_plus_K_times_it_and_are_twice_it_on_average",
+        ),
+    ),
+    Fault(
+        "global-keeps-large",
+        "DPSGD-Global scales gradients above Z as well instead of dropping them.",
+        "rules/dpsgd_global.py",
+        "return (norm <= self.Z).to(norm.dtype) * (self.C0 / self.Z)",
+        "return (norm <= 2 * self.Z).to(norm.dtype) * (self.C0 / self.Z)",
+        (f"{EVERY_RULE}::test_honest_rules_are_never_held", "rules/test_dpsgd_global.py::test_weights"),
+    ),
+    Fault(
+        "adapt-divides-by-batch",
+        "Z moves by twice the share of large norms.",
+        "rules/dpsgd_global_adapt.py",
+        "alpha=-1 / B)",
+        "alpha=-2 / B)",
+        (f"{ADAPT}::test_steps", f"{ADAPT}::test_Z_settles_where_a_fraction_eta_Z_of_the_norms_is_above_tau_Z"),
+    ),
+    Fault(
+        "adapt-weight-minimum",
+        "DPSGD-Global-Adapt divides by the smaller of Z and the norm.",
+        "rules/dpsgd_global_adapt.py",
+        "torch.maximum(norm, now)",
+        "torch.minimum(norm, now)",
+        (f"{ADAPT}::test_weights", f"{EVERY_RULE}::test_honest_rules_are_never_held"),
+    ),
+    Fault(
+        "adapt-threshold",
+        "Norms are counted above Z and not above τZ.",
+        "rules/dpsgd_global_adapt.py",
+        "return norm > self.tau * state",
+        "return norm > state",
+        (f"{ADAPT}::test_count_is_strict_at_tau_Z", f"{ADAPT}::test_steps"),
+    ),
+    Fault(
+        "adapt-counts-without-noise",
+        "The count gets the noise of the gradient and not ten times as much.",
+        "rules/dpsgd_global_adapt.py",
+        '"sigma_count", 10.0 * self.sigma)',
+        '"sigma_count", self.sigma)',
+        (f"{EVERY_RULE}::test_the_count_gets_ten_times_the_noise_unless_told",),
+    ),
+    Fault(
+        "nonprivate-claims-epsilon",
+        "Plain SGD claims to be sound.",
+        "rules/nonprivate.py",
+        "soundness: ClassVar[str] = NO_EPSILON",
+        'soundness: ClassVar[str] = "sound"',
+        (f"{EVERY_RULE}::test_soundness",),
+    ),
+    Fault(
+        "multipliers-unbounded",
+        "A rule without a bound writes its σ into the ledger.",
+        "rules/rule.py",
+        '"gradient": float(self.sigma) if self.bounded else 0.0}',
+        '"gradient": float(self.sigma)}',
+        ("objectives/test_fairlens.py::test_there_is_no_epsilon_anywhere",),
+    ),
+    Fault(
+        "multipliers-without-count",
+        "The count's noise is not among a rule's multipliers, so calibration forgets its cost.",
+        "rules/rule.py",
+        'count = {} if self.sigma_count is None else {"count": float(self.sigma_count)}',
+        "count: dict[str, float] = {}",
+        (f"{EVERY_RULE}::test_multipliers_are_what_a_step_releases",),
+    ),
+    Fault(
+        "scaled-gradient-only",
+        "Scaling a rule's noise leaves the count's as it was.",
+        "rules/rule.py",
+        'present = {"sigma": self.sigma, "sigma_count": self.sigma_count}',
+        'present = {"sigma": self.sigma}',
+        (f"{EVERY_RULE}::test_scaled_multiplies_all_noise_and_nothing_else",),
+    ),
+)
+
+GRADIENTS = (
+    Fault(
+        "linear-no-bias-in-norm",
+        "The norm of a linear layer of one position leaves the bias out.",
+        "layers/linear.py",
+        "return torch.addcmul(total, total, size) if self._bias else total * size",
+        "return total * size",
+        (f"{LAYERS}::test_every_layer_with_a_formula",),
+    ),
+    Fault(
+        "linear-no-bias-in-norm-of-positions",
+        "The norm of a linear layer over positions leaves the bias out.",
+        "layers/linear.py",
+        "            total = total + sum_square_norms(self._delta)\n",
+        "            pass\n",
+        (f"{LAYERS}::test_every_layer_with_a_formula",),
+    ),
+    Fault(
+        "linear-no-bias-in-sum",
+        "The sum over positions has no gradient of the bias.",
+        "layers/linear.py",
+        '            out["bias"] = weighted.sum(dim=0)\n',
+        "            pass\n",
+        (f"{LAYERS}::test_every_layer_with_a_formula",),
+    ),
+    Fault(
+        "linear-positions-apart",
+        "Positions are taken as if their gradients were orthogonal: the cross terms of the Gram form are left out.",
+        "layers/linear.py",
+        "return ((a @ a.mT) * (delta @ delta.mT)).sum(dim=(1, 2)).clamp(min=0.0)",
+        "return ((a @ a.mT) * (delta @ delta.mT)).diagonal(dim1=1, dim2=2).sum(dim=1)",
+        (f"{LAYERS}::test_every_layer_with_a_formula",),
+    ),
+    Fault(
+        "linear-gram-in-float32",
+        "The Gram form is computed in the layer's precision, where it cancels.",
+        "layers/linear.py",
+        "    a, delta = a.double(), delta.double()\n",
+        "    a, delta = a.float(), delta.float()\n",
+        (
+            f"{ROUNDING}::test_the_gram_form_in_float32_is_too_small_and_ours_is_not",
+            f"{LAYERS}::test_every_layer_with_a_formula",
+        ),
+    ),
+    Fault(
+        "linear-no-rounding",
+        "The norm has no bound on the rounding of the sum that is formed later.",
+        "layers/linear.py",
+        "    return (norm + later * size).square()\n",
+        "    return norm.square()\n",
+        (f"{ROUNDING}::test_a_norm_is_never_too_small", f"{ROUNDING}::test_products_of_fewer_bits_are_accounted_for"),
+    ),
+    Fault(
+        "linear-reduced-operands",
+        "Operands of fewer bits are not allowed for in the norm.",
+        "layers/linear.py",
+        "            size = size * (1 + 3 * reduced) ** 2\n",
+        "            pass\n",
+        (f"{ROUNDING}::test_products_of_fewer_bits_are_accounted_for_at_one_position",),
+    ),
+    Fault(
+        "quick-norm-underflow",
+        "Squares of short δ are lost in float32.",
+        "layers/linear.py",
+        "_SHORTEST = 2.0**-50",
+        "_SHORTEST = 0.0",
+        (
+            f"{ROUNDING}::test_a_quick_norm_is_never_too_small",
+            f"{ROUNDING}::test_without_a_shortest_length_squares_would_be_lost",
+        ),
+    ),
+    Fault(
+        "linear-wrong-axis",
+        "Gradients of positions are not added up for the bias: the first one stands for all.",
+        "layers/linear.py",
+        "return delta[:, 0] if delta.shape[1] == 1 else delta.sum(dim=1)",
+        "return delta[:, 0]",
+        (f"{LAYERS}::test_every_layer_with_a_formula",),
+    ),
+    Fault(
+        "convolution-no-stride",
+        "Windows of a convolution are cut as if its stride were 1.",
+        "layers/convolution.py",
+        "[..., ::stride]",
+        "[..., :size]",
+        (f"{LAYERS}::test_every_way_through_a_convolution", f"{LAYERS}::test_every_layer_with_a_formula"),
+    ),
+    Fault(
+        "convolution-no-dilation",
+        "Windows of a convolution are cut as if its kernel had no holes.",
+        "layers/convolution.py",
+        "(size - 1) * stride + 1, module.dilation[axis])",
+        "(size - 1) * stride + 1, 1)",
+        (f"{LAYERS}::test_every_way_through_a_convolution", f"{LAYERS}::test_every_layer_with_a_formula"),
+    ),
+    Fault(
+        "convolution-one-place-off",
+        "Windows of a convolution begin one place too late.",
+        "layers/convolution.py",
+        "module, view = self.module, self.a\n",
+        "module, view = self.module, self.a.roll(-1, dims=2)\n",
+        (f"{LAYERS}::test_every_way_through_a_convolution", f"{LAYERS}::test_every_layer_with_a_formula"),
+    ),
+    Fault(
+        "convolution-sum-no-dilation",
+        "The summed gradient of a convolution is taken as if its kernel had no holes.",
+        "layers/convolution.py",
+        "module.stride, none, module.dilation, False,",
+        "module.stride, none, [1 for _ in none], False,",
+        (f"{LAYERS}::test_every_way_through_a_convolution", f"{LAYERS}::test_every_layer_with_a_formula"),
+    ),
+    Fault(
+        "convolution-no-bias-in-norm",
+        "The norm of a large convolution leaves the bias out.",
+        "layers/convolution.py",
+        "            total = total + sum_square_norms(shifts.delta.flatten(2).mT)\n",
+        "            pass\n",
+        (f"{LAYERS}::test_every_layer_with_a_formula", f"{LAYERS}::test_every_way_through_a_convolution"),
+    ),
+    Fault(
+        "convolution-one-group",
+        "The norm of a convolution of groups is that of its last group.",
+        "layers/convolution.py",
+        "total = each.reshape(shifts.n, shifts.g).sum(dim=1)",
+        "total = each.reshape(shifts.n, shifts.g)[:, -1]",
+        (f"{LAYERS}::test_every_layer_with_a_formula", f"{LAYERS}::test_every_way_through_a_convolution"),
+    ),
+    Fault(
+        "convolution-padding",
+        "Circular or reflected padding is taken for zeros.",
+        "layers/convolution.py",
+        'mode="constant" if module.padding_mode == "zeros" else module.padding_mode)',
+        'mode="constant")',
+        (f"{LAYERS}::test_every_layer_with_a_formula",),
+    ),
+    Fault(
+        "embedding-padding",
+        "The padding token has a gradient.",
+        "layers/embedding.py",
+        "    if module.padding_idx is not None:\n",
+        "    if False:\n",
+        (f"{LAYERS}::test_every_layer_with_a_formula",),
+    ),
+    Fault(
+        "embedding-repetitions",
+        "Tokens that occur several times in a sample are not added up before the norm.",
+        "layers/embedding.py",
+        "found, where = torch.unique(place, return_inverse=True)",
+        "found, where = place, torch.arange(len(place), device=place.device)",
+        (f"{LAYERS}::test_every_layer_with_a_formula",),
+    ),
+    Fault(
+        "layer-norm-positions",
+        "LayerNorm's gradient is that of the first position.",
+        "layers/normalisation.py",
+        '"weight": (normal * delta).reshape(delta.shape[0], -1, *shape).sum(dim=1),',
+        '"weight": (normal * delta).reshape(delta.shape[0], -1, *shape)[:, 0],',
+        (f"{LAYERS}::test_every_layer_with_a_formula",),
+    ),
+    Fault(
+        "group-norm-axis",
+        "GroupNorm's bias is added up over the channels.",
+        "layers/normalisation.py",
+        '"bias": delta.reshape(n, c, -1).sum(dim=2)}',
+        '"bias": delta.reshape(n, c, -1).sum(dim=2).mean(dim=1, keepdim=True).expand(n, c)}',
+        (f"{LAYERS}::test_every_layer_with_a_formula",),
+    ),
+    Fault(
+        "formed-ignores-weights",
+        "Formed gradients are summed without their weights.",
+        "layers/layer.py",
+        "weights.to(each.dtype)\n",
+        "torch.ones_like(weights).to(each.dtype)\n",
+        (f"{LAYERS}::test_every_layer_with_a_formula",),
+    ),
+    Fault(
+        "masked-by-product",
+        "Samples that are left out are multiplied by 0, which NaN survives.",
+        "layers/layer.py",
+        "return torch.where(keep.view(-1, *(1 for _ in x.shape[1:])), x, 0.0)",
+        "return x * keep.view(-1, *(1 for _ in x.shape[1:]))",
+        ("gradients/test_not_finite.py::test_a_sample_that_is_not_kept_contributes_exactly_nothing",),
+    ),
+    Fault(
+        "lstm-gates",
+        "Two gates of an LSTM change places.",
+        "layers/recurrent.py",
+        "i, f, g, o = (u + v).chunk(4, dim=1)",
+        "f, i, g, o = (u + v).chunk(4, dim=1)",
+        ("gradients/test_recurrent.py::test_every_kind",),
+    ),
+    Fault(
+        "gru-one-tap",
+        "A GRU's recurrent weights get the δ of its input weights.",
+        "layers/recurrent.py",
+        "v = next(found) if steps.taps == 2 else u",
+        "v = (next(found), u)[1] if steps.taps == 2 else u",
+        ("gradients/test_recurrent.py::test_every_kind",),
+    ),
+    Fault(
+        "shared-without-cross-terms",
+        "Calls of a shared layer are measured apart, without their cross terms.",
+        "gradients/tape.py",
+        "            uses[full] = uses.get(full, 0) + 1\n",
+        "            uses[full] = 1\n",
+        (f"{MODELS}::test_gradients_are_those_of_each_sample_alone",),
+    ),
+    Fault(
+        "plan-trusts-formulas",
+        "A model is taken apart without comparing the result with autograd.",
+        "gradients/plan.py",
+        "    return torch.allclose(each, expected, rtol=0.0, atol=off) and bool(norms_agree.all())\n",
+        "    return True\n",
+        (f"{MODELS}::test_a_layer_whose_formula_is_wrong_is_taken_as_a_whole",),
+    ),
+    Fault(
+        "norms-not-rounded-up",
+        "Norms are not rounded up for the roundings of the sum.",
+        "gradients/tape.py",
+        "return 1 + 16 * max(self.roundoff, operands(self.blank))",
+        "return 1.0",
+        (f"{ROUNDING}::test_a_norm_is_never_too_small",),
+    ),
+    Fault(
+        "loss-of-the-batch",
+        "A sample's loss is summed over its positions where it should be averaged.",
+        "gradients/losses.py",
+        "return values.mean(dim=1) if self._mean else values.sum(dim=1)",
+        "return values.sum(dim=1)",
+        ("gradients/test_losses.py::test_the_loss_of_a_sample_is_that_of_a_batch_of_one",),
+    ),
+    Fault(
+        "fairlens-norm",
+        "The norm of a shifted gradient leaves the product with the shift out.",
+        "objectives/fairlens.py",
+        "square = own.square() + 2 * _inner(self._found, self._shift) + length.square()",
+        "square = own.square() + length.square()",
+        ("objectives/test_fairlens.py::test_every_samples_gradient_is_its_own_and_the_regularisers",),
+    ),
+)
+
+LEDGER = (
+    Fault(
+        "joint-multiplier-average",
+        "The joint multiplier of several releases is the smallest of them.",
+        "release.py",
+        "return math.inf if precision == 0 else precision**-0.5",
+        "return math.inf if precision == 0 else min(values)",
+        (
+            f"{RELEASE}::test_joint_multiplier_is_that_of_the_best_estimate",
+            f"{ACCOUNTING}::test_the_published_epsilons_come_out",
+        ),
+    ),
+    Fault(
+        "joint-multiplier-clear",
+        "A release in clear is left out of the joint multiplier.",
+        "release.py",
+        "values = [float(m) for m in multipliers]",
+        "values = [float(m) for m in multipliers if m]",
+        (
+            f"{RELEASE}::test_joint_multiplier_at_the_ends",
+            f"{ACCOUNTING}::test_a_ledger_that_is_not_private_has_no_epsilon",
+        ),
+    ),
+    Fault(
+        "ledger-integers",
+        "Numbers go into the ledger as they are, and dp-accounting drops integers.",
+        "release.py",
+        "tuple((name, float(m)) for name, m in multipliers.items()), steps)",
+        "tuple(multipliers.items()), steps)",
+        (f"{RELEASE}::test_every_number_becomes_a_float_of_python",),
+    ),
+    Fault(
+        "ledger-loses-steps",
+        "A step that is like the one before it is not written.",
+        "release.py",
+        "last.steps + 1)",
+        "last.steps)",
+        (f"{RELEASE}::test_equal_steps_in_a_row_are_one_entry",),
+    ),
+    Fault(
+        "ledger-not-poisson",
+        "Batches that are no Poisson samples count as private.",
+        "release.py",
+        "return self.q is not None and self.joint > 0",
+        "return self.joint > 0",
+        (f"{RELEASE}::test_private_only_with_poisson_batches_and_noise_on_everything",),
+    ),
+    Fault(
+        "release-half-the-noise",
+        "A release adds half of the noise that the ledger claims.",
+        "release.py",
+        "return torch.add(value, fresh, alpha=sensitivity * multiplier)",
+        "return torch.add(value, fresh, alpha=sensitivity * multiplier / 2)",
+        (f"{RELEASE}::test_released_values_have_the_spread_that_the_ledger_claims",),
+    ),
+    Fault(
+        "release-noise-twice",
+        "The noise of a release can be used again.",
+        "release.py",
+        "fresh = self._noise.pop(name)",
+        "fresh = next(iter(self._noise.values()))",
+        (
+            f"{RELEASE}::test_a_release_adds_exactly_sensitivity_times_multiplier_times_noise",
+            f"{RELEASE}::test_a_name_without_noise_is_refused",
+        ),
+    ),
+    Fault(
+        "accounting-rate",
+        "The cost of a step is computed for half of its sampling rate.",
+        "accounting.py",
+        "library.PoissonSampledDpEvent(part.q, gaussian)",
+        "library.PoissonSampledDpEvent(part.q / 2, gaussian)",
+        (f"{ACCOUNTING}::test_the_published_epsilons_come_out",),
+    ),
+    Fault(
+        "accounting-multiplier",
+        "The cost of a step is computed for a multiplier that is a hundredth larger.",
+        "accounting.py",
+        "gaussian = library.GaussianDpEvent(part.multiplier)",
+        "gaussian = library.GaussianDpEvent(1.01 * part.multiplier)",
+        (f"{ACCOUNTING}::test_the_published_epsilons_come_out", f"{ACCOUNTING}::test_opacus_agrees"),
+    ),
+    Fault(
+        "accounting-one-step",
+        "Steps that are alike are counted once.",
+        "accounting.py",
+        "return library.SelfComposedDpEvent(step, part.steps)",
+        "return library.SelfComposedDpEvent(step, 1)",
+        (f"{ACCOUNTING}::test_the_published_epsilons_come_out",),
+    ),
+    Fault(
+        "accounting-lost-delta",
+        "What double precision loses of δ is not taken off.",
+        "accounting.py",
+        "accountant.get_epsilon(delta - lost)",
+        "accountant.get_epsilon(delta)",
+        (f"{ACCOUNTING}::test_pld_stays_above_the_exact_value_at_a_tiny_delta",),
+    ),
+    Fault(
+        "accounting-coarse-grid",
+        "The grid of losses is ten times too coarse.",
+        "accounting.py",
+        "    return max(min([by_variance, *by_order]), ",
+        "    return max(10 * min([by_variance, *by_order]), ",
+        (
+            f"{ACCOUNTING}::test_pld_of_one_step_is_the_hockey_stick_divergence",
+            f"{ACCOUNTING}::test_without_sampling_it_is_the_gaussian_mechanism",
+        ),
+    ),
+    Fault(
+        "accounting-without-amplification",
+        "Without amplification the steps' precisions are not added up.",
+        "accounting.py",
+        "math.sqrt(sum(part.steps * part.multiplier**-2 for part in _parts(ledger)))",
+        "math.sqrt(sum(part.multiplier**-2 for part in _parts(ledger)))",
+        (f"{ACCOUNTING}::test_without_sampling_it_is_the_gaussian_mechanism",),
+    ),
+    Fault(
+        "accounting-not-private",
+        "A ledger without an ε gets one.",
+        "accounting.py",
+        "_ACCOUNTANTS[accountant](ledger, [delta])[0] if ledger.is_private else None",
+        "_ACCOUNTANTS[accountant](ledger, [delta])[0]",
+        (f"{ACCOUNTING}::test_a_ledger_that_is_not_private_has_no_epsilon",),
+    ),
+    Fault(
+        "calibration-above",
+        "Calibration may end with an ε above the target.",
+        "accounting.py",
+        "if target * (1 - _WINDOW) <= price <= target * (1 - _MARGIN):",
+        "if target * (1 - _WINDOW) <= price <= target * (1 + 20 * _WINDOW):",
+        (
+            f"{ACCOUNTING}::test_calibration_never_exceeds_the_target_and_hits_it",
+            f"{ACCOUNTING}::test_calibration_hits_any_target",
+        ),
+    ),
+    Fault(
+        "gradient-multiplier",
+        "The noise of a gradient beside a count is that of the gradient alone.",
+        "accounting.py",
+        "return float((joint**-2 - (s / count) ** 2) ** -0.5)",
+        "return float(joint)",
+        (f"{ACCOUNTING}::test_gradient_and_count_cost_what_the_joint_costs",),
+    ),
+    Fault(
+        "rounded-down",
+        "A printed ε is rounded to the nearest number, which may be below it.",
+        "accounting.py",
+        "rounding=ROUND_CEILING)",
+        'rounding="ROUND_HALF_EVEN")',
+        (f"{ACCOUNTING}::test_a_printed_number_is_never_below_its_value",),
+    ),
+)
+
+SAMPLES = (
+    Fault(
+        "sampling-rate",
+        "Records are drawn at nine tenths of the rate that is accounted for.",
+        "sampling.py",
+        "return (np.log1p(-u) / math.log1p(-self._rate)).astype(np.int64) + 1",
+        "return (np.log1p(-u) / math.log1p(-0.9 * self._rate)).astype(np.int64) + 1",
+        (f"{SAMPLING}::test_each_record_is_in_a_batch_with_probability_q",),
+    ),
+    Fault(
+        "sampling-fixed-size",
+        "Batches have a fixed size: they are not Poisson samples.",
+        "sampling.py",
+        "        return self._batches[self._at - 1]\n",
+        "        return torch.from_numpy(self._random.permutation(self._n)[: round(self._n * self._rate)])\n",
+        (
+            f"{SAMPLING}::test_batch_sizes_are_binomial",
+            f"{SAMPLING}::test_every_set_of_records_has_its_own_probability",
+        ),
+    ),
+    Fault(
+        "sampling-repeats",
+        "Every batch is drawn twice.",
+        "sampling.py",
+        "        self._at += 1\n        return self._batches[self._at - 1]\n",
+        "        self._at += 1\n        return self._batches[(self._at - 1) // 2 * 2]\n",
+        (f"{SAMPLING}::test_batches_are_independent_of_each_other",),
+    ),
+    Fault(
+        "sampling-last-record",
+        "The last record of the data is never drawn.",
+        "sampling.py",
+        "places = self._successes(self._n * self._steps)",
+        "places = self._successes(self._n * self._steps)\n        places = places[places % self._n < self._n - 1]",
+        (f"{SAMPLING}::test_each_record_is_in_a_batch_with_probability_q",),
+    ),
+    Fault(
+        "divides-by-batch",
+        "Sums are divided by the size of the batch, which tells it.",
+        "sampling.py",
+        '        """B, whatever the batch."""\n        del batch\n        return self._B\n',
+        '        """B, whatever the batch."""\n        return float(len(batch))\n',
+        (f"{SAMPLING}::test_what_is_divided_by_does_not_tell_neighbouring_datasets_apart",),
+    ),
+    Fault(
+        "sampling-resumes-elsewhere",
+        "A resumed run begins its block of batches again.",
+        "sampling.py",
+        '        self._at = state["at"]\n',
+        "        self._at = 0\n",
+        (f"{SAMPLING}::test_poisson_resumes", f"{RESUME}::test_every_rule_goes_on_bit_by_bit"),
+    ),
+)
+
+NOISE = (
+    Fault(
+        "noise-tail-cut",
+        "Numbers of the tail have no further bits: nothing lies beyond 6.7 standard deviations.",
+        "noise.py",
+        "                u[s, j] += self._further(t + s, size, j)\n",
+        "                u[s, j] += 0.5\n",
+        ("distributed/test_sharded.py::test_a_part_in_the_tail_takes_the_further_bits",),
+    ),
+    Fault(
+        "noise-again-after-resuming",
+        "A run that goes on from a checkpoint draws the noise of its first steps again.",
+        "noise.py",
+        "            counter = np.array([t * blocks, self._stream, size, 0], dtype=np.uint64)\n",
+        "            counter = np.array([0, self._stream, size, 0], dtype=np.uint64)\n",
+        (f"{RESUME}::test_every_rule_goes_on_bit_by_bit",),
+    ),
+    Fault(
+        "noise-sizes-share",
+        "Release of two sizes share their noise.",
+        "noise.py",
+        "            counter = np.array([t * blocks, self._stream, size, 0], dtype=np.uint64)\n",
+        "            counter = np.array([t * blocks, self._stream, 0, 0], dtype=np.uint64)\n",
+        ("test_noise.py::test_two_sizes_under_one_key_share_nothing",),
+    ),
+    Fault(
+        "noise-narrow",
+        "The noise has nine tenths of its standard deviation.",
+        "noise.py",
+        "    np.sqrt(np.multiply(u, -2.0, out=u), out=u)\n",
+        "    np.sqrt(np.multiply(u, -1.62, out=u), out=u)\n",
+        ("test_noise.py::test_moments", f"{RELEASE}::test_released_values_have_the_spread_that_the_ledger_claims"),
+    ),
+)
+
+HELD = "mechanism/mechanism.py"  # the file that holds rules to their bounds
+
+BOUNDS = (
+    Fault(
+        "bounds-no-clamp",
+        "A weight above the bound is let through.",
+        HELD,
+        "held = torch.where(clamped, raw.sign() * (S / lengths), raw)",
+        "held = raw",
+        (f"{EVERY_RULE}::test_leaving_one_sample_out_moves_the_sum_by_at_most_S",),
+    ),
+    Fault(
+        "bounds-keeps-nan",
+        "A weight that is not a number is kept.",
+        HELD,
+        "        raw = raw.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)\n",
+        "",
+        ("rules/test_bounds.py", f"{EVERY_RULE}::test_leaving_one_sample_out_moves_the_sum_by_at_most_S"),
+    ),
+    Fault(
+        "bounds-long-statistic",
+        "A statistic longer than 1 is let through.",
+        HELD,
+        "            each = each / torch.linalg.vector_norm(each, dim=1, keepdim=True).clamp(min=1.0)\n",
+        "",
+        (f"{EVERY_RULE}::test_leaving_one_sample_out_moves_the_statistics_by_at_most_1",),
+    ),
+    Fault(
+        "bounds-counts-left-out",
+        "Samples that are left out are counted all the same.",
+        HELD,
+        "            each = torch.where(keep.unsqueeze(1), each, 0.0)\n",
+        "            pass\n",
+        (f"{EVERY_RULE}::test_what_is_not_kept_contributes_exactly_nothing",),
+    ),
+    Fault(
+        "bounds-batch-to-strangers",
+        "Custom rules are handed the whole batch.",
+        HELD,
+        "        if self._at_once:\n",
+        "        if True:\n",
+        (f"{EVERY_RULE}::test_a_mapped_rule_is_shown_one_sample",),
+    ),
+)
+
+STATEMENT = (
+    Fault(
+        "report-invalid-epsilon",
+        "A rule without a valid ε gets one in the report.",
+        "evenclip/privacy.py",
+        "    if settings.rule.soundness == NO_EPSILON:\n",
+        "    if False:\n",
+        (f"{RESULT}::test_a_rule_that_claims_no_epsilon_gets_none_though_its_ledger_has_one",),
+    ),
+    Fault(
+        "report-swaps-accountants",
+        "The report states RDP's ε where it says PLD.",
+        "evenclip/privacy.py",
+        '"epsilon": epsilon(settings, ledger, "pld"),',
+        '"epsilon": epsilon(settings, ledger, "rdp"),',
+        (f"{RESULT}::test_epsilon_is_that_of_the_ledger",),
+    ),
+    Fault(
+        "report-tells-the-seed",
+        "The report holds the seed.",
+        "evenclip/privacy.py",
+        '"a given one, not told here: reproducible, so not private against whoever knows it"',
+        'f"a given one, {settings.seed}"',
+        (
+            f"{RESULT}::test_the_paragraph_reads_at_79_columns_and_has_the_numbers",
+            f"{RESULT}::test_the_report_states_everything",
+        ),
+    ),
+    Fault(
+        "report-forgets-uncovered",
+        "What ε does not cover of the data's preparation is not in the report.",
+        "evenclip/privacy.py",
+        '"not_covered": [*NOT_COVERED, *uncovered],',
+        '"not_covered": [*NOT_COVERED],',
+        ("test_data_parquet.py::test_what_epsilon_does_not_cover_is_in_the_privacy_report",),
+    ),
+    Fault(
+        "checkpoint-publishes-secrets",
+        "Random generators go into the file that may be published.",
+        "checkpoint.py",
+        '"model.pt": _tensors(checkpoint.model),',
+        '"model.pt": _tensors({**checkpoint.model, **checkpoint.secret}),',
+        (f"{RESUME}::test_what_may_be_published_holds_no_generator",),
+    ),
+    Fault(
+        "checkpoint-readable",
+        "Everyone may read the secret file.",
+        "checkpoint.py",
+        "0o600)",
+        "0o644)",
+        (f"{RESUME}::test_the_secret_file_is_for_its_owner_alone",),
+    ),
+    Fault(
+        "checkpoint-unchecked",
+        "A damaged file is loaded.",
+        "checkpoint.py",
+        'if hashlib.sha256(content).hexdigest() != expected["sha256"]:',
+        "if False:",
+        (f"{RESUME}::test_a_damaged_file_is_named_and_the_checkpoint_before_it_still_loads",),
+    ),
+    Fault(
+        "checkpoint-in-place",
+        "A checkpoint is written where it will be looked for before it is whole.",
+        "checkpoint.py",
+        'scratch = directory / f".writing-{os.getpid()}-{step}"',
+        'scratch = directory / f"step-{step:08d}"',
+        (
+            f"{RESUME}::test_nothing_is_a_checkpoint_before_it_is_whole",
+            f"{RESUME}::test_a_crash_while_writing_leaves_the_one_before_it_whole",
+        ),
+    ),
+    Fault(
+        "checkpoint-unpickles",
+        "A checkpoint may run code when it is loaded.",
+        "checkpoint.py",
+        "weights_only=True) for name",
+        "weights_only=False) for name",
+        (f"{RESUME}::test_code_in_a_checkpoint_is_not_run",),
+    ),
+)
+
+TABLES = (
+    Fault(
+        "encoder-unbounded",
+        "A stray number is not held within its bound.",
+        "data/columns.py",
+        "scaled = np.clip((values - centre) / scale, -bound, bound)",
+        "scaled = np.clip((values - centre) / scale, -1000 * bound, 1000 * bound)",
+        (f"{TABLE}::test_infinite_numbers_are_missing_and_stray_ones_are_held",),
+    ),
+    Fault(
+        "encoder-sees-test-rows",
+        "Means and deviations are taken over all rows and not over the training rows.",
+        "data/encoder.py",
+        "        series = _taken(frame, name, rows)\n        reason",
+        "        series = frame[name]\n        reason",
+        (f"{TABLE}::test_only_training_rows_shape_the_encoder",),
+    ),
+    Fault(
+        "encoder-rare-categories",
+        "A category of a single person has an indicator of its own.",
+        "data/encoder.py",
+        "least = max(RARE_ROWS, math.ceil(RARE_SHARE * len(series)))",
+        "least = 1",
+        (f"{TABLE}::test_categories_are_indicators_and_rare_ones_share_one",),
+    ),
+    Fault(
+        "encoder-group-order",
+        "Several protected columns are combined in the wrong order.",
+        "data/encoder.py",
+        "codes = codes * len(labels.names) + part",
+        "codes = part * max(1, len(names) // len(labels.names)) + codes",
+        (f"{TABLE}::test_several_groups_intersect",),
+    ),
+    Fault(
+        "encoder-missing-indicator",
+        "Missing numbers have no indicator.",
+        "data/columns.py",
+        "    out[:, 0] = np.where(absent, 0.0, scaled)\n    out[:, 1:] = absent[:, None]\n",
+        "    out[:, 0] = np.where(absent, 0.0, scaled)\n    out[:, 1:] = 0.0\n",
+        (
+            f"{TABLE}::test_infinite_numbers_are_missing_and_stray_ones_are_held",
+            f"{TABLE}::test_new_rows_may_hold_anything",
+        ),
+    ),
+    Fault(
+        "table-hides-the-encoder",
+        "The encoder fitted on training rows is not listed among what ε does not cover.",
+        "data/table.py",
+        'uncovered = ["the encoder (columns used, categories, means and deviations), fitted on the training rows"]',
+        "uncovered: list[str] = []",
+        (f"{TABLE}::test_what_epsilon_does_not_cover_is_listed",),
+    ),
+    Fault(
+        "dataset-prints-data",
+        "A dataset prints the records it holds.",
+        "data/dataset.py",
+        "    x: Inputs = field(repr=False)\n",
+        "    x: Inputs = field()\n",
+        ("test_data.py::test_the_data_are_not_printed",),
+    ),
+    Fault(
+        "fingerprint-shape-only",
+        "Two datasets of as many records have one fingerprint, and so their runs share batches and noise.",
+        "data/streamed.py",
+        'return f"{dtype} {list(shape)} {bits.sums}"',
+        'return f"{dtype} {list(shape)}"',
+        (f"{RESUME}::test_a_checkpoint_of_as_many_other_records_is_refused",),
+    ),
+)
+
+AUDIT = (
+    Fault(
+        "terms-noise-first-order",
+        "The term of the noise has no factor ½.",
+        "audit/decomposition.py",
+        "scale = self._lr**2 / 2 * noise**2",
+        "scale = self._lr**2 * noise**2",
+        (f"{TERMS}::test_the_noise_term_is_what_noise_does_to_the_loss",),
+    ),
+    Fault(
+        "terms-direction",
+        "The term of the direction leaves the length ratio out of its second order.",
+        "audit/decomposition.py",
+        '"dir": lr * (rho * slopes - clipped_slopes) + half * (clipped_forms - rho**2 * forms),',
+        '"dir": lr * (rho * slopes - clipped_slopes) + half * (clipped_forms - rho * forms),',
+        (f"{TERMS}::test_magnitude_and_direction_make_up_clipping",),
+    ),
+    Fault(
+        "terms-ratio-of-nothing",
+        "The length ratio of two gradients of which one is 0 is not 1.",
+        "audit/decomposition.py",
+        "known = (long > 0) & (short > 0)",
+        "known = long > 0",
+        (f"{TERMS}::test_no_gradient_has_length_ratio_one",),
+    ),
+    Fault(
+        "terms-sample-error",
+        "The error of a sample of a group leaves out that it is a sample.",
+        "audit/decomposition.py",
+        "        square += float(each.var(ddof=1) / len(each)) * (1 - sizes.sum() / of)\n",
+        "        square += 0.0 * float(each.var(ddof=1))\n",
+        (f"{TERMS}::test_a_sample_of_a_group_is_right_within_its_error",),
+    ),
+    Fault(
+        "curvature-trace",
+        "The trace is divided by the number of parts.",
+        "audit/curvature.py",
+        "        mean = self.sizes @ forms / self.n\n",
+        "        mean = self.sizes @ forms / (self.n + 1)\n",
+        (
+            "audit/test_curvature.py::test_signs_are_exact_where_the_hessian_is_diagonal",
+            "audit/test_curvature.py::test_trace_by_signs_is_right_within_its_error",
+        ),
+    ),
+    Fault(
+        "bound-without-square",
+        "Proposition 3's bound has the norm of the clipped gradient without its square.",
+        "audit/bounds.py",
+        "return float(lr * np.mean(_turned(a, rho) - _turned(b, rho) - clipped_norms**2))",
+        "return float(lr * np.mean(_turned(a, rho) - _turned(b, rho) - clipped_norms))",
+        (
+            "audit/test_bounds.py::test_proposition_3_is_never_violated",
+            "audit/test_bounds.py::test_proposition_3_is_reached",
+        ),
+    ),
+    Fault(
+        "bound-of-clipping",
+        "The bound of clipping leaves the shares' difference out.",
+        "audit/bounds.py",
+        "first = share_a * norm_a**2 - share_b * norm_b**2 - abs(share_a - share_b) * norm_a * norm_b",
+        "first = share_a * norm_a**2 - share_b * norm_b**2",
+        (
+            "audit/test_bounds.py::test_the_bound_of_clipping_is_never_violated_in_expectation",
+            "audit/test_bounds.py::test_the_bound_of_clipping_can_be_come_near",
+        ),
+    ),
+    Fault(
+        "metrics-broken-scores",
+        "A sample whose scores are not finite is left out of its group's loss.",
+        "audit/metrics.py",
+        'reduction="none").masked_fill(broken, math.inf)',
+        'reduction="none").masked_fill(broken, 0.0)',
+        (f"{METRICS}::test_a_score_that_is_not_finite_is_wrong_in_every_column",),
+    ),
+    Fault(
+        "metrics-ties",
+        "Equal margins do not share their ranks in the AUC.",
+        "audit/metrics.py",
+        "ranks = (np.cumsum(count) - (count - 1) / 2)[level]",
+        "ranks = np.cumsum(count)[level].astype(float)",
+        (f"{METRICS}::test_auc_is_the_share_of_pairs_in_order",),
+    ),
+    Fault(
+        "metrics-rate",
+        "The true positive rate is taken over everyone.",
+        "audit/metrics.py",
+        '"tpr": _percent(selected[some.y == 1]),',
+        '"tpr": _percent(selected & (some.y == 1)),',
+        (f"{METRICS}::test_scikit_learn_agrees_on_two_classes",),
+    ),
+    Fault(
+        "metrics-evaluation",
+        "Scores are taken with dropout.",
+        "audit/metrics.py",
+        "    model.eval()\n",
+        "    pass\n",
+        (f"{METRICS}::test_scores_are_the_outputs_of_the_model_in_evaluation",),
+    ),
+    Fault(
+        "cost-gap",
+        "The gap is that of the first two groups.",
+        "audit/cost.py",
+        "highest = np.where(undefined, -np.inf, table).max(axis=1, initial=-np.inf)",
+        "highest = np.where(undefined, -np.inf, table)[:, :2].max(axis=1, initial=-np.inf)",
+        ("audit/test_cost.py::test_the_gap_is_the_largest_of_all_pairs",),
+    ),
+    Fault(
+        "statistics-error",
+        "The standard error divides by n where it should by n − 1.",
+        "audit/statistics.py",
+        "float(defined.std(ddof=1) / math.sqrt(len(defined)))",
+        "float(defined.std() / math.sqrt(len(defined)))",
+        (f"{STATISTICS}::test_scipy_agrees_on_means_errors_and_t_intervals",),
+    ),
+    Fault(
+        "statistics-bootstrap-narrow",
+        "The bootstrap takes plain percentiles, which are too narrow.",
+        "audit/statistics.py",
+        "tail = float(ndtr(-math.sqrt(n / (n - 1)) * student(n - 1, level)))",
+        "tail = (1 - level) / 2 + 0.0 * float(ndtr(0.0))",
+        (
+            f"{STATISTICS}::test_the_bootstrap_is_that_of_all_samples",
+            f"{STATISTICS}::test_the_bootstrap_covers_what_the_module_says",
+        ),
+    ),
+    Fault(
+        "statistics-wilcoxon-strict",
+        "The p of the signed-rank test leaves the observed value out.",
+        "audit/statistics.py",
+        "float(chance[: w + 1].sum())",
+        "float(chance[:w].sum())",
+        (f"{STATISTICS}::test_wilcoxon_is_the_enumeration_of_all_signs",),
+    ),
+    Fault(
+        "statistics-holm",
+        "Holm's correction multiplies every p by the number of questions left after it.",
+        "audit/statistics.py",
+        "(len(p_values) - i) * p_values[name]",
+        "(len(p_values) - i - 1) * p_values[name]",
+        (f"{STATISTICS}::test_holm_by_hand",),
+    ),
+)
+
+ONCE = "distributed/test_ranks.py::test_every_number_gets_its_noise_once"
+OWNER = "distributed/test_sharded.py::test_every_number_gets_its_noise_from_its_owner"
+SAME_MODEL = "distributed/test_ranks.py::test_two_ranks_train_the_model_that_one_process_trains"
+
+RANKS = (
+    Fault(
+        "ranks-noise-from-everyone",
+        "Every rank adds noise to every number, which so has more than it should.",
+        "evenclip/ranks.py",
+        "self._ranks, self.ranges = ranks, [(first, end)]",
+        "self._ranks, self.ranges = ranks, [(0, size)]",
+        (ONCE,),
+    ),
+    Fault(
+        "ranks-noise-on-one-slice",
+        "Only the first rank's slice of the gradient gets noise.",
+        "evenclip/ranks.py",
+        "self._ranks, self.ranges = ranks, [(first, end)]",
+        "self._ranks, self.ranges = ranks, [(first, end) if ranks.leads else (0, 0)]",
+        (ONCE,),
+    ),
+    Fault(
+        "ranks-count-noise-twice",
+        "Every rank adds the count's noise.",
+        "evenclip/ranks.py",
+        "self._ranks, self.adds_noise = ranks, ranks.leads",
+        "self._ranks, self.adds_noise = ranks, True",
+        (SAME_MODEL,),
+    ),
+    Fault(
+        "ranks-whole-batch",
+        "Every rank takes the whole batch, so each record counts several times.",
+        "evenclip/ranks.py",
+        "return torch.tensor_split(batch, self.world)[self.rank]",
+        "return batch",
+        ("distributed/test_ranks.py::test_every_rank_computes_a_part_of_the_batch", SAME_MODEL),
+    ),
+    Fault(
+        "ranks-same-records",
+        "Ranks with records of their own may have the same ones.",
+        "evenclip/ranks.py",
+        '        if twice is not None:\n            raise ValueError(\n                f"Ranks ',
+        '        if False:\n            raise ValueError(\n                f"Ranks ',
+        ("distributed/test_ranks.py::test_records_of_their_own_are_nobody_elses",),
+    ),
+    Fault(
+        "pieces-noise-of-the-first",
+        "Every piece gets the noise of the first one.",
+        "evenclip/sharded.py",
+        "self.ranges = self.pieces.ranges(ranks.rank)",
+        "self.ranges = self.pieces.ranges(0)",
+        (OWNER,),
+    ),
+    Fault(
+        "pieces-without-noise",
+        "A model in pieces gets no noise.",
+        "evenclip/sharded.py",
+        "return add(self.total(value))",
+        "return self.total(value)",
+        (OWNER,),
+    ),
+)
+
+STEP, GRAPH, NEIGHBOURS = "training/test_step.py", "training/test_graph.py", "training/test_neighbours.py"
+ALGORITHM_2 = f"{STEP}::test_a_step_is_algorithm_2"
+MANY_STEPS = f"{STEP}::test_fit_is_algorithm_2_over_many_steps"
+NOT_FINITE, STREAMS, OPACUS = "training/test_non_finite.py", "training/test_noise_streams.py", "test_opacus.py"
+
+CORE = (
+    Fault(
+        "step-only-the-last-chunk",
+        "Of a batch in several chunks only the last is summed.",
+        "training/step.py",
+        "total = part.total if total is None else total.add_(part.total)",
+        "total = part.total",
+        (ALGORITHM_2,),
+    ),
+    Fault(
+        "step-counts-one-chunk",
+        "Of a batch in several chunks only one is counted.",
+        "training/step.py",
+        "return Part(total, torch.stack(counts).sum(dim=0), _join(seen))",
+        "return Part(total, counts[0], _join(seen))",
+        (ALGORITHM_2,),
+    ),
+    Fault(
+        "step-clips-before-it-counts",
+        "A rule whose bounds follow from the count is clipped with those of the last step.",
+        "training/step.py",
+        "    part, S = _clip(mechanism, passes, state, now)\n    if not",
+        "    part, S = _clip(mechanism, passes, state, state)\n    if not",
+        (ALGORITHM_2,),
+    ),
+    Fault(
+        "step-believes-counts-first",
+        "A rule that does not say counts_first is not clipped again with what it observed.",
+        "training/step.py",
+        "if now is not state and not torch.equal(now, state):",
+        "if False:",
+        (f"{STEP}::test_a_rule_whose_bound_follows_from_its_count_is_clipped_with_it",),
+    ),
+    Fault(
+        "step-counts-filling",
+        "Rows that only fill a chunk up are counted and summed.",
+        "training/step.py",
+        "return self.chunk.real if self.finite is None else self.finite",
+        "return self.finite",
+        (ALGORITHM_2,),
+    ),
+    Fault(
+        "step-keeps-what-is-not-finite",
+        "A sample without a finite gradient is not masked out.",
+        "training/step.py",
+        "gradients, norms = gradients.masked(finite), torch.where(finite, norms, 0.0)",
+        "norms = torch.where(finite, norms, 0.0)",
+        (NOT_FINITE, "audit/test_not_finite.py"),
+    ),
+    Fault(
+        "step-other-masks-in-the-second-pass",
+        "Dropout draws anew in the second pass over the chunks.",
+        "training/step.py",
+        "    torch.default_generator.manual_seed(chunk.seed)\n",
+        "",
+        ("training/test_performance.py::test_a_second_pass_over_the_chunks_draws_the_same_masks",),
+    ),
+    Fault(
+        "mechanism-count-in-clear",
+        "The count is observed without noise.",
+        HELD,
+        "return self.rule.observe(noisy, B, state)",
+        "return self.rule.observe(count, B, state)",
+        (ALGORITHM_2, EVERY_RULE, ADAPT),
+    ),
+    Fault(
+        "mechanism-noise-without-sensitivity",
+        "The gradient's noise is not scaled by S.",
+        HELD,
+        'release("gradient", total, sensitivity=S,',
+        'release("gradient", total, sensitivity=1.0,',
+        (ALGORITHM_2,),
+    ),
+    Fault(
+        "mechanism-does-not-divide",
+        "The released sum is not divided by B.",
+        HELD,
+        "return noisy * (1 / B) if noisy is total else noisy.mul_(1 / B)",
+        "return noisy",
+        (ALGORITHM_2,),
+    ),
+    Fault(
+        "mechanism-forgets-the-count",
+        "The count is not in the ledger.",
+        HELD,
+        'return {"count": self.sigma_count, **gradient} if self.counts else gradient',
+        "return gradient",
+        (f"{STEP}::test_a_step_that_is_interrupted_is_in_the_ledger", EVERY_RULE),
+    ),
+    Fault(
+        "mechanism-believes-the-rule",
+        "The ledger has what a rule says of its noise.",
+        HELD,
+        '        gradient = {"gradient": self.sigma if self.rule.bounded else 0.0}\n',
+        '        gradient = {"gradient": self.rule.multipliers()["gradient"]}\n',
+        (f"{STEP}::test_the_ledger_has_the_noise_that_is_added_whatever_the_rule_says",),
+    ),
+    Fault(
+        "mechanism-releases-an-unknown-count",
+        "A count that is not in the ledger is released.",
+        HELD,
+        "if len(count) != self.counts:",
+        "if False:",
+        (f"{STEP}::test_a_count_that_the_ledger_does_not_know_is_not_released",),
+    ),
+    Fault(
+        "mechanism-counts-without-noise-multiplier",
+        "A rule that counts and has no sigma_count is let through.",
+        HELD,
+        "if self.counts and not self.sigma_count:",
+        "if False:",
+        ("training/test_bad_input.py",),
+    ),
+    Fault(
+        "run-writes-the-ledger-late",
+        "An interrupted step is not in the ledger.",
+        "training/run.py",
+        "self.ledger.write(self.sampler.q, self.mechanism.multipliers)",
+        "pass",
+        (f"{STEP}::test_a_step_that_is_interrupted_is_in_the_ledger", RESULT),
+    ),
+    Fault(
+        "run-one-noise-for-all-steps",
+        "Every step adds the noise of the first.",
+        "training/run.py",
+        "            return self.noise.of(self.t)\n",
+        "            return self.noise.of(0)\n",
+        (f"{STREAMS}::test_every_step_has_its_own",),
+    ),
+    Fault(
+        "run-streams-without-the-data",
+        "Runs on neighbouring data share their noise.",
+        "training/identity.py",
+        "digest(model.state_dict()), digested]",
+        "digest(model.state_dict())]",
+        (f"{STREAMS}::test_another_start_and_other_data_share_no_noise",),
+    ),
+    Fault(
+        "run-one-mask-for-all-chunks",
+        "All chunks of a step have one dropout mask.",
+        "training/run.py",
+        " + 0xC2B2AE3D27D4EB4F * i) % 2**63",
+        ") % 2**63",
+        ("training/test_performance.py::test_every_step_and_chunk_has_masks_of_its_own",),
+    ),
+    Fault(
+        "graph-of-a-random-model",
+        "A model that draws random numbers is traced.",
+        "training/graph.py",
+        "    if random is not None:\n",
+        "    if False:\n",
+        (f"{GRAPH}::test_where_a_step_has_no_graph_a_sentence_says_why",),
+    ),
+    Fault(
+        "graph-not-compared",
+        "The compiled step is used without being compared.",
+        "training/graph.py",
+        "_TRACED, _COMPARED = 37, (2, 37, 101)",
+        "_TRACED, _COMPARED = 37, ()",
+        (f"{GRAPH}::test_a_compiler_that_errs_is_not_used",),
+    ),
+    Fault(
+        "graph-takes-another-B",
+        "A batch that is divided by another number takes the graph.",
+        "training/graph.py",
+        " and B == self._B",
+        "",
+        (f"{GRAPH}::test_shuffled_batches_of_another_size_take_the_plain_step",),
+    ),
+    Fault(
+        "graph-without-noise",
+        "The traced step adds no noise.",
+        "training/graph.py",
+        "[chunk], self._B, Release(noise))\n        seen",
+        "[chunk], self._B, Release({name: 0 * part for name, part in noise.items()}))\n        seen",
+        (f"{GRAPH}::test_the_traced_step_is_the_step_for_every_rule",),
+    ),
+    Fault(
+        "opacus-forgets-a-piece",
+        "Only the last piece of a logical batch is counted.",
+        "opacus/clipping.py",
+        "self._count = count if self._count is None else self._count + count.to(self._count.device)",
+        "self._count = count",
+        (f"{OPACUS}::test_a_logical_batch_in_pieces_is_one_release",),
+    ),
+    Fault(
+        "opacus-clips-with-another-bound",
+        "A rule that clips with this step's count is let into Opacus's loop.",
+        "opacus/clipping.py",
+        "if not torch.equal(now, state):",
+        "if False:",
+        (OPACUS,),
+    ),
+    Fault(
+        "opacus-Z-stands-still",
+        "The rule's state does not move.",
+        "opacus/clipping.py",
+        "self.state, self._count = following, None",
+        "self._count = None",
+        (OPACUS,),
+    ),
+    Fault(
+        "audit-does-not-mask",
+        "A group's figures hold samples without a finite gradient.",
+        "audit/decomposition.py",
+        "if not bool(torch.isfinite(gradients).all()):",
+        "if False:",
+        ("audit/test_not_finite.py",),
+    ),
+)
+
+FAULTS = (*CORE, *RULES, *BOUNDS, *GRADIENTS, *LEDGER, *SAMPLES, *NOISE, *STATEMENT, *TABLES, *AUDIT, *RANKS)
+
+
+def planted(fault: Fault, root: Path) -> None:
+    """Change the copy of the package in `root`.
+
+    Raises:
+        NotPlanted: the file or the text is not there exactly once.
+    """
+    files = [path for path in sorted(root.rglob("*.py")) if path.as_posix().endswith(f"/{fault.file}")]
+    if len(files) != 1:
+        raise NotPlanted(f"{len(files)} files end in {fault.file}")
+    text = files[0].read_text(encoding="utf-8")
+    if text.count(fault.old) != 1 or not fault.old:
+        raise NotPlanted(f"the text occurs {text.count(fault.old)} times in {fault.file}: {fault.old.strip()[:60]!r}")
+    files[0].write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+
+
+def run_tests(fault: Fault, source: Path) -> tuple[int, str]:
+    """Exit status and output of the fault's tests, on the package in `source`."""
+    places = [(ROOT / "tests" / test).as_posix() for test in fault.tests]
+    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
+    options += [f"--rootdir={ROOT}", "-c", str(ROOT / "pyproject.toml")]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *places], cwd=ROOT, text=True, check=False, timeout=TIMEOUT,
+        env=os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def verdict(fault: Fault) -> tuple[str, str]:
+    """'caught', 'missed' or 'broken', and why."""
+    with tempfile.TemporaryDirectory(prefix="evenclip-fault-") as folder:
+        source = Path(folder) / "src"
+        shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
+        try:
+            planted(fault, source)
+            status, said = run_tests(fault, source)
+        except NotPlanted as error:
+            return "broken", str(error)
+        except subprocess.TimeoutExpired:
+            return "broken", f"its tests took more than {TIMEOUT:g} s"
+    last = said.strip().splitlines()[-1] if said.strip() else ""
+    if status == 0:
+        return "missed", f"its tests pass ({last})"
+    failed = re.findall(r"^FAILED (\S+)", said, re.MULTILINE)
+    if status != FAILED or not failed or re.search(r"^ERROR ", said, re.MULTILINE):
+        return "broken", f"its tests do not run: {last}"
+    return "caught", failed[0].removeprefix("tests/")
+
+
+def main() -> None:
+    """Plant them and say what became of each."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="only faults whose name contains one of these")
+    parser.add_argument("--list", action="store_true", help="list the faults and end")
+    parser.add_argument("--at-once", type=int, default=2, help="faults that are tried at a time")
+    given = parser.parse_args()
+    names = [fault.name for fault in FAULTS]
+    assert len(set(names)) == len(names), "two faults have one name"
+    chosen = [fault for fault in FAULTS if not given.names or any(word in fault.name for word in given.names)]
+    if not chosen:
+        parser.error(f"no fault has a name with {' or '.join(given.names)}; see --list")
+    if given.list:
+        for fault in chosen:
+            print(f"{fault.name:36} {fault.wrong}")
+        return
+    verdicts = []
+    with ThreadPoolExecutor(given.at_once) as pool:
+        for fault, (found, why) in zip(chosen, pool.map(verdict, chosen), strict=True):
+            verdicts.append(found)
+            print(f"{found:7} {fault.name:36} {why}", flush=True)
+    broken = f", {verdicts.count('broken')} broken" if "broken" in verdicts else ""
+    print(f"{verdicts.count('caught')} caught, {verdicts.count('missed')} missed{broken}")
+    sys.exit(verdicts.count("caught") < len(verdicts))
+
+
+if __name__ == "__main__":
+    main()

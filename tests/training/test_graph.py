@@ -1,0 +1,245 @@
+"""The compiled step is the step, and where there is none a sentence says why."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, Performance, Rule, fit, prepare
+from evenclip.models import cnn
+from evenclip.training.fit import result
+
+COMPILED = Performance(compile=True)
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), reason="needs a C++ compiler"
+)
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """torch.compile without its compiler: the graph as it was traced. Compiling takes ten seconds."""
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
+
+
+def trained(toy, rule=None, data=None, model=None, **more):
+    given = {"batch_size": 8, "steps": 20, "lr": 0.1, "seed": 3, **more}
+    rule = DPSGDGlobalAdapt(C0=0.7, sigma=0.8, Z0=1.2) if rule is None else rule
+    return fit(toy.mlp() if model is None else model, toy.data() if data is None else data, rule=rule, **given)
+
+
+def assert_close(toy, one, other, tolerance=1e-9):
+    close = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(toy.vector(one.model), toy.vector(other.model), **close)
+    torch.testing.assert_close(one.state, other.state, **close)
+    assert one.ledger == other.ledger
+    for row, same in zip(one.trace, other.trace, strict=True):
+        for name in ("samples", "group_samples", "empty_batches", "non_finite", "clamped"):
+            assert row[name] == same[name], name
+        assert row["clip_fraction"] == pytest.approx(same["clip_fraction"])
+        assert [v for v in row["loss"] if v is not None] == pytest.approx([v for v in same["loss"] if v is not None])
+
+
+def graph_of(run):
+    """Whether a run has a graph, and what was said if not."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with run.listening():
+            return run._graph is not None, " ".join(str(w.message) for w in said if w.category is UserWarning)
+
+
+@needs_compiler
+def test_a_compiled_run_is_the_run(toy):
+    """Really compiled, once: batches of every size, no recompilation, the same numbers to rounding."""
+    from torch._dynamo.utils import counters
+
+    rule = DPSGDGlobalAdapt(C0=0.7, sigma=0.8, Z0=1.2)
+    run = prepare(toy.mlp(), toy.data(), rule=rule, batch_size=8, steps=20, lr=0.1, seed=3, performance=COMPILED)
+    sizes = set()
+    with run.listening():
+        assert run._graph is not None
+        before = counters["stats"]["unique_graphs"]
+        while run.t < 20:
+            found = run.step()
+            sizes.add(len(found.losses))
+            run.update(found)
+        assert counters["stats"]["unique_graphs"] == before >= 1
+    assert len(sizes) > 5
+    assert_close(toy, result(run), trained(toy))
+
+
+@pytest.mark.parametrize("groups", ["groups", "none", "the classes"])
+def test_the_traced_step_is_the_step_for_every_rule(toy, rule, groups, traced):
+    x, y, group = toy.data()
+    data = {"groups": (x, y, group), "none": (x, y), "the classes": (x, y, y)}[groups]
+    if rule.uses_groups and groups == "none":
+        return
+    assert_close(toy, trained(toy, rule, data, performance=COMPILED), trained(toy, rule, data), 1e-9)
+
+
+def test_the_graph_reads_the_parameters_that_the_optimiser_moves(toy, traced):
+    adam = {"optimizer": torch.optim.Adam}
+    assert_close(toy, trained(toy, **adam, performance=COMPILED), trained(toy, **adam))
+
+
+def test_observers_of_a_traced_step_see_the_step(toy, traced):
+    seen = [[], []]
+
+    def look(into):
+        def observer(step):
+            ones = torch.ones(len(step.losses), dtype=torch.float64)
+            into.append((step.losses, step.norms, step.weights, step.clipped_sum, step.weighted_sum(ones), step.group))
+
+        return observer
+
+    trained(toy, performance=COMPILED, observers=[look(seen[0])])
+    trained(toy, observers=[look(seen[1])])
+    for ours, theirs in zip(*seen, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_a_resumed_run_goes_on_with_its_graph(toy, traced, tmp_path):
+    def stop(step):
+        if step.t == 13:
+            raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        trained(toy, performance=COMPILED, observers=[stop], checkpoint=tmp_path, checkpoint_every=5)
+    resumed = trained(toy, performance=COMPILED, checkpoint=tmp_path, checkpoint_every=5, resume=True)
+    assert_close(toy, resumed, trained(toy))
+
+
+def test_a_sample_that_is_not_finite_contributes_nothing_to_a_traced_step(toy, traced):
+    x, y, group = toy.data(40, torch.float32)
+    x[3] = 3e38
+    given = {"model": toy.mlp(torch.float32), "data": (x, y, group), "q": 0.5, "batch_size": 20}
+    with_graph = trained(toy, **given, performance=COMPILED)
+    assert torch.isfinite(toy.vector(with_graph.model)).all()
+    assert_close(toy, with_graph, trained(toy, **given), 1e-4)
+
+
+# --- where there is no graph ------------------------------------------------------------------------------------------
+
+
+class Bakes(nn.Module):
+    """Turns the number of samples into a number of Python's while it is traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3).double()
+
+    def forward(self, x):
+        return self.linear(x) + float(int(x.shape[0]) > 20)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(5, 4, batch_first=True).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x):
+        return self.head(self.lstm(x.unsqueeze(1).expand(-1, 3, -1))[0][:, -1])
+
+
+@dataclass(frozen=True)
+class Reads(Rule):
+    """A custom rule that looks at a number."""
+
+    name: ClassVar[str] = "reads"
+    sigma: float = 1.0
+
+    def sensitivity(self, now):
+        return 1.0
+
+    def observe(self, noisy, B, state):
+        assert float(state.sum()) == 0
+        return state, state
+
+    def weight(self, norm, group, now):
+        return (1.0 / norm).clamp(max=1.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "rule", "why"),
+    [
+        ("dropout", DPSGD(), "draws random numbers"),
+        ("cnn", DPSGD(), "faster for convolutions"),
+        ("mlp", Reads(), "cannot trace it"),
+    ],
+)
+def test_where_a_step_has_no_graph_a_sentence_says_why(toy, traced, model, rule, why):
+    data = toy.images(dtype=torch.float32) if model == "cnn" else toy.data()
+    made = {"dropout": lambda: toy.mlp(dropout=0.5), "cnn": lambda: cnn(1, 7, 3, seed=0), "mlp": toy.mlp}[model]()
+    given = {"rule": rule, "batch_size": 8, "steps": 5, "seed": 3}
+    has, said = graph_of(prepare(made, data, **given, performance=COMPILED))
+    assert not has
+    assert why in said
+    assert said.startswith("The step is not compiled: ")
+    with pytest.warns(UserWarning, match="not compiled"):
+        ours = fit(made, data, **given, performance=COMPILED)
+    assert toy.same(ours.model, fit(made, data, **given).model)
+
+
+@pytest.mark.parametrize("make", [Bakes, Recurrent])
+def test_a_size_that_is_baked_into_the_trace_is_caught(toy, traced, make):
+    """Either torch traces it for every size, or the comparison on three sizes refuses it: never another result."""
+    given = {"rule": DPSGD(C0=0.7), "batch_size": 8, "steps": 12, "lr": 0.1, "seed": 3}
+    torch.manual_seed(0)
+    model = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours = fit(model, toy.data(), **given, performance=COMPILED)
+    torch.testing.assert_close(toy.vector(ours.model), toy.vector(fit(model, toy.data(), **given).model))
+
+
+@pytest.mark.parametrize("rows", [1, 30, 1000])
+def test_a_compiler_that_errs_is_not_used(toy, monkeypatch, rows):
+    """One number of the gradient is wrong in batches below some size: then the step is not compiled."""
+
+    def wrong(graph, **_):
+        def run(*flat):
+            found = list(graph(*flat))
+            if found[5].shape[0] < rows:
+                found[0] = found[0].clone()
+                found[0][3] += 0.1
+            return found
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", wrong)
+    run = prepare(toy.mlp(), toy.data(), batch_size=8, steps=5, seed=3, performance=COMPILED)
+    has, said = graph_of(run)
+    assert has is (rows == 1)
+    assert has or "differs for 2 samples" in said
+
+
+def test_without_a_compiler_a_sentence_says_so_and_the_run_is_the_same(toy, monkeypatch):
+    def none(*_, **__):
+        raise RuntimeError("InvalidCxxCompiler: no working C++ compiler found")
+
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: none)
+    with pytest.warns(UserWarning, match="no working C.. compiler found"):
+        without = trained(toy, performance=COMPILED)
+    assert toy.same(without.model, trained(toy).model)
+
+
+def test_small_and_chunked_batches_take_the_plain_step(toy, traced):
+    """Batches of none and one among them; several chunks have no graph, and are the same run."""
+    rule = DPSGDF(C0=0.8, sigma=0.8)
+    ours = trained(toy, rule, batch_size=1, steps=40, performance=COMPILED)
+    assert_close(toy, ours, trained(toy, rule, batch_size=1, steps=40))
+    chunked = trained(toy, rule, performance=Performance(chunk=3, compile=True))
+    assert_close(toy, chunked, trained(toy, rule))
+
+
+def test_shuffled_batches_of_another_size_take_the_plain_step(toy, traced):
+    data = toy.data(43)  # five batches of 8 and one of 3
+    assert_close(toy, trained(toy, NonPrivate(), data, performance=COMPILED), trained(toy, NonPrivate(), data))
