@@ -93,6 +93,15 @@ import os
 from torch import nn
 
 
+def wait():
+    try:
+        gate = os.open(GATE, os.O_RDONLY)
+    except FileNotFoundError:  # open for all
+        return
+    os.read(gate, 1)
+    os.close(gate)
+
+
 class Net(nn.Module):
     def __init__(self, width, classes):
         super().__init__()
@@ -100,9 +109,9 @@ class Net(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, x):
-        if not self.has_waited and self.linear.bias.any() and os.path.exists(GATE):
+        if not self.has_waited and self.linear.bias.any():
             self.has_waited = True
-            open(GATE).close()
+            wait()
         return self.linear(x)
 
 
@@ -114,31 +123,34 @@ def make(x, classes):
 class Gate:
     """A FIFO at which every run with this model waits between its first step and its second.
 
-    A run says how far it is after its first step, so a test that hears `t == 1` knows that the run is under way and
-    cannot end before the test lets it.
+    A run reports its progress after its first step, so a test that receives `t == 1` knows that the run is under way
+    and cannot end before the test lets it. A byte in the FIFO lets exactly one run through, whichever comes first.
     """
 
     def __init__(self, folder: Path):
         self._path = folder / "gate"
         os.mkfifo(self._path)
+        self._end = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         (folder / "net.py").write_text(f"GATE = {str(self._path)!r}\n{NET}")
         self.model = {"function": "make", **describe_file(folder / "net.py")}
 
     def let_through(self):
-        """Wait for the run that arrives, and let it go on."""
-        if self._path.exists():
-            self._path.open("w").close()
+        """Let one run go on: one that waits, or the next to arrive."""
+        os.write(self._end, b"x")
 
     def open_for_all(self):
-        """Let all go on that wait, and all that come later."""
+        """Let every run go on that waits or comes later."""
         if self._path.exists():
-            end = os.open(self._path, os.O_RDWR | os.O_NONBLOCK)
             self._path.unlink()
-            os.close(end)
+            os.write(self._end, bytes(1000))
+
+    def close(self):
+        self.open_for_all()
+        os.close(self._end)
 
 
 @pytest.fixture
 def gate(tmp_path):
     made = Gate(tmp_path)
     yield made
-    made.open_for_all()  # a process that a test has left waiting ends
+    made.close()  # a process that a test has left waiting ends

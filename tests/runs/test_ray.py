@@ -125,23 +125,27 @@ def test_forty_runs_of_which_a_node_dies_half_way_are_all_there_and_none_twice(
 ):
     """The node is killed when twenty runs have ended and all three processors are at one that cannot end."""
     specs = [spec(seed, model=gate.model | {"kind": seed % 10}) for seed in range(40)]  # ten kinds: many bundles
-    held = []
+    arrived, under_way, let_through = set(), set(), 0
 
     def step(spec, t):
-        if t == 1 and len(told.over) < 20:
+        nonlocal let_through
+        if t != 1 or under_way:
+            return
+        arrived.add(spec.seed)
+        if len(told.over) < 20:
+            let_through += 1
             gate.let_through()
-        elif t == 1 and len(held) < 3:
-            held.append(spec.seed)
-            if len(held) == 3:
-                assert kill(second)
-                gate.open_for_all()
+        elif len(arrived) - let_through == 3:
+            under_way.update(arrived.difference(seed for seed, _ in told.over))
+            assert kill(second)
+            gate.open_for_all()
 
     told.step = step
     with node(f"--address={cluster}", cpus=1) as second:
         wait_for(lambda: nodes(cluster) == 2)
         found = carry_out(specs, store, told, Ray(cluster))
     assert len(found) == 40
-    assert {spec.seed for spec in lost} & set(held)  # what was running there
+    assert {spec.seed for spec in lost} & under_way  # what was running there
     assert set(written.values()) == {1}
     assert len(written) == 40
     assert sorted(told.over) == [(seed, None) for seed in range(40)]
