@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import warnings
 from collections import Counter
@@ -13,6 +14,9 @@ from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # where tests find `pages`
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts background jobs with SIGINT ignored, and the processes that tests interrupt would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile(
     "evenclip", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=False
 )
