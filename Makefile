@@ -34,7 +34,7 @@ browser: $(READY)  ## the report in a real browser; needs Chromium and npm
 
 scale: $(READY)  ## sweeps on a Ray cluster of two nodes, and as Slurm's jobs
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray,slurm]'
-	$(BIN)/python -m pytest tests/runs/test_engine.py tests/runs/test_ray.py
+	$(BIN)/python -m pytest tests/sweep/test_executor.py tests/sweep/test_ray.py
 
 docs: $(READY)  ## the documentation as a site, in build/docs; a warning is an error
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'

@@ -21,8 +21,8 @@ from typing import Any
 
 from _measure import arguments, save
 
-from evenclip.paper import watched
-from evenclip.paper.tables import TABLES
+from evenclip.reproduction import watched
+from evenclip.reproduction.tables import TABLES
 
 _COMMAND = [sys.executable, "-c", "from evenclip.cli import main; main()"]
 

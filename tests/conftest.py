@@ -24,13 +24,13 @@ settings.load_profile("evenclip")
 
 
 class Here:
-    """An engine that carries out runs in this process, where a test is not about processes."""
+    """An executor that carries out runs in this process, where a test is not about processes."""
 
     def check_device(self, device):
         pass
 
     def carry_out(self, specs, store, show):
-        from evenclip.runs.work import work
+        from evenclip.sweep.work import work
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # as in a worker
@@ -38,7 +38,7 @@ class Here:
                 store.write(spec, *work(spec, lambda t: None))
         return []
 
-    def apart(self, work, items):
+    def map_processes(self, work, items):
         return ((place, work(item)) for place, item in enumerate(items))
 
 

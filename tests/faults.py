@@ -55,8 +55,12 @@ class NotPlanted(Exception):  # noqa: N818
 
 EVERY_RULE, DPSGD_F, ADAPT = "rules/test_every_rule.py", "rules/test_dpsgd_f.py", "rules/test_dpsgd_global_adapt.py"
 LAYERS, ROUNDING, MODELS = "gradients/test_layers.py", "gradients/test_rounding.py", "gradients/test_whole_models.py"
-ACCOUNTING, RELEASE, SAMPLING = "test_accounting.py", "test_release.py", "test_sampling.py"
-RESUME, RESULT, TABLE = "training/test_resume.py", "training/test_result.py", "test_table.py"
+ACCOUNTING, RELEASE, SAMPLING = (
+    "mechanism/test_accounting.py",
+    "mechanism/test_release.py",
+    "mechanism/test_sampling.py",
+)
+RESUME, RESULT, TABLE = "training/test_resume.py", "training/test_result.py", "data/test_table.py"
 STATISTICS, METRICS, TERMS = "audit/test_statistics.py", "audit/test_metrics.py", "audit/test_decomposition.py"
 
 RULES = (
@@ -165,7 +169,7 @@ RULES = (
         "rules/rule.py",
         '"gradient": float(self.sigma) if self.bounded else 0.0}',
         '"gradient": float(self.sigma)}',
-        ("objectives/test_fairlens.py::test_there_is_no_epsilon_anywhere",),
+        ("rules/test_fairlens.py::test_there_is_no_epsilon_anywhere",),
     ),
     Fault(
         "multipliers-without-count",
@@ -419,10 +423,10 @@ GRADIENTS = (
     Fault(
         "fairlens-norm",
         "The norm of a shifted gradient leaves the product with the shift out.",
-        "objectives/fairlens.py",
+        "rules/fairlens.py",
         "square = own.square() + 2 * _inner(self._found, self._shift) + length.square()",
         "square = own.square() + length.square()",
-        ("objectives/test_fairlens.py::test_every_samples_gradient_is_its_own_and_the_regularisers",),
+        ("rules/test_fairlens.py::test_every_samples_gradient_is_its_own_and_the_regularisers",),
     ),
 )
 
@@ -430,7 +434,7 @@ LEDGER = (
     Fault(
         "joint-multiplier-average",
         "The joint multiplier of several releases is the smallest of them.",
-        "release.py",
+        "mechanism/release.py",
         "return math.inf if precision == 0 else precision**-0.5",
         "return math.inf if precision == 0 else min(values)",
         (
@@ -441,7 +445,7 @@ LEDGER = (
     Fault(
         "joint-multiplier-clear",
         "A release in clear is left out of the joint multiplier.",
-        "release.py",
+        "mechanism/release.py",
         "values = [float(m) for m in multipliers]",
         "values = [float(m) for m in multipliers if m]",
         (
@@ -452,7 +456,7 @@ LEDGER = (
     Fault(
         "ledger-integers",
         "Numbers go into the ledger as they are, and dp-accounting drops integers.",
-        "release.py",
+        "mechanism/release.py",
         "tuple((name, float(m)) for name, m in multipliers.items()), steps)",
         "tuple(multipliers.items()), steps)",
         (f"{RELEASE}::test_every_number_becomes_a_float_of_python",),
@@ -460,7 +464,7 @@ LEDGER = (
     Fault(
         "ledger-loses-steps",
         "A step that is like the one before it is not written.",
-        "release.py",
+        "mechanism/release.py",
         "last.steps + 1)",
         "last.steps)",
         (f"{RELEASE}::test_equal_steps_in_a_row_are_one_entry",),
@@ -468,7 +472,7 @@ LEDGER = (
     Fault(
         "ledger-not-poisson",
         "Batches that are no Poisson samples count as private.",
-        "release.py",
+        "mechanism/release.py",
         "return self.q is not None and self.joint > 0",
         "return self.joint > 0",
         (f"{RELEASE}::test_private_only_with_poisson_batches_and_noise_on_everything",),
@@ -476,7 +480,7 @@ LEDGER = (
     Fault(
         "release-half-the-noise",
         "A release adds half of the noise that the ledger claims.",
-        "release.py",
+        "mechanism/release.py",
         "return torch.add(value, fresh, alpha=sensitivity * multiplier)",
         "return torch.add(value, fresh, alpha=sensitivity * multiplier / 2)",
         (f"{RELEASE}::test_released_values_have_the_spread_that_the_ledger_claims",),
@@ -484,7 +488,7 @@ LEDGER = (
     Fault(
         "release-noise-twice",
         "The noise of a release can be used again.",
-        "release.py",
+        "mechanism/release.py",
         "fresh = self._noise.pop(name)",
         "fresh = next(iter(self._noise.values()))",
         (
@@ -495,7 +499,7 @@ LEDGER = (
     Fault(
         "accounting-rate",
         "The cost of a step is computed for half of its sampling rate.",
-        "accounting.py",
+        "mechanism/accounting.py",
         "library.PoissonSampledDpEvent(part.q, gaussian)",
         "library.PoissonSampledDpEvent(part.q / 2, gaussian)",
         (f"{ACCOUNTING}::test_the_published_epsilons_come_out",),
@@ -503,7 +507,7 @@ LEDGER = (
     Fault(
         "accounting-multiplier",
         "The cost of a step is computed for a multiplier that is a hundredth larger.",
-        "accounting.py",
+        "mechanism/accounting.py",
         "gaussian = library.GaussianDpEvent(part.multiplier)",
         "gaussian = library.GaussianDpEvent(1.01 * part.multiplier)",
         (f"{ACCOUNTING}::test_the_published_epsilons_come_out", f"{ACCOUNTING}::test_opacus_agrees"),
@@ -511,7 +515,7 @@ LEDGER = (
     Fault(
         "accounting-one-step",
         "Steps that are alike are counted once.",
-        "accounting.py",
+        "mechanism/accounting.py",
         "return library.SelfComposedDpEvent(step, part.steps)",
         "return library.SelfComposedDpEvent(step, 1)",
         (f"{ACCOUNTING}::test_the_published_epsilons_come_out",),
@@ -519,7 +523,7 @@ LEDGER = (
     Fault(
         "accounting-lost-delta",
         "What double precision loses of δ is not taken off.",
-        "accounting.py",
+        "mechanism/accounting.py",
         "accountant.get_epsilon(delta - lost)",
         "accountant.get_epsilon(delta)",
         (f"{ACCOUNTING}::test_pld_stays_above_the_exact_value_at_a_tiny_delta",),
@@ -527,7 +531,7 @@ LEDGER = (
     Fault(
         "accounting-coarse-grid",
         "The grid of losses is ten times too coarse.",
-        "accounting.py",
+        "mechanism/accounting.py",
         "    return max(min([by_variance, *by_order]), ",
         "    return max(10 * min([by_variance, *by_order]), ",
         (
@@ -538,7 +542,7 @@ LEDGER = (
     Fault(
         "accounting-without-amplification",
         "Without amplification the steps' precisions are not added up.",
-        "accounting.py",
+        "mechanism/accounting.py",
         "math.sqrt(sum(part.steps * part.multiplier**-2 for part in _parts(ledger)))",
         "math.sqrt(sum(part.multiplier**-2 for part in _parts(ledger)))",
         (f"{ACCOUNTING}::test_without_sampling_it_is_the_gaussian_mechanism",),
@@ -546,7 +550,7 @@ LEDGER = (
     Fault(
         "accounting-not-private",
         "A ledger without an ε gets one.",
-        "accounting.py",
+        "mechanism/accounting.py",
         "_ACCOUNTANTS[accountant](ledger, [delta])[0] if ledger.is_private else None",
         "_ACCOUNTANTS[accountant](ledger, [delta])[0]",
         (f"{ACCOUNTING}::test_a_ledger_that_is_not_private_has_no_epsilon",),
@@ -554,7 +558,7 @@ LEDGER = (
     Fault(
         "calibration-above",
         "Calibration may end with an ε above the target.",
-        "accounting.py",
+        "mechanism/accounting.py",
         "if target * (1 - _WINDOW) <= price <= target * (1 - _MARGIN):",
         "if target * (1 - _WINDOW) <= price <= target * (1 + 20 * _WINDOW):",
         (
@@ -565,7 +569,7 @@ LEDGER = (
     Fault(
         "gradient-multiplier",
         "The noise of a gradient beside a count is that of the gradient alone.",
-        "accounting.py",
+        "mechanism/accounting.py",
         "return float((joint**-2 - (s / count) ** 2) ** -0.5)",
         "return float(joint)",
         (f"{ACCOUNTING}::test_gradient_and_count_cost_what_the_joint_costs",),
@@ -573,7 +577,7 @@ LEDGER = (
     Fault(
         "rounded-down",
         "A printed ε is rounded to the nearest number, which may be below it.",
-        "accounting.py",
+        "mechanism/accounting.py",
         "rounding=ROUND_CEILING)",
         'rounding="ROUND_HALF_EVEN")',
         (f"{ACCOUNTING}::test_a_printed_number_is_never_below_its_value",),
@@ -584,7 +588,7 @@ SAMPLES = (
     Fault(
         "sampling-rate",
         "Records are drawn at nine tenths of the rate that is accounted for.",
-        "sampling.py",
+        "mechanism/sampling.py",
         "return (np.log1p(-u) / math.log1p(-self._rate)).astype(np.int64) + 1",
         "return (np.log1p(-u) / math.log1p(-0.9 * self._rate)).astype(np.int64) + 1",
         (f"{SAMPLING}::test_each_record_is_in_a_batch_with_probability_q",),
@@ -592,7 +596,7 @@ SAMPLES = (
     Fault(
         "sampling-fixed-size",
         "Batches have a fixed size: they are not Poisson samples.",
-        "sampling.py",
+        "mechanism/sampling.py",
         "        return self._batches[self._at - 1]\n",
         "        return torch.from_numpy(self._random.permutation(self._n)[: round(self._n * self._rate)])\n",
         (
@@ -603,7 +607,7 @@ SAMPLES = (
     Fault(
         "sampling-repeats",
         "Every batch is drawn twice.",
-        "sampling.py",
+        "mechanism/sampling.py",
         "        self._at += 1\n        return self._batches[self._at - 1]\n",
         "        self._at += 1\n        return self._batches[(self._at - 1) // 2 * 2]\n",
         (f"{SAMPLING}::test_batches_are_independent_of_each_other",),
@@ -611,7 +615,7 @@ SAMPLES = (
     Fault(
         "sampling-last-record",
         "The last record of the data is never drawn.",
-        "sampling.py",
+        "mechanism/sampling.py",
         "places = self._successes(self._n * self._steps)",
         "places = self._successes(self._n * self._steps)\n        places = places[places % self._n < self._n - 1]",
         (f"{SAMPLING}::test_each_record_is_in_a_batch_with_probability_q",),
@@ -619,7 +623,7 @@ SAMPLES = (
     Fault(
         "divides-by-batch",
         "Sums are divided by the size of the batch, which tells it.",
-        "sampling.py",
+        "mechanism/sampling.py",
         '        """B, whatever the batch."""\n        del batch\n        return self._B\n',
         '        """B, whatever the batch."""\n        return float(len(batch))\n',
         (f"{SAMPLING}::test_what_is_divided_by_does_not_tell_neighbouring_datasets_apart",),
@@ -627,7 +631,7 @@ SAMPLES = (
     Fault(
         "sampling-resumes-elsewhere",
         "A resumed run begins its block of batches again.",
-        "sampling.py",
+        "mechanism/sampling.py",
         '        self._at = state["at"]\n',
         "        self._at = 0\n",
         (f"{SAMPLING}::test_poisson_resumes", f"{RESUME}::test_every_rule_goes_on_bit_by_bit"),
@@ -638,7 +642,7 @@ NOISE = (
     Fault(
         "noise-tail-cut",
         "Numbers of the tail have no further bits: nothing lies beyond 6.7 standard deviations.",
-        "noise.py",
+        "mechanism/noise.py",
         "                u[s, j] += self._further(t + s, size, j)\n",
         "                u[s, j] += 0.5\n",
         ("distributed/test_sharded.py::test_a_part_in_the_tail_takes_the_further_bits",),
@@ -646,7 +650,7 @@ NOISE = (
     Fault(
         "noise-again-after-resuming",
         "A run that goes on from a checkpoint draws the noise of its first steps again.",
-        "noise.py",
+        "mechanism/noise.py",
         "            counter = np.array([t * blocks, self._stream, size, 0], dtype=np.uint64)\n",
         "            counter = np.array([0, self._stream, size, 0], dtype=np.uint64)\n",
         (f"{RESUME}::test_every_rule_goes_on_bit_by_bit",),
@@ -654,18 +658,21 @@ NOISE = (
     Fault(
         "noise-sizes-share",
         "Release of two sizes share their noise.",
-        "noise.py",
+        "mechanism/noise.py",
         "            counter = np.array([t * blocks, self._stream, size, 0], dtype=np.uint64)\n",
         "            counter = np.array([t * blocks, self._stream, 0, 0], dtype=np.uint64)\n",
-        ("test_noise.py::test_two_sizes_under_one_key_share_nothing",),
+        ("mechanism/test_noise.py::test_two_sizes_under_one_key_share_nothing",),
     ),
     Fault(
         "noise-narrow",
         "The noise has nine tenths of its standard deviation.",
-        "noise.py",
+        "mechanism/noise.py",
         "    np.sqrt(np.multiply(u, -2.0, out=u), out=u)\n",
         "    np.sqrt(np.multiply(u, -1.62, out=u), out=u)\n",
-        ("test_noise.py::test_moments", f"{RELEASE}::test_released_values_have_the_spread_that_the_ledger_claims"),
+        (
+            "mechanism/test_noise.py::test_moments",
+            f"{RELEASE}::test_released_values_have_the_spread_that_the_ledger_claims",
+        ),
     ),
 )
 
@@ -718,7 +725,7 @@ STATEMENT = (
     Fault(
         "report-invalid-epsilon",
         "A rule without a valid ε gets one in the report.",
-        "evenclip/privacy.py",
+        "mechanism/statement.py",
         "    if settings.rule.soundness == NO_EPSILON:\n",
         "    if False:\n",
         (f"{RESULT}::test_a_rule_that_claims_no_epsilon_gets_none_though_its_ledger_has_one",),
@@ -726,7 +733,7 @@ STATEMENT = (
     Fault(
         "report-swaps-accountants",
         "The report states RDP's ε where it says PLD.",
-        "evenclip/privacy.py",
+        "mechanism/statement.py",
         '"epsilon": epsilon(settings, ledger, "pld"),',
         '"epsilon": epsilon(settings, ledger, "rdp"),',
         (f"{RESULT}::test_epsilon_is_that_of_the_ledger",),
@@ -734,7 +741,7 @@ STATEMENT = (
     Fault(
         "report-tells-the-seed",
         "The report holds the seed.",
-        "evenclip/privacy.py",
+        "mechanism/statement.py",
         '"a given one, not told here: reproducible, so not private against whoever knows it"',
         'f"a given one, {settings.seed}"',
         (
@@ -745,10 +752,10 @@ STATEMENT = (
     Fault(
         "report-forgets-uncovered",
         "What ε does not cover of the data's preparation is not in the report.",
-        "evenclip/privacy.py",
+        "mechanism/statement.py",
         '"not_covered": [*NOT_COVERED, *uncovered],',
         '"not_covered": [*NOT_COVERED],',
-        ("test_data_parquet.py::test_what_epsilon_does_not_cover_is_in_the_privacy_report",),
+        ("data/test_parquet.py::test_what_epsilon_does_not_cover_is_in_the_privacy_report",),
     ),
     Fault(
         "checkpoint-publishes-secrets",
@@ -853,7 +860,7 @@ TABLES = (
         "data/dataset.py",
         "    x: Inputs = field(repr=False)\n",
         "    x: Inputs = field()\n",
-        ("test_data.py::test_the_data_are_not_printed",),
+        ("data/test_dataset.py::test_the_data_are_not_printed",),
     ),
     Fault(
         "fingerprint-shape-only",
@@ -1016,7 +1023,7 @@ RANKS = (
     Fault(
         "ranks-noise-from-everyone",
         "Every rank adds noise to every number, which so has more than it should.",
-        "evenclip/ranks.py",
+        "distributed/ranks.py",
         "self._ranks, self.ranges = ranks, [(first, end)]",
         "self._ranks, self.ranges = ranks, [(0, size)]",
         (ONCE,),
@@ -1024,7 +1031,7 @@ RANKS = (
     Fault(
         "ranks-noise-on-one-slice",
         "Only the first rank's slice of the gradient gets noise.",
-        "evenclip/ranks.py",
+        "distributed/ranks.py",
         "self._ranks, self.ranges = ranks, [(first, end)]",
         "self._ranks, self.ranges = ranks, [(first, end) if ranks.leads else (0, 0)]",
         (ONCE,),
@@ -1032,7 +1039,7 @@ RANKS = (
     Fault(
         "ranks-count-noise-twice",
         "Every rank adds the count's noise.",
-        "evenclip/ranks.py",
+        "distributed/ranks.py",
         "self._ranks, self.adds_noise = ranks, ranks.leads",
         "self._ranks, self.adds_noise = ranks, True",
         (SAME_MODEL,),
@@ -1040,7 +1047,7 @@ RANKS = (
     Fault(
         "ranks-whole-batch",
         "Every rank takes the whole batch, so each record counts several times.",
-        "evenclip/ranks.py",
+        "distributed/ranks.py",
         "return torch.tensor_split(batch, self.world)[self.rank]",
         "return batch",
         ("distributed/test_ranks.py::test_every_rank_computes_a_part_of_the_batch", SAME_MODEL),
@@ -1048,7 +1055,7 @@ RANKS = (
     Fault(
         "ranks-same-records",
         "Ranks with records of their own may have the same ones.",
-        "evenclip/ranks.py",
+        "distributed/ranks.py",
         '        if twice is not None:\n            raise ValueError(\n                f"Ranks ',
         '        if False:\n            raise ValueError(\n                f"Ranks ',
         ("distributed/test_ranks.py::test_records_of_their_own_are_nobody_elses",),
@@ -1056,7 +1063,7 @@ RANKS = (
     Fault(
         "pieces-noise-of-the-first",
         "Every piece gets the noise of the first one.",
-        "evenclip/sharded.py",
+        "distributed/sharded.py",
         "self.ranges = self.pieces.ranges(ranks.rank)",
         "self.ranges = self.pieces.ranges(0)",
         (OWNER,),
@@ -1064,7 +1071,7 @@ RANKS = (
     Fault(
         "pieces-without-noise",
         "A model in pieces gets no noise.",
-        "evenclip/sharded.py",
+        "distributed/sharded.py",
         "return add(self.total(value))",
         "return self.total(value)",
         (OWNER,),
@@ -1074,7 +1081,7 @@ RANKS = (
 STEP, GRAPH, NEIGHBOURS = "training/test_step.py", "training/test_graph.py", "training/test_neighbours.py"
 ALGORITHM_2 = f"{STEP}::test_a_step_is_algorithm_2"
 MANY_STEPS = f"{STEP}::test_fit_is_algorithm_2_over_many_steps"
-NOT_FINITE, STREAMS, OPACUS = "training/test_non_finite.py", "training/test_noise_streams.py", "test_opacus.py"
+NOT_FINITE, STREAMS, OPACUS = "training/test_non_finite.py", "training/test_noise_streams.py", "opacus/test_opacus.py"
 
 CORE = (
     Fault(

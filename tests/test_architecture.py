@@ -14,22 +14,18 @@ import evenclip
 
 ROOT = Path(evenclip.__file__).parent
 
-# From the top: a part may import what stands on a later line, and nothing else of the package.
+# From the top: a room may import what stands on a later line, and nothing else of the package.
 ORDER = [
     ["cli"],
-    ["paper"],
-    ["comparison", "ship", "sklearn", "opacus"],
+    ["reproduction", "sklearn", "opacus", "export"],
+    ["comparison"],
     ["report"],
-    ["runs"],
-    ["paper.settings"],
-    ["protocol", "audit"],
+    ["sweep"],
+    ["audit", "distributed"],
     ["training"],
-    ["objectives", "logs", "sharded"],
-    ["privacy"],
-    ["accounting"],
     ["mechanism"],
-    ["rules", "gradients", "data", "models"],
-    ["ranks"],
+    ["rules"],
+    ["gradients", "data", "models"],
     ["check"],
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
@@ -41,11 +37,8 @@ def modules() -> list[Path]:
 
 
 def part_of(path: Path) -> str:
-    """The part of the package that a file belongs to: its folder, or itself. The paper's settings are what everybody's
-    comparison starts from, its tables and figures are made of comparisons.
-    """
-    parts = path.relative_to(ROOT).parts
-    return "paper.settings" if parts == ("paper", "settings.py") else parts[0].removesuffix(".py")
+    """The room that a file belongs to: its folder, or itself at the top."""
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
 def imported(path: Path) -> list[tuple[int, str]]:
@@ -58,10 +51,7 @@ def imported(path: Path) -> list[tuple[int, str]]:
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
             # `from evenclip import check` names a part, `from evenclip.rules import Rule` lies in one
             found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
-    names = [(line, name.removeprefix("evenclip.")) for line, name in found if name.startswith("evenclip.")]
-    return [
-        (line, "paper.settings" if name.startswith("paper.settings") else name.split(".")[0]) for line, name in names
-    ]
+    return [(line, name.split(".")[1]) for line, name in found if name.startswith("evenclip.")]
 
 
 def statements(tree: ast.AST):
@@ -96,7 +86,7 @@ def test_the_search_for_imports_finds_them(tmp_path):
     path.write_text(
         "from typing import TYPE_CHECKING\n"
         "import evenclip.training.step\n"
-        "from evenclip import check, privacy\n"
+        "from evenclip import check, models\n"
         "from evenclip.rules.rule import Rule\n"
         "if TYPE_CHECKING:\n"
         "    from evenclip.training.fit import Result\n"
@@ -105,7 +95,7 @@ def test_the_search_for_imports_finds_them(tmp_path):
         "def later():\n"
         "    from evenclip.training.run import Run\n"
     )
-    expected = [(2, "training"), (3, "check"), (3, "privacy"), (4, "rules"), (8, "data"), (10, "training")]
+    expected = [(2, "training"), (3, "check"), (3, "models"), (4, "rules"), (8, "data"), (10, "training")]
     assert imported(path) == expected
 
 
@@ -160,14 +150,14 @@ def test_training_needs_torch_and_numpy_only():
         f"sys.modules.update(dict.fromkeys({HEAVY}))\n"
         "import torch, evenclip\n"
         "x, y = torch.randn(20, 3), torch.randint(2, (20,))\n"
-        "from evenclip.rules import BY_NAME\n"
-        "for rule in BY_NAME.values():\n"
+        "from evenclip.rules import RULES\n"
+        "for rule in RULES.values():\n"
         "    with tempfile.TemporaryDirectory() as folder:\n"
         "        result = evenclip.fit(torch.nn.Linear(3, 2), (x, y, y), rule=rule(), batch_size=5,\n"
         "            checkpoint=folder, observers=[lambda step: {'loss': step.losses.sum()}])\n"
         "    print(result.ledger.steps)\n"
     )
-    assert printed.split() == ["4"] * 5
+    assert printed.split() == ["4"] * 6
 
 
 def test_epsilon_without_its_library_says_what_to_install():

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import evenclip
-from evenclip import logs, opacus, sklearn
+from evenclip import opacus, sklearn
 from evenclip.gradients import per_sample_gradients
 from evenclip.mechanism import Mechanism
 from evenclip.rules import Rule
+from evenclip.training import logs
 from pages import FENCE, PAGES, ROOT, SHELL, blocks, every_block, run_page, run_python
 
 # How many blocks are not run. One more needs a reason on its page, and a look at this line.

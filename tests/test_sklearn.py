@@ -28,9 +28,10 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils import estimator_checks, get_tags
 from torch import nn
 
-from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, accounting, privacy
+from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate
+from evenclip.mechanism import accounting, statement
 from evenclip.mechanism.release import Ledger
-from evenclip.rules import BY_NAME, Rule
+from evenclip.rules import RULES, Rule
 from evenclip.sklearn import EXPECTED_FAILED_CHECKS, PrivateClassifier, TuningWarning
 
 DOCS = Path(__file__).parents[1] / "docs" / "sklearn.md"
@@ -216,7 +217,7 @@ def test_where_no_epsilon_is_valid_none_is_stated_and_a_warning_says_so(rule):
         classifier = Quick(rule=rule).fit(X, y, sensitive_features=y)
     assert classifier.epsilon_ is None
     assert classifier.privacy_report_["epsilon"] is None
-    assert "has no valid ε" in privacy.paragraph(classifier.privacy_report_)
+    assert "has no valid ε" in statement.paragraph(classifier.privacy_report_)
     quiet = Quick(rule=rule, epsilon=None).fit(X, y, sensitive_features=y)  # a warning would be an error here
     assert quiet.epsilon_ is None
 
@@ -359,7 +360,7 @@ def test_a_rule_that_needs_groups_gets_them():
     )
     classifier = Quick(rule="dpsgd-f").fit(frame, hired, sensitive_features=sex)
     assert classifier.privacy_report_["group_labels_entered_training"]
-    assert "sound here, unsound as published" in privacy.paragraph(classifier.privacy_report_).replace("\n", " ")
+    assert "sound here, unsound as published" in statement.paragraph(classifier.privacy_report_).replace("\n", " ")
     assert refusal(ValueError, lambda: Quick(rule="dpsgd-f").fit(frame, hired, sensitive_features=sex[:9])) == (
         "X has 200 rows and sensitive_features has 9; give each row its group."
     )
@@ -593,7 +594,7 @@ def test_fairlearn_plots_its_predictions():
 
 def test_every_rule_has_its_name_here():
     X, y = numbers(60)
-    for name in BY_NAME:
+    for name in RULES:
         assert Quick(None, rule=name, epochs=1).fit(X, y, sensitive_features=y).rule_.name == name
 
 

@@ -14,10 +14,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evenclip.accounting import calibrate
-    from evenclip.comparison import Comparison, compare
+    from evenclip.comparison.compare import compare
+    from evenclip.comparison.result import Comparison
+    from evenclip.distributed import Ranks
     from evenclip.gradients import ModelError, per_sample_gradients, per_sample_norms
-    from evenclip.ranks import Ranks
+    from evenclip.mechanism.accounting import calibrate
     from evenclip.rules import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate, Rule
     from evenclip.training.config import Performance, TrainConfig
     from evenclip.training.fit import Result, fit, prepare
@@ -48,10 +49,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "accounting": ("calibrate",),
-    "comparison": ("Comparison", "compare"),
+    "mechanism.accounting": ("calibrate",),
+    "comparison.compare": ("compare",),
+    "comparison.result": ("Comparison",),
     "gradients": ("ModelError", "per_sample_gradients", "per_sample_norms"),
-    "ranks": ("Ranks",),
+    "distributed": ("Ranks",),
     "rules": ("DPSGD", "DPSGDF", "DPSGDGlobal", "DPSGDGlobalAdapt", "NonPrivate", "Rule"),
     "training.config": ("Performance", "TrainConfig"),
     "training.fit": ("Result", "fit", "prepare"),
@@ -60,7 +62,7 @@ _HOMES = {
 }
 
 
-_MODULES = ("accounting", "audit", "data", "models", "ship", "sklearn")
+_MODULES = ("audit", "data", "export", "models", "sklearn")
 
 
 def __getattr__(name: str) -> Any:

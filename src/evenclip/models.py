@@ -6,7 +6,7 @@ global generators are left as they were, and no other use of the same seed draws
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from evenclip import check
 
-__all__ = ["cnn", "mlp", "seeded", "sigmoid_then_softmax"]
+__all__ = ["TABULAR", "cnn", "mlp", "seeded", "sigmoid_then_softmax"]
 
 STREAM = int.from_bytes(b"init", "big")
 
@@ -89,3 +89,7 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(int(state[0]))
         yield
+
+
+TABULAR: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "sigmoid-then-softmax": sigmoid_then_softmax}
+"""Networks for the columns of a table, by name; each takes `inputs` and `classes` besides its options."""

@@ -32,14 +32,15 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor, nn
 
-from evenclip import accounting, check, models, protocol
+from evenclip import check, models
 from evenclip.audit import metrics
+from evenclip.comparison import protocol
 from evenclip.data import Dataset, columns
 from evenclip.data import schema as schemas
 from evenclip.data.columns import Column, listed
 from evenclip.data.encoder import JOIN, MISSING, Encoder, Labels, fit_columns, ordered
-from evenclip.rules import NO_EPSILON, Rule
-from evenclip.runs.parts import RULES
+from evenclip.mechanism import accounting
+from evenclip.rules import NO_EPSILON, RULES, Rule
 from evenclip.training.config import TrainConfig
 from evenclip.training.fit import Result, Session, fit_config
 
@@ -106,7 +107,8 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  
         epsilon_: ε that was spent, by the ledger; None where none is valid.
         delta_: δ.
         lr_: learning rate that was used.
-        privacy_report_: everything that must be known to judge ε; `evenclip.privacy.paragraph` puts it in words.
+        privacy_report_: everything that must be known to judge ε; `evenclip.mechanism.statement.paragraph` puts it
+            in words.
         model_: the trained module, on the CPU.
         encoder_: what makes features of rows.
         rule_: the rule with the noise that was used.

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import evenclip
-from evenclip.ranks import Alone, Ranks
-from evenclip.sharded import Pieces
+from evenclip.distributed.ranks import Ranks
+from evenclip.distributed.sharded import Pieces
+from evenclip.training.processes import Alone
 
 RULES = {
     "non-private": evenclip.NonPrivate(),

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 # Imported once, by the server that ranks are forked from.
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "evenclip", "evenclip.ranks", "evenclip.sharded"]
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "evenclip",
+    "evenclip.distributed.ranks",
+    "evenclip.distributed.sharded",
+]
 
 
 class Failed(NamedTuple):
@@ -76,7 +83,7 @@ def _work(pipe: Any, place: dict[str, Any], timeout: float, backend: str | None)
     os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)
     multiprocessing.current_process()._config["daemon"] = False  # it may have readers; it ends with its pipe
-    from evenclip.ranks import Ranks
+    from evenclip.distributed.ranks import Ranks
 
     if backend is not None:  # somebody's own process group, which is taken as it is
         torch.distributed.init_process_group(backend)

@@ -14,8 +14,8 @@ from tasks import RULES
 from team import Team
 
 import evenclip
-from evenclip.objectives import FairLens
-from evenclip.ranks import RankError, Ranks
+from evenclip.distributed.ranks import RankError, Ranks
+from evenclip.rules import FairLens
 from evenclip.training.checkpoint import latest
 
 # Without noise a difference between clipped sums cannot hide; σ must be above 0, and 1e-40 changes no number.

@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 import evenclip
+from evenclip.distributed.sharded import Pieces
 from evenclip.gradients import Layout
 from evenclip.mechanism.noise import Noise
-from evenclip.sharded import Pieces
 from evenclip.training.checkpoint import latest
 
 

@@ -233,7 +233,7 @@ def test_the_statement_has_every_field_of_the_report(results):
     for text in results["not_covered_by_epsilon"]:
         assert text.rstrip(".") in statement
     assert one["specification"][:16] in statement
-    assert f"<td>{evenclip.accounting.rounded_up(one['epsilon'])}</td>" in statement
+    assert f"<td>{evenclip.mechanism.accounting.rounded_up(one['epsilon'])}</td>" in statement
 
 
 def test_a_rule_without_an_epsilon_has_none_and_says_why(results):

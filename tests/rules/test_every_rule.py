@@ -25,11 +25,11 @@ from torch import Tensor
 import evenclip.rules
 from evenclip.mechanism import Mechanism
 from evenclip.rules import (
-    BY_NAME,
     DPSGD,
     DPSGDF,
     NO_EPSILON,
     REPAIRED,
+    RULES,
     SOUND,
     DPSGDGlobal,
     DPSGDGlobalAdapt,
@@ -107,7 +107,7 @@ class Fibber(Rule):
 
 @dataclass(frozen=True)
 class Mapped(Rule):
-    """Another rule, which the engine has to map sample by sample."""
+    """Another rule, which the mechanism has to map sample by sample."""
 
     name: ClassVar[str] = "mapped"
     rule: Rule
@@ -410,8 +410,8 @@ def test_resting_is_the_weight_of_a_zero_gradient(rule):
 
 
 def test_names_are_those_of_the_documentation():
-    assert set(BY_NAME) >= {"non-private", "dpsgd", "dpsgd-f", "dpsgd-global", "dpsgd-global-adapt"}
-    assert all(rule.name == name for name, rule in BY_NAME.items())
+    assert set(RULES) >= {"non-private", "dpsgd", "dpsgd-f", "dpsgd-global", "dpsgd-global-adapt"}
+    assert all(rule.name == name for name, rule in RULES.items())
 
 
 def test_every_rule_of_the_package_is_in_the_map_and_in_these_tests():
@@ -419,7 +419,8 @@ def test_every_rule_of_the_package_is_in_the_map_and_in_these_tests():
         importlib.import_module(m.name) for m in pkgutil.iter_modules(evenclip.rules.__path__, "evenclip.rules.")
     ]
     classes = {c for module in modules for c in vars(module).values() if inspect.isclass(c) and issubclass(c, Rule)}
-    assert {c for c in classes if not inspect.isabstract(c)} == set(BY_NAME.values()) == {type(r) for r in BUILT_IN}
+    assert {c for c in classes if not inspect.isabstract(c)} == set(RULES.values())
+    assert {rule for rule in RULES.values() if rule.bounded} == {type(r) for r in BUILT_IN}
 
 
 @pytest.mark.parametrize("rule", BUILT_IN, ids=case)

@@ -21,10 +21,10 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import TensorDataset
 
 from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, fit
-from evenclip.accounting import epsilon, epsilon_without_amplification
 from evenclip.data import Dataset, MapDataset
+from evenclip.mechanism.accounting import epsilon, epsilon_without_amplification
 from evenclip.mechanism.release import Entry, Ledger
-from evenclip.privacy import paragraph
+from evenclip.mechanism.statement import paragraph
 from evenclip.rules import NO_EPSILON
 from evenclip.training.progress import Progress
 

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from evenclip import DPSGD, DPSGDGlobalAdapt, NonPrivate, Performance, Rule, fit, prepare
 from evenclip.gradients import plan
 from evenclip.mechanism import Mechanism, Release
-from evenclip.privacy import paragraph
+from evenclip.mechanism.statement import paragraph
 from evenclip.training.step import Chunk
 
 K = 3

@@ -2,7 +2,7 @@
 
 The Hessian H of a mean loss is never formed. Products Hv cost about two gradients (Pearlmutter 1994, "Fast exact
 multiplication by the Hessian") and are taken for many vectors at once, a chunk of samples after the other; so the
-memory is that of a few gradients. Forms of chains of simple layers need no product (`evenclip.audit.jets`). There are
+memory is that of a few gradients. Forms of chains of simple layers need no product (`evenclip.audit.taylor`). There are
 
     slopes    ⟨∇L, v⟩                        forms    vᵀHv
     trace     E vᵀHv over random signs v     (Hutchinson 1990), with its standard error
@@ -26,7 +26,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
-from evenclip.audit import jets
+from evenclip.audit import taylor
 from evenclip.gradients import Layout
 from evenclip.gradients.losses import Loss, per_sample
 from evenclip.gradients.tape import LossOf, count
@@ -82,7 +82,7 @@ class Curvature:
         with _without_dropout(model):
             self._numbers = _kept(self._whole, tree_map(_one, (x, y)))
         self._product = _forward_over_reverse
-        self._jets = jets.takes(model) and isinstance(x, Tensor) and isinstance(y, Tensor)
+        self._jets = taylor.takes(model) and isinstance(x, Tensor) and isinstance(y, Tensor)
 
     @property
     def sizes(self) -> Tensor:
@@ -134,7 +134,7 @@ class Curvature:
                 each = [vectors.new_zeros(0, len(some_x), dtype=torch.float64)]
                 for some in torch.split(vectors, self._at_once(len(some_x))):
                     lines = {name.removeprefix("model."): part for name, part in self._split(some).items()}
-                    each.append(jets.forms(self._whole.model, self._whole.loss, some_x, some_y, lines, parameters))
+                    each.append(taylor.forms(self._whole.model, self._whole.loss, some_x, some_y, lines, parameters))
                 found += [part.mean(dim=1) for part in torch.split(torch.cat(each), self._rows, dim=1)]
         return torch.stack(found)
 

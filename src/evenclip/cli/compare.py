@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from evenclip.cli import files
-from evenclip.cli.engines import (
+from evenclip.cli.executors import (
     Account,
     Cpus,
     Gpus,
@@ -23,7 +23,7 @@ from evenclip.cli.engines import (
     Partition,
     RayAddress,
     Workers,
-    engine,
+    executor,
 )
 from evenclip.cli.report import write_page
 from evenclip.cli.stops import kept
@@ -93,7 +93,7 @@ def compare(
     from evenclip import comparison
     from evenclip.report.live import watching
 
-    who = engine(
+    who = executor(
         on, workers=workers, ray_address=ray_address, cpus_per_run=cpus_per_run, gpus_per_run=gpus_per_run,
         slurm_partition=slurm_partition, slurm_account=slurm_account, slurm_minutes=slurm_minutes,
         slurm_jobs=slurm_jobs,

@@ -31,7 +31,7 @@ def epsilon(
 ) -> None:
     """Print ε from the noise, or with --target-epsilon the noise for an ε."""
     # Imported here, because it brings torch along and --help should not have to wait for that.
-    from evenclip import accounting
+    from evenclip.mechanism import accounting
 
     check.fraction(**{"--rate": rate})
     check.natural(**{"--steps": steps})
@@ -54,7 +54,7 @@ def epsilon(
 
 def _calibrated(target: float, sigma_count: float | None, *, delta: float, q: float, steps: int) -> float:
     """σ for which gradient and count together cost at most the target."""
-    from evenclip import accounting
+    from evenclip.mechanism import accounting
 
     joint = accounting.scale_for({"joint": 1.0}, epsilon=target, delta=delta, q=q, steps=steps)
     if sigma_count is None:
@@ -71,7 +71,7 @@ def _facts(
     sigma: float, sigma_count: float | None, *, delta: float, q: float, steps: int, with_curve: bool
 ) -> dict[str, Any]:
     """Everything there is to print, as plain values."""
-    from evenclip import accounting
+    from evenclip.mechanism import accounting
     from evenclip.mechanism.release import Entry, Ledger
 
     multipliers = {"count": sigma_count, "gradient": sigma}
@@ -97,7 +97,7 @@ def _facts(
 
 def _text(facts: dict[str, Any]) -> str:
     """The facts in words, at most 80 columns wide."""
-    from evenclip.accounting import rounded_up
+    from evenclip.mechanism.accounting import rounded_up
 
     noise = f"σ = {facts['sigma']:.6g}"
     if facts["sigma_count"] is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenclip.cli.engines import (
+from evenclip.cli.executors import (
     Account,
     Cpus,
     Gpus,
@@ -20,14 +20,14 @@ from evenclip.cli.engines import (
     Partition,
     RayAddress,
     Workers,
-    engine,
+    executor,
 )
 from evenclip.cli.stops import kept
 
 if TYPE_CHECKING:
-    from evenclip.paper.shelf import Shelf
-    from evenclip.paper.training import Training
-    from evenclip.runs import Engine
+    from evenclip.reproduction.artifacts import Artifacts
+    from evenclip.reproduction.training import Training
+    from evenclip.sweep import Executor
 
 __all__ = ["app"]
 
@@ -46,14 +46,14 @@ FOLDER = Path("paper")
 @app.command("list")
 def list_() -> None:
     """What can be made, and what is missing for it."""
-    from evenclip.paper import watched
-    from evenclip.paper.drawings import DRAWINGS
-    from evenclip.paper.figures import FIGURES
-    from evenclip.paper.settings import SETTINGS
-    from evenclip.paper.shelf import MADE
-    from evenclip.paper.tables import TABLES
+    from evenclip.comparison.presets import SETTINGS
+    from evenclip.reproduction import observed
+    from evenclip.reproduction.artifacts import MADE
+    from evenclip.reproduction.drawings import DRAWINGS
+    from evenclip.reproduction.figures import FIGURES
+    from evenclip.reproduction.tables import TABLES
 
-    missing = {dataset: watched.lacks(dataset, None) for dataset in SETTINGS}
+    missing = {dataset: observed.lacks(dataset, None) for dataset in SETTINGS}
     print("Tables")
     for name, dataset, title in (
         *((made.NAME, made.DATASETS[-1], made.TITLE) for made in MADE.values()),
@@ -80,17 +80,17 @@ def table(
     slurm_jobs: Jobs = None,
 ) -> None:  # fmt: skip
     """Train what a table needs, and print it beside the printed numbers."""
-    from evenclip.paper.shelf import Shelf
-    from evenclip.paper.training import Training
+    from evenclip.reproduction.artifacts import Artifacts
+    from evenclip.reproduction.training import Training
 
-    who = engine(
+    who = executor(
         on, workers=workers, ray_address=ray_address, cpus_per_run=cpus_per_run, gpus_per_run=gpus_per_run,
         slurm_partition=slurm_partition, slurm_account=slurm_account, slurm_minutes=slurm_minutes,
         slurm_jobs=slurm_jobs,
     )  # fmt: skip
-    shelf = Shelf(out)
+    artifacts = Artifacts(out)
     with kept():
-        path = _table(shelf, name, Training(seeds, device, tf32, quick, data_dir, on=who))
+        path = _table(artifacts, name, Training(seeds, device, tf32, quick, data_dir, on=who))
     print(path.read_text())
     print(f"{path} has it, {path.with_suffix('.json')} all that it was drawn from.")
 
@@ -107,22 +107,22 @@ def figure(
     ] = False,
 ) -> None:  # fmt: skip
     """Watch the runs that a figure needs, and draw it."""
-    from evenclip.paper.drawings import DRAWINGS
-    from evenclip.paper.figures import FIGURES
-    from evenclip.paper.shelf import Shelf
+    from evenclip.reproduction.artifacts import Artifacts
+    from evenclip.reproduction.drawings import DRAWINGS
+    from evenclip.reproduction.figures import FIGURES
 
-    who = engine(
+    who = executor(
         on, workers=workers, ray_address=ray_address, cpus_per_run=cpus_per_run, gpus_per_run=gpus_per_run,
         slurm_partition=slurm_partition, slurm_account=slurm_account, slurm_minutes=slurm_minutes,
         slurm_jobs=slurm_jobs,
     )  # fmt: skip
-    shelf = Shelf(out)
+    artifacts = Artifacts(out)
     if name in FIGURES:
         with kept():
-            _watch(shelf, FIGURES[name].dataset, FIGURES[name].match, device, data_dir, who, quick)
+            _watch(artifacts, FIGURES[name].dataset, FIGURES[name].match, device, data_dir, who, quick)
     elif name not in DRAWINGS:
         raise ValueError(f"There is no figure {name!r}; `evenclip paper list` has their names.")
-    for path in shelf.draw_figure(name, published_scale=published_scale):
+    for path in artifacts.draw_figure(name, published_scale=published_scale):
         print(path)
 
 
@@ -136,18 +136,18 @@ def all_(
     only: Annotated[str | None, typer.Option(help="Comma-separated datasets; those whose files are there.")] = None,
 ) -> None:  # fmt: skip
     """Every table and figure whose data is there; what was made before is not made again."""
-    from evenclip.paper import watched
-    from evenclip.paper.settings import SETTINGS
-    from evenclip.paper.shelf import MADE, Shelf
-    from evenclip.paper.training import Training
+    from evenclip.comparison.presets import SETTINGS
+    from evenclip.reproduction import observed
+    from evenclip.reproduction.artifacts import MADE, Artifacts
+    from evenclip.reproduction.training import Training
 
-    who = engine(
+    who = executor(
         on, workers=workers, ray_address=ray_address, cpus_per_run=cpus_per_run, gpus_per_run=gpus_per_run,
         slurm_partition=slurm_partition, slurm_account=slurm_account, slurm_minutes=slurm_minutes,
         slurm_jobs=slurm_jobs,
     )  # fmt: skip
     how = Training(seeds, device, tf32, quick, data_dir, on=who)
-    shelf, left = Shelf(out), []
+    artifacts, left = Artifacts(out), []
     chosen = list(SETTINGS) if only is None else [name.strip() for name in only.split(",") if name.strip()]
     for unknown in set(chosen) - set(SETTINGS):
         raise ValueError(f"There is no dataset {unknown!r} in the paper; choose among {', '.join(SETTINGS)}.")
@@ -155,18 +155,18 @@ def all_(
         for dataset in SETTINGS:
             if dataset not in chosen:
                 continue
-            why = watched.lacks(dataset, data_dir)
+            why = observed.lacks(dataset, data_dir)
             if why is not None:
                 left.append(f"{dataset} is left out: {why}")
                 continue
             for match in (False, True):
                 name = f"{dataset}-matched" if match else dataset
-                print(_table(shelf, name, how))
-                _watch(shelf, dataset, match, device, data_dir, who, quick)
+                print(_table(artifacts, name, how))
+                _watch(artifacts, dataset, match, device, data_dir, who, quick)
             for name, made in MADE.items():
                 if made.DATASETS[-1] == dataset and set(made.DATASETS) <= set(chosen):
-                    print(_table(shelf, name, replace(how, tf32=False)))
-    for path in shelf.redraw():
+                    print(_table(artifacts, name, replace(how, tf32=False)))
+    for path in artifacts.redraw():
         if path.suffix in (".svg", ".html"):
             print(path)
     for sentence in left:
@@ -176,19 +176,19 @@ def all_(
 @app.command()
 def redraw(out: Out = FOLDER) -> None:
     """Draw everything again from what is kept, without training."""
-    from evenclip.paper.shelf import Shelf
+    from evenclip.reproduction.artifacts import Artifacts
 
     if not out.is_dir():
         raise FileNotFoundError(f"{out} is not there; give the folder that `evenclip paper all --out` made.")
-    for path in Shelf(out).redraw():
+    for path in Artifacts(out).redraw():
         print(path)
 
 
-def _table(shelf: Shelf, name: str, how: Training) -> Path:
+def _table(artifacts: Artifacts, name: str, how: Training) -> Path:
     """Train, keep and draw a table."""
-    from evenclip.paper import tables
-    from evenclip.paper.shelf import MADE
     from evenclip.report.live import watching
+    from evenclip.reproduction import tables
+    from evenclip.reproduction.artifacts import MADE
 
     if name not in (*MADE, *tables.TABLES):
         raise ValueError(f"There is no table {name!r}; choose among {', '.join((*MADE, *tables.TABLES))}.")
@@ -196,19 +196,23 @@ def _table(shelf: Shelf, name: str, how: Training) -> Path:
         raise ValueError(f"Table {name} is not made with --tf32; leave it out, or choose a table of a dataset.")
     with watching() as show:
         seeds = min(how.seeds, 2) if how.quick else how.seeds
-        how = replace(how, seeds=seeds, store=shelf.root / "runs", show=show)
+        how = replace(how, seeds=seeds, store=artifacts.root / "runs", show=show)
         made = MADE[name].make(how) if name in MADE else tables.make(tables.TABLES[name], how)
-    return shelf.keep(made)
+    return artifacts.keep(made)
 
 
 def _watch(
-    shelf: Shelf, dataset: str, match: bool, device: str, data_dir: Path | None, on: Engine, quick: bool
+    artifacts: Artifacts, dataset: str, match: bool, device: str, data_dir: Path | None, on: Executor, quick: bool
 ) -> None:
     """The runs of a dataset watched, but for those that were."""
-    from evenclip.paper import watched
+    from evenclip.reproduction import observed
 
-    plan = watched.plan(
-        dataset, match=match, quick=quick, device=device, reference_lr=shelf.reference_lr(dataset) if match else None
+    plan = observed.plan(
+        dataset,
+        match=match,
+        quick=quick,
+        device=device,
+        reference_lr=artifacts.reference_lr(dataset) if match else None,
     )
-    for given, _ in watched.carry_out(plan, shelf.watched, data_dir=data_dir, on=on):
+    for given, _ in observed.carry_out(plan, artifacts.watched, data_dir=data_dir, on=on):
         print(f"  watched {given.name}", file=sys.stderr)

@@ -29,10 +29,10 @@ def predict(
 
     Example: evenclip predict model/ new.csv --out predictions.csv
     """
-    from evenclip import ship
+    from evenclip import export
     from evenclip.data.table import read
 
-    shipped = ship.load(model)
+    shipped = export.load(model)
     rows = read(file, text=shipped.encoder.texts)
     absent = [name for name in keep or () if name not in rows.columns]
     if absent:

@@ -14,7 +14,7 @@ __all__ = ["kept"]
 @contextmanager
 def kept() -> Iterator[None]:
     """Where runs are carried out: an interruption is status 130, a run that failed status 1."""
-    from evenclip.runs import RunsError
+    from evenclip.sweep import RunsError
 
     try:
         yield

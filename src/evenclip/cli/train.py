@@ -14,7 +14,7 @@ import typer
 from evenclip import check
 
 if TYPE_CHECKING:
-    from evenclip.ship import Trained
+    from evenclip.export import Trained
 
 __all__ = ["train"]
 
@@ -55,18 +55,18 @@ def train(
     """
     check.positive(**{"--epsilon": epsilon})
     # Imported here, because it brings torch along and --help should not have to wait for that.
-    from evenclip import ship
+    from evenclip import export
 
-    ship.check_place(out, force)
+    export.check_place(out, force)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", UserWarning)
-        trained = ship.train(
+        trained = export.train(
             file, target=target, group=group[0] if len(group) == 1 else group, rule=rule, epsilon=epsilon, delta=delta,
             epochs=epochs, batch_size=batch_size, lr=lr, model=model, seed=seed, device=device, test=test,
             schema=schema, keep=keep or (), drop=drop or (), exclude_group=exclude_group, group_bins=group_bins,
             unit=unit,
         )  # fmt: skip
-    ship.save(trained, out, force=force)
+    export.save(trained, out, force=force)
     for note in (*trained.tabled.notes, *dict.fromkeys(str(warning.message) for warning in warned)):
         print(f"note: {note}", file=sys.stderr)
     print(json.dumps(_facts(trained, out), indent=2, ensure_ascii=False) if as_json else _text(trained, out))
@@ -90,7 +90,7 @@ def _facts(trained: Trained, out: Path) -> dict[str, Any]:
 
 def _text(trained: Trained, out: Path) -> str:
     """The same in words."""
-    from evenclip.accounting import rounded_up
+    from evenclip.mechanism.accounting import rounded_up
 
     report, small = trained.privacy, trained.tabled.small
     seed = "given: whoever knows it can subtract the noise" if trained.result.settings.seed is not None else "not kept"

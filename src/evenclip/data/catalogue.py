@@ -50,7 +50,7 @@ class Source:
         fixed_test: whether the test records are the same for every seed.
         attributes: the protected attributes that `group` chooses among; empty: the groups are fixed.
         options: names of further options of `load` that a comparison takes.
-        model: description of the model that fits it, see `evenclip.runs.parts`; None: that of tables.
+        model: description of the model that fits it, see `evenclip.sweep.describe`; None: that of tables.
     """
 
     name: str

@@ -68,7 +68,7 @@ class Entry:
 
 @dataclass
 class Ledger:
-    """What was released, in order: the truth about ε. `evenclip.accounting` turns it into numbers.
+    """What was released, in order: the truth about ε. `evenclip.mechanism.accounting` turns it into numbers.
 
     >>> ledger = Ledger()
     >>> for _ in range(3):

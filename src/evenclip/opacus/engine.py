@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeAlias
 
-from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
 from torch.utils.data import DataLoader
 
 from evenclip.opacus.clipping import joint
 from evenclip.opacus.optimizer import EvenOptimizer, check_kind, check_optimizer, check_rule
-from evenclip.rules import BY_NAME, DPSGDGlobalAdapt, Rule
+from evenclip.rules import RULES, DPSGDGlobalAdapt, Rule
+from opacus import PrivacyEngine
 
 __all__ = ["EvenPrivacyEngine"]
 
@@ -142,12 +142,12 @@ def _chosen(
             )
         return rule, dict(arguments)
     name = DPSGDGlobalAdapt.name if clipping is None else clipping
-    if name not in BY_NAME:
+    if name not in RULES:
         raise ValueError(
             f"clipping is {name!r}; here it is one of 'dpsgd', 'dpsgd-global', 'dpsgd-global-adapt'. For clipping of "
             "Opacus's own use its PrivacyEngine."
         )
-    kind = BY_NAME[name]
+    kind = RULES[name]
     check_rule(kind())
     known = {field.name for field in fields(kind)} - {"sigma", "C0"}  # type: ignore[arg-type]  # a rule is a dataclass
     ours = {k: v for k, v in arguments.items() if k in known}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from evenclip.runs.engine import Failure
-    from evenclip.runs.spec import Spec
+    from evenclip.sweep.executor import Failure
+    from evenclip.sweep.spec import Spec
 
 __all__ = ["Lines", "Live", "watching"]
 

@@ -338,7 +338,7 @@ def _value(value: Any, results: Mapping[str, Any] | None = None) -> str:
 
 def _constant(name: str, value: Any) -> str:
     """A field of the statement; an ε is never rounded down."""
-    from evenclip.accounting import rounded_up
+    from evenclip.mechanism.accounting import rounded_up
 
     if value is None:
         return "none" if name.startswith("epsilon") else "–"

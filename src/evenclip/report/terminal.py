@@ -104,7 +104,7 @@ def _cell(outcome: Outcome, values: dict[str, NDArray[np.float64]], best: Best |
 
 def _privacy(found: Comparison) -> str:
     """ε, soundness and learning rate of every rule."""
-    from evenclip.accounting import rounded_up
+    from evenclip.mechanism.accounting import rounded_up
 
     lines = [f"{'privacy':{_NAME}}{'ε PLD':>7}{'ε RDP':>7}{'δ':>6}{'lr':>6}  soundness"]
     for o in found.outcomes:

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evenclip.rules import DPSGD, NonPrivate
-from evenclip.runs.parts import RULES
+from evenclip.rules import DPSGD, RULES, NonPrivate
 
 __all__ = ["BASELINE", "METHODS", "REFERENCE", "answer", "count", "display", "limits", "points"]
 
@@ -122,7 +121,7 @@ def _called(group: str) -> str:
 
 def _epsilons(results: Mapping[str, Any], rules: Sequence[str]) -> str:
     """ε = 3, or both where they differ."""
-    from evenclip.accounting import rounded_up
+    from evenclip.mechanism.accounting import rounded_up
 
     shown = list(dict.fromkeys(rounded_up(results["privacy"][rule]["epsilon_pld"], 3) for rule in rules))
     return "ε = " + " and ".join(shown)

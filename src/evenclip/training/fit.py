@@ -24,18 +24,19 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
-from evenclip import check, privacy
+from evenclip import check
 from evenclip.data import Dataset, Streamed, as_dataset
 from evenclip.gradients.losses import Loss, per_sample
 from evenclip.gradients.plan import refuse_stateful
 from evenclip.gradients.tape import call
-from evenclip.logs.log import Log, flat
-from evenclip.mechanism import Ledger
-from evenclip.ranks import Alone, AnyRanks, Ranks
+from evenclip.mechanism import Ledger, statement
+from evenclip.mechanism.settings import Settings
 from evenclip.rules import Rule
 from evenclip.training import checkpoint as checkpoints
 from evenclip.training.checkpoint import CheckpointError
-from evenclip.training.config import Performance, Settings, TrainConfig
+from evenclip.training.config import Performance, TrainConfig
+from evenclip.training.logs.log import Log, flat
+from evenclip.training.processes import Alone, Processes
 from evenclip.training.progress import Interrupt, Progress
 from evenclip.training.run import Run
 from evenclip.training.step import Step
@@ -72,12 +73,12 @@ class Result:
 
     def epsilon(self, accountant: str = "pld", delta: float | None = None) -> float | None:
         """ε at δ for releasing this model and all that is public about its training; None where none is valid."""
-        return privacy.epsilon(self.settings, self.ledger, accountant, delta)
+        return statement.epsilon(self.settings, self.ledger, accountant, delta)
 
     @cached_property
     def privacy(self) -> dict[str, Any]:
-        """Everything that a privacy report must state; `evenclip.privacy.paragraph` puts it in words."""
-        return privacy.report(self.settings, self.ledger, self.trace, tf32=self.tf32, uncovered=self.uncovered)
+        """Everything that a privacy report must state; `evenclip.mechanism.statement.paragraph` puts it in words."""
+        return statement.report(self.settings, self.ledger, self.trace, tf32=self.tf32, uncovered=self.uncovered)
 
 
 def fit(
@@ -103,7 +104,7 @@ def fit(
     steps: int | None = None,
     performance: Performance | None = None,
     progress: bool | None = None,
-    ranks: Ranks | None = None,
+    ranks: Processes | None = None,
 ) -> Result:
     """Train a copy of the model privately, by the given rule.
 
@@ -127,13 +128,13 @@ def fit(
         resume: go on from the folder's last checkpoint, if there is one.
         observers: called with every `Step` before the update; what they return is collected in `Result.records`, from
             where this call took over.
-        logs: told about every epoch when it has ended, and the privacy report at the end; see `evenclip.logs`.
+        logs: told about every epoch when it has ended, and the privacy report at the end; see `evenclip.training.logs`.
         q: Poisson rate, batch_size/n unless given; an epoch is then round(1/q) steps.
         steps: T, instead of epochs.
         performance: how it is computed, which does not change what comes out.
         progress: whether to show progress; on a terminal unless given.
         ranks: `Ranks()` where `torchrun` has started several processes that train this model together; see
-            `evenclip.ranks`. Observers see what their own rank computes; logs and progress are rank 0's.
+            `evenclip.distributed`. Observers see what their own rank computes; logs and progress are rank 0's.
 
     Raises:
         ValueError: for anything that cannot be trained privately as given; the message says what to do.
@@ -169,7 +170,7 @@ class Session:
 
 
 def fit_config(
-    model: nn.Module, data: Any, config: TrainConfig, session: Session | None = None, ranks: Ranks | None = None
+    model: nn.Module, data: Any, config: TrainConfig, session: Session | None = None, ranks: Processes | None = None
 ) -> Result:
     """`fit` with its settings as one value."""
     session = session or Session()
@@ -187,7 +188,7 @@ def fit_config(
 
 
 def prepare(
-    model: nn.Module, data: Any, config: TrainConfig | None = None, *, ranks: Ranks | None = None, **settings: Any
+    model: nn.Module, data: Any, config: TrainConfig | None = None, *, ranks: Processes | None = None, **settings: Any
 ) -> Run:
     """A run that has not begun, everything checked: for a training loop of your own.
 
@@ -288,15 +289,15 @@ class _Between:
 # --- before training --------------------------------------------------------------------------------------------------
 
 
-def _prepare(model: nn.Module, data: Any, config: TrainConfig, ranks: Ranks | None) -> Run:
+def _prepare(model: nn.Module, data: Any, config: TrainConfig, ranks: Processes | None) -> Run:
     """A run, everything checked."""
     data = as_dataset(data)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {model!r}; it must be a torch.nn.Module.")
-    if not (ranks is None or isinstance(ranks, Ranks)):
+    if not (ranks is None or isinstance(ranks, Processes)):
         raise TypeError(f"ranks is {ranks!r}; it must be evenclip.Ranks(), or be left out for one process.")
     model, place = _placed(model, config.device)
-    together: AnyRanks = Alone() if ranks is None else ranks
+    together = Alone() if ranks is None else ranks
     settings = config.settings(model, together.rows(len(data)).n, data.K)
     data = _checked(model, config.loss, data.to(place), config.rule, place)
     return Run(model, data, settings, config, place, together)

@@ -12,23 +12,23 @@ from torch.utils._pytree import tree_leaves
 
 from evenclip.data import Dataset, MapDataset, Streamed
 from evenclip.data.streamed import Bits, fingerprint
-from evenclip.ranks import AnyRanks, Ranks
-from evenclip.training.config import Settings
+from evenclip.mechanism.settings import Settings
+from evenclip.training.processes import Processes
 
 __all__ = ["digest", "mark", "streams"]
 
 
-def mark(data: Dataset | Streamed, ranks: AnyRanks, digested: int) -> str | None:
+def mark(data: Dataset | Streamed, ranks: Processes, digested: int) -> str | None:
     """Data fingerprint for checkpoints. Resuming one checkpoint on two neighbouring datasets would reuse the noise.
 
     None where there is none: of records that ranks have of their own, how they are cut counts too.
     """
-    if isinstance(ranks, Ranks) and ranks.local:
+    if ranks.local:
         return None
     return f"{'some' if isinstance(data, MapDataset) else 'all'} {digested:032x}"
 
 
-def streams(settings: Settings, model: nn.Module, digested: int, ranks: AnyRanks) -> dict[str, np.random.SeedSequence]:
+def streams(settings: Settings, model: nn.Module, digested: int, ranks: Processes) -> dict[str, np.random.SeedSequence]:
     """A random stream for each purpose, of this run alone: two models that shared noise would cancel it.
 
     A run is data, model, rule, settings and seed. All are mixed into the streams, so that no two runs draw the same

@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -22,19 +22,18 @@ from evenclip.data.dataset import Samples
 from evenclip.gradients import Tape, WholeTape, plan
 from evenclip.gradients.losses import Loss
 from evenclip.gradients.precision import precision
-from evenclip.mechanism import Ledger, Mechanism, Release, Total
+from evenclip.mechanism import Ledger, Mechanism, Release
 from evenclip.mechanism.noise import Ahead, Noise
 from evenclip.mechanism.sampling import Poisson, Sampler, Shuffled
-from evenclip.ranks import AnyRanks, RankError, Ranks, Spread, Summed
+from evenclip.mechanism.settings import Settings
 from evenclip.rules import Rule
-from evenclip.sharded import Sharded
 from evenclip.training import checkpoint
 from evenclip.training.checkpoint import Checkpoint, CheckpointError
-from evenclip.training.config import Performance, Settings, TrainConfig
+from evenclip.training.config import Performance, TrainConfig
 from evenclip.training.identity import digest, mark, streams
+from evenclip.training.processes import Processes, Share
 from evenclip.training.step import Chunk, Step, WeightedSums, step
 from evenclip.training.trace import Trace
-from evenclip.training.update import Update, check_pieces
 
 if TYPE_CHECKING:
     from evenclip.data.streamed import Feed
@@ -60,7 +59,7 @@ class Run:
 
     def __init__(
         self, model: nn.Module, data: Dataset | Streamed, settings: Settings, config: TrainConfig,
-        device: torch.device, ranks: AnyRanks,
+        device: torch.device, ranks: Processes,
     ) -> None:  # fmt: skip
         self.ranks, self.rows = ranks, ranks.rows(len(data))
         self.model, self.data, self.settings, self.device = model, data, settings, device
@@ -69,12 +68,12 @@ class Run:
         self.state = settings.rule.init(settings.groups).to(device)
         self.ledger, self.trace, self.t = Ledger(), Trace(self.mechanism, ranks), 0
         _check_tape(settings.rule, self.performance, ranks)
-        _check_equal(ranks, settings, model, data)
+        ranks.check_given(_given(settings, model, data))
         self.tape = settings.rule.tape(_tape(model, config.loss, data))
         digested = ranks.digest(digest(data))
         self._mark = mark(data, ranks, digested)
         own = streams(settings, model, digested, ranks)
-        self._move = self._moved(config.optimizer)
+        self._move = ranks.update(self.tape, config.optimizer, settings.lr)
         if not self._move.is_plain:
             _check_step(self.optimizer, _NO_CLOSURE)
         self.scheduler = None if config.scheduler is None else config.scheduler(self.optimizer)
@@ -82,8 +81,8 @@ class Run:
         self._move.is_plain &= self.scheduler is None  # a schedule watches the optimiser's own step
         self.sampler = _sampler(settings, own["batches"])
         self.dropout = int(own["dropout"].generate_state(1, np.uint64)[0] >> 1)
-        sizes = {"count": self.mechanism.counts, "gradient": self.tape.layout.size}
-        self.noise = Ahead(Noise(own["noise"]), sizes, self.tape.layout.blank.dtype, device)
+        self._sizes = {"count": self.mechanism.counts, "gradient": self.tape.layout.size}
+        self.noise = Ahead(Noise(own["noise"]), self._sizes, self.tape.layout.blank.dtype, device)
         self._zeros = torch.zeros(0, dtype=torch.int64, device=device)
         self._graph: Graph | None = None
         self._feed: Feed | None = None
@@ -159,17 +158,9 @@ class Run:
         return self._chunk(torch.arange(n) % min(len(self.data), 256), None, 0)
 
     def _check_together(self) -> None:
-        """Raise unless all ranks have the same parameters and the same state, bit by bit."""
-        if self.ranks.world == 1:
-            return
-        found = self.ranks.each(digest([self._move.common, self.state]))
-        others = [r for r, value in enumerate(found) if value != found[0]]
-        if others:
-            raise RankError(
-                f"After step {self.t} rank {others[0]} has other parameters than rank 0, so they no longer train one "
-                "model. Was the model changed on one of them, or do they compute on machines of different kinds? Go on "
-                "from the last checkpoint with resume=True, on machines of one kind."
-            )
+        """Raise unless all processes have the same parameters and the same state, bit by bit."""
+        if self.ranks.world > 1:
+            self.ranks.check_equal(digest([self._move.common, self.state]), self.t)
 
     # --- what a step needs ---
 
@@ -177,31 +168,20 @@ class Run:
         """This step's noise, as much of it as this rank adds."""
         if self.settings.rule.sigma == 0 and self.mechanism.counts == 0:
             return {}
-        if self._spread is None:
+        if not self._totals:
             return self.noise.of(self.t)
-        counts = self.mechanism.counts
-        count = [(0, counts)] if self.ranks.leads else []
-        gradient = [(first + counts, end + counts) for first, end in self._spread.ranges]  # it comes after
-        return {"count": self.noise.pieces(self.t, count), "gradient": self.noise.pieces(self.t, gradient)}
-
-    def _moved(self, optimizer: Callable[..., Optimizer]) -> Update | Sharded:
-        """What moves the parameters: whole ones on every rank, or its piece of them."""
-        if isinstance(self.ranks, Ranks) and self.ranks.sharded:
-            check_pieces(optimizer, [p for p in self.model.parameters() if p.requires_grad])
-            return Sharded(self.tape, optimizer, self.settings.lr, self.ranks)
-        return Update(self.model, self.tape.layout, optimizer, self.settings.lr)
+        drawn, at = dict[str, Tensor](), 0
+        for name, size in self._sizes.items():
+            drawn[name] = self.noise.pieces(
+                self.t, [(first + at, end + at) for first, end in self._totals[name].ranges]
+            )
+            at += size
+        return drawn
 
     @cached_property
-    def _spread(self) -> Spread | Sharded | None:
-        """How the gradient is added up and which rank adds which of its noise; None in one process."""
-        if isinstance(self._move, Sharded):
-            return self._move
-        return None if self.ranks.world == 1 else Spread(self.ranks, self.tape.layout.size)
-
-    @cached_property
-    def _totals(self) -> dict[str, Total]:
-        """How what is released is added up."""
-        return {} if self._spread is None else {"count": Summed(self.ranks), "gradient": self._spread}
+    def _totals(self) -> Mapping[str, Share]:
+        """How what is released is added up over the processes; empty in a single one."""
+        return self.ranks.totals(self._move, self._sizes)
 
     def _reading(self) -> Feed | None:
         """What reads ahead of the steps to come; None where the data are in memory.
@@ -331,7 +311,7 @@ def _check_step(of: Any, why: str) -> None:
         raise ValueError(f"{type(of).__name__} must be given {lacks!r} at every step, {why}")
 
 
-def _check_tape(rule: Rule, performance: Performance, ranks: AnyRanks) -> None:
+def _check_tape(rule: Rule, performance: Performance, ranks: Processes) -> None:
     """Raise for a rule that changes what is differentiated and claims a bound all the same: it sees whole batches."""
     if rule.bounded and type(rule).tape is not Rule.tape:
         raise ValueError(
@@ -344,22 +324,10 @@ def _check_tape(rule: Rule, performance: Performance, ranks: AnyRanks) -> None:
         raise ValueError(f"{rule.name} needs the whole batch at once; train it in one process, without ranks.")
 
 
-def _check_equal(ranks: AnyRanks, settings: Settings, model: nn.Module, data: Dataset | Streamed) -> None:
-    """Raise on every rank unless all were given the same settings and the same model."""
-    if ranks.world == 1:
-        return
+def _given(settings: Settings, model: nn.Module, data: Dataset | Streamed) -> dict[str, Any]:
+    """What all processes of a run must have been given alike."""
     names = {"group_names": data.group_names, "class_names": data.class_names}
-    ours = settings.to_json() | names | {"seed": settings.seed, "model": digest(model.state_dict())}
-    theirs = ranks.each(ours)
-    for r, other in enumerate(theirs):
-        differ = [name for name in theirs[0] if other[name] != theirs[0][name]]
-        secret = {"seed": "another seed", "model": "another model, or the same from another start"}
-        if differ:
-            said = [secret.get(name, f"{name} {other[name]!r} instead of {theirs[0][name]!r}") for name in differ]
-            raise ValueError(
-                f"Rank {r} was given {', '.join(said)}: all ranks train one model, so give each the arguments that "
-                "rank 0 has; make the model from the same seed on every rank, or load it from the same file."
-            )
+    return settings.to_json() | names | {"seed": settings.seed, "model": digest(model.state_dict())}
 
 
 def _tape(model: nn.Module, loss: Loss, data: Dataset | Streamed) -> Tape | WholeTape:

@@ -8,8 +8,9 @@
     gradient                 released with noise σS, divided by B         public
 
 `step` is a pure function: it draws nothing and writes nothing. Noise is an argument; the run writes the ledger before
-it calls. A batch is a sum of parts (chunks here, ranks in `evenclip.ranks`, physical batches in `evenclip.opacus`).
-`Public` is all that may leave a step. Everything else is private, is shown to observers, and is never fed back.
+it calls. A batch is a sum of parts (chunks here, ranks in `evenclip.distributed`, physical batches in
+`evenclip.opacus`). `Public` is all that may leave a step. Everything else is private, is shown to observers, and is
+never fed back.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from evenclip.mechanism import Mechanism
-from evenclip.ranks import Alone, AnyRanks
+from evenclip.training.processes import Alone, Processes
 from evenclip.training.step import Seen
 
 __all__ = ["Trace"]
@@ -39,10 +39,10 @@ class Trace:
     Sums are taken step by step, so that they do not depend on where they are cut: at a checkpoint, or for memory.
     """
 
-    def __init__(self, mechanism: Mechanism, ranks: AnyRanks | None = None) -> None:
+    def __init__(self, mechanism: Mechanism, ranks: Processes | None = None) -> None:
         self.rows: list[Row] = []
         self._mechanism, self._groups = mechanism, mechanism.groups
-        self._ranks: AnyRanks = Alone() if ranks is None else ranks
+        self._ranks: Processes = Alone() if ranks is None else ranks
         self._open: list[tuple[Seen, Tensor]] = []  # steps that are not added up yet, and what each clipped with
         self._held = 0  # samples in there
         self._begin()

@@ -1,0 +1,115 @@
+"""Stored results of runs, put together as a comparison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenclip.comparison.protocol import Method, Protocol
+from evenclip.comparison.result import Comparison, Outcome
+from evenclip.mechanism.release import Ledger
+from evenclip.rules import NO_EPSILON, Rule
+from evenclip.sweep.describe import Loaded
+
+__all__ = ["collect"]
+
+
+def collect(
+    plan: Protocol, loaded: Loaded, seeds: Sequence[int], results: Sequence[Mapping[str, Any]], says: str
+) -> Comparison:
+    """The stored results, rule by rule."""
+    size = len(plan.methods)
+    by_rule = [[results[i * size + j] for i in range(len(seeds))] for j in range(size)]
+    first = results[0]
+    for name in ("groups", "classes"):
+        if any(result[name] != first[name] for result in results):
+            raise ValueError(f"The {name} differ between the seeds, so they cannot be put in one table.")
+    reference = by_rule[0]
+    return Comparison(
+        dataset=loaded.splits.train.name,
+        groups=tuple(first["groups"]),
+        seeds=tuple(seeds),
+        protocol=plan.name,
+        says=says,
+        outcomes=tuple(_outcome(method, found) for method, found in zip(plan.methods, by_rule, strict=True)),
+        pair=loaded.pair,
+        uncovered=(*loaded.uncovered, *(() if any("number n" in text for text in loaded.uncovered) else _READ)),
+        notes=tuple(dict.fromkeys([*loaded.notes, *(note for result in reference for note in result["notes"])])),
+        small=tuple(dict.fromkeys(name for result in reference for name in result["small"])),
+        n=tuple(result["n"] for result in reference),
+    )
+
+
+# What every comparison reads off the data.
+_READ = ("the number n of training records, from which q and the steps follow", "the splitting of the data")
+
+
+def _outcome(method: Method, results: Sequence[Mapping[str, Any]]) -> Outcome:
+    by_group = [result["test"]["groups"] for result in results]
+    metrics = {name: _array([found[name] for found in by_group]) for name in by_group[0]}
+    metrics["train_loss"] = _array([result["train_loss"] for result in results])
+    overall = [result["test"]["overall"] for result in results]
+    return Outcome(
+        name=method.name,
+        rule=repr(method.rule),
+        lr=tuple(result["settings"]["lr"] for result in results),
+        soundness=method.rule.soundness,
+        epsilon={accountant: _epsilon(method.rule, results, accountant) for accountant in ("pld", "rdp")},
+        delta=max(result["delta"] for result in results),
+        metrics=metrics,
+        overall={name: _array([found[name] for found in overall]) for name in overall[0]},
+        seconds=tuple(result["seconds"] for result in results),
+        course=_course([result["trace"] for result in results]),
+        statement=_statement(method.rule, results[0]),
+    )
+
+
+def _course(traces: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Mean over the seeds of what every epoch looked like; None where some seed has nothing to say."""
+    columns = {}
+    for name in ("loss", "gradient_norm", "clip_fraction", "sensitivity", "state"):
+        seeds = [_array([row[name] for row in trace]) for trace in traces]  # [epoch, ...] each
+        columns[name] = _rounded(np.mean(seeds, axis=0)) if len({part.shape for part in seeds}) == 1 else None
+    return columns
+
+
+def _rounded(values: NDArray[np.float64]) -> list[Any]:
+    """Four digits are enough for a picture; None where there is no number."""
+    found: list[Any] = [_rounded(row) for row in values] if values.ndim > 1 else [
+        float(f"{value:.4g}") if math.isfinite(value) else None for value in values
+    ]  # fmt: skip
+    return found
+
+
+def _statement(rule: Rule, result: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be known to judge this ε, without the ledger itself."""
+    from evenclip.mechanism import statement
+    from evenclip.mechanism.settings import Settings
+
+    public = {name: value for name, value in result["settings"].items() if name not in ("rule", "seed_given")}
+    settings = Settings(rule=rule, seed=0, **public)
+    found = statement.report(settings, Ledger.from_json(result["ledger"]), result["trace"])
+    return {name: value for name, value in found.items() if name != "ledger"}
+
+
+def _epsilon(rule: Rule, results: Sequence[Mapping[str, Any]], accountant: str) -> float | None:
+    """The largest over the seeds; None where none is valid."""
+    from evenclip.mechanism import accounting
+
+    if rule.soundness == NO_EPSILON:
+        return None
+    distinct = {repr((result["ledger"], result["delta"])): result for result in results}
+    found = [
+        accounting.epsilon(Ledger.from_json(result["ledger"]), result["delta"], accountant)
+        for result in distinct.values()
+    ]
+    return None if any(value is None for value in found) else max(value for value in found if value is not None)
+
+
+def _array(rows: Sequence[Any]) -> NDArray[np.float64]:
+    """Numbers, NaN where there is None."""
+    return np.array(rows, dtype=np.float64)

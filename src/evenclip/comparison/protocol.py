@@ -1,0 +1,105 @@
+"""What is held equal when rules are compared: the settings as published, or the matched ones.
+
+As published, the rules differ not only in how they clip but in how far one sample can move the model, η·S: twenty times
+further for DPSGD-Global-Adapt than for DPSGD on Adult. *Matched*, every private rule has the same expected largest step
+η·E[S] = 0.1, and the learning rate of the non-private reference is chosen on validation data.
+
+The published settings are in `evenclip.comparison.presets`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from evenclip.rules import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate, Rule
+
+__all__ = ["LEARNING_RATES", "STEP", "Method", "Protocol", "expected_sensitivity", "for_table", "matched"]
+
+STEP = 0.1
+"""The largest step η·E[S] of the matched protocol: DPSGD-Global-Adapt's published one on all four datasets."""
+
+LEARNING_RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
+"""What the non-private reference chooses from, on validation data."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A rule with its learning rate; None: chosen on validation data."""
+
+    rule: Rule
+    lr: float | None
+
+    @property
+    def name(self) -> str:
+        """The rule's."""
+        return self.rule.name
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Everything about a comparison but the data and the seeds.
+
+    Attributes:
+        name: "published" or "matched".
+        methods: the rules with their learning rates.
+        model: description of the model; see `evenclip.sweep.describe`.
+        epochs: passes over the training data.
+        batch_size: expected batch size B.
+        batches: steps of an epoch, q being 1/batches; None: from the number of records.
+        delta: δ; None: the largest power of ten below 1/(2n).
+    """
+
+    name: str
+    methods: tuple[Method, ...]
+    model: dict[str, Any]
+    epochs: int = 20
+    batch_size: int = 256
+    batches: int | None = None
+    delta: float | None = None
+
+    def only(self, names: Sequence[str]) -> Protocol:
+        """The same with those rules alone, in that order; a rule without published settings is an error."""
+        known = {method.name: method for method in self.methods}
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ValueError(
+                f"There is no rule {unknown[0]!r} with settings here; choose among {', '.join(known)}, or give "
+                "file.py:Class for a rule of your own."
+            )
+        return replace(self, methods=tuple(known[name] for name in names))
+
+
+def expected_sensitivity(rule: Rule, groups: int, B: float) -> float:
+    """E[S], as if half of every group's samples were counted: C0 for most rules, 2·C0 for DPSGD-F.
+
+    >>> expected_sensitivity(DPSGD(C0=0.5), groups=2, B=256.0), expected_sensitivity(DPSGDF(C0=0.5), 2, 256.0)
+    (0.5, 1.0)
+    """
+    state, group = rule.init(groups), torch.arange(groups)
+    one = torch.zeros((), dtype=torch.float64)
+    counts = len(rule.statistic(one, group[0], state).reshape(-1))
+    now, _ = rule.observe(torch.full((counts,), B / (2 * groups), dtype=torch.float64), B, state)
+    return float(rule.sensitivity(now))
+
+
+def matched(protocol: Protocol, groups: int) -> Protocol:
+    """The same rules, each private one at the learning rate that makes its expected largest step `STEP`."""
+    B = float(protocol.batch_size)
+    methods = [
+        Method(m.rule, STEP / expected_sensitivity(m.rule, groups, B) if m.rule.sigma else None)
+        for m in protocol.methods
+    ]
+    return replace(protocol, name="matched", methods=tuple(methods))
+
+
+def for_table(groups: int, rules: Sequence[Rule] = ()) -> Protocol:
+    """The defaults on anybody's table: C0 = 1, Z = Z0 = 10, MLP 256-256, 20 epochs, matched."""
+    rules = rules or (
+        NonPrivate(), DPSGD(C0=1.0), DPSGDF(C0=1.0), DPSGDGlobal(C0=1.0, Z=10.0), DPSGDGlobalAdapt(C0=1.0, Z0=10.0),
+    )  # fmt: skip
+    model = {"name": "mlp", "options": {"hidden": [256, 256]}}
+    return matched(Protocol("matched", tuple(Method(rule, None) for rule in rules), model), groups)

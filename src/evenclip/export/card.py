@@ -1,0 +1,60 @@
+"""The model card: what the model is for, its privacy, its accuracy by group, how to use it."""
+
+from __future__ import annotations
+
+import json
+
+from evenclip.export.train import Trained
+from evenclip.mechanism import statement
+
+__all__ = ["card"]
+
+
+def card(trained: Trained) -> str:
+    """The model card."""
+    encoder, report, tabled = trained.tabled.encoder, trained.privacy, trained.tabled
+    columns = ", ".join(f"`{column.column}`" for column in encoder.columns)
+    small = "\n\n\\* too small to judge: fewer than 30 test rows, or none of some class." if tabled.small else ""
+    rows = [
+        f"| {name}{' *' if name in tabled.small else ''} | {trained.support[name]} | "
+        f"{'–' if accuracy is None else f'{accuracy:.1f} %'} |"
+        for name, accuracy in trained.accuracy.items()
+    ]
+    fitted = any(access.startswith("the encoder") for access in tabled.uncovered)
+    encoded = (
+        "It holds means, deviations and categories of the training rows, without noise: ε does not cover them. Train "
+        "with a schema of public ranges and categories to have none in it."
+        if fitted
+        else "Its ranges and categories are those of a public schema."
+    )
+    if not fitted and any("found in the data" in access for access in tabled.uncovered):
+        encoded += " The names of classes or groups in it were found in the data."
+    listed = "\n".join(rows)
+    return f"""# A private model for `{encoder.target.column}`
+
+Predicts `{encoder.target.column}` ({", ".join(encoder.classes)}) from {len(encoder.columns)} columns of a table:
+{columns}. A {trained.model["name"]} with the options {json.dumps(trained.model["options"])}, trained on {report["n"]}
+rows.
+
+## Privacy
+
+{statement.paragraph(report, width=119)}
+
+`privacy.json` has every constant. `encoder.json` says how raw rows become features. {encoded}
+
+## Accuracy on {sum(trained.support.values())} test rows
+
+| {" × ".join(labels.column for labels in encoder.group)} | test rows | accuracy |
+|---|---|---|
+{listed}{small}
+
+These figures are not differentially private: they were computed on the test rows without noise, which were not used for
+training. Leave them out where the test rows need protection too.
+
+## Use
+
+    evenclip predict MODEL_FOLDER rows.csv
+
+or, in Python, `evenclip.export.load("MODEL_FOLDER").predict(frame)`. Rows are given as they are, with the columns
+above; values may be missing, and categories that were not seen in training are taken for others.
+"""

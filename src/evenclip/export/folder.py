@@ -1,0 +1,181 @@
+"""The folder of a model to give away.
+
+    model/
+        model.safetensors   the parameters; differentially private
+        model.json          the architecture, by name: nothing is unpickled
+        encoder.json        from raw rows to features; read from the training rows without noise, unless by a schema
+        privacy.json        the privacy report
+        README.md           the model card
+
+The folder is written beside its place and moved there when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from evenclip import models
+from evenclip.data.encoder import Encoder
+from evenclip.export.card import card
+from evenclip.export.predict import Predictor
+from evenclip.export.train import Trained
+
+__all__ = ["check_place", "load", "save"]
+
+FORMAT = 1
+
+
+FILES = ("model.safetensors", "model.json", "encoder.json", "privacy.json", "README.md")
+
+
+def check_place(folder: str | os.PathLike[str], force: bool = False) -> Path:
+    """Raise unless a model can be written there; better before training than after.
+
+    Raises:
+        ValueError: something is there already, and is no model to be replaced.
+        OSError: nothing can be written there.
+    """
+    place = Path(folder).absolute()
+    if place.exists() and not place.is_dir():
+        raise ValueError(f"{folder} is a file; give a folder that is not there yet.")
+    if place.is_dir() and any(place.iterdir()):
+        ours = all((place / name).is_file() for name in FILES[:4])
+        if not ours:
+            raise ValueError(f"{folder} holds other things than a model; give a folder that is not there yet.")
+        if not force:
+            raise ValueError(f"{folder} already holds a model; give another folder, or --force to replace it.")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"{place.parent} cannot be made ({error.strerror}); choose another folder.") from error
+    if not os.access(place.parent, os.W_OK):
+        raise PermissionError(f"{place.parent} cannot be written to; choose another folder.")
+    return place
+
+
+def save(trained: Trained, folder: str | os.PathLike[str], *, force: bool = False) -> Path:
+    """Write a model to give away; whole, or not at all.
+
+    Args:
+        trained: what `train` returned. Its table and traces are not written.
+        folder: where to; it must not be there, or be empty.
+        force: whether to replace a model that is there.
+
+    Raises:
+        ValueError: something is there already.
+        OSError: nothing can be written there.
+    """
+    place = check_place(folder, force)
+    scratch = place.with_name(f".{place.name}.writing-{os.getpid()}")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    try:
+        for name, content in _contents(trained).items():
+            _write(scratch / name, content)
+        _move(scratch, place)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return place
+
+
+def _contents(trained: Trained) -> dict[str, bytes]:
+    """The files."""
+    from safetensors.torch import save as packed
+
+    parameters = {name: value.contiguous() for name, value in trained.result.model.state_dict().items()}
+    return {
+        "model.safetensors": packed(parameters),
+        "model.json": _json({"evenclip_model": FORMAT, **trained.model}),
+        "encoder.json": _json(trained.tabled.encoder.to_json()),
+        "privacy.json": _json(trained.privacy),
+        "README.md": card(trained).encode(),
+    }
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write and wait until it is on the disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _move(scratch: Path, place: Path) -> None:
+    """Put the finished folder in its place; what was there goes last."""
+    old = place.with_name(f".{place.name}.replaced-{os.getpid()}")
+    if place.exists():
+        os.replace(place, old)
+    try:
+        os.replace(scratch, place)
+    except OSError:
+        if old.exists():
+            os.replace(old, place)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load(folder: str | os.PathLike[str]) -> Predictor:
+    """The model in a folder that `save` wrote; no code and no pickle is run.
+
+    Raises:
+        FileNotFoundError: there is no model.
+        ValueError: its files do not belong together, or were written by another version.
+    """
+    place = Path(folder)
+    absent = [name for name in FILES[:4] if not (place / name).is_file()]
+    if absent:
+        raise FileNotFoundError(
+            f"{folder} holds no model ({absent[0]} is not there); give the folder that `evenclip train --out` wrote."
+        )
+    described, encoded, report = (_read(place / name) for name in FILES[1:4])
+    if described.get("evenclip_model") != FORMAT or described.get("name") not in models.TABULAR:
+        raise ValueError(
+            f"{place / 'model.json'} describes the model {described.get('name')!r} in format "
+            f"{described.get('evenclip_model')!r}; this version of evenclip knows "
+            f"{', '.join(models.TABULAR)} in format {FORMAT}."
+        )
+    try:
+        encoder = Encoder.from_json(encoded)
+        model = models.TABULAR[described["name"]](**described["options"]).eval()
+        if described["options"]["inputs"] != len(encoder.features):
+            raise ValueError(
+                f"the model takes {described['options']['inputs']} features and the encoder has {len(encoder.features)}"
+            )
+        model.load_state_dict(_parameters(place / FILES[0]))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        said = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(f"The files in {folder} do not belong together ({said}); train the model again.") from error
+    return Predictor(model, encoder, report)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); train the model again.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged (no JSON object); train the model again.")
+    return found
+
+
+def _parameters(path: Path) -> dict[str, Tensor]:
+    """The parameters in a file."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return dict(load_file(path))
+    except SafetensorError as error:
+        raise ValueError(f"{path.name} is damaged: {error}") from error

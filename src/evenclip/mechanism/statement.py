@@ -1,0 +1,152 @@
+"""The privacy report: everything that must be known to judge an ε, as plain values and in words.
+
+The fields follow what regulators and TF-Privacy's privacy statements ask for: trust model, unit, neighbouring
+relation, what is covered and what is not, ε and δ with their accountant, every constant of the mechanism, and the
+soundness of the method.
+"""
+
+from __future__ import annotations
+
+import platform
+import textwrap
+from collections.abc import Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from evenclip.mechanism.release import Ledger
+from evenclip.rules import NO_EPSILON
+
+if TYPE_CHECKING:
+    from evenclip.mechanism.settings import Settings
+
+__all__ = ["epsilon", "paragraph", "report"]
+
+UNIT = "one record with its labels; no guarantee for a person with several records"
+RELATION = "add or remove one record, with q, B, T, δ and the rule's constants fixed"
+NOT_COVERED = (
+    "the number of records n and of groups, from which q and T are computed",
+    "preprocessing, balancing and splitting of the data",
+    "the choice of model, rule, settings and seed, if it was made on these data",
+    "a check of a few records before training, which only ever stops it",
+)
+
+
+def epsilon(settings: Settings, ledger: Ledger, accountant: str = "pld", delta: float | None = None) -> float | None:
+    """ε of a run at δ (its own unless given); None where the ledger has none, or the rule claims none to be valid."""
+    from evenclip.mechanism import accounting
+
+    if settings.rule.soundness == NO_EPSILON:
+        return None
+    return accounting.epsilon(ledger, settings.delta if delta is None else delta, accountant)
+
+
+def report(
+    settings: Settings, ledger: Ledger, trace: Sequence[dict[str, Any]], *, tf32: bool = False,
+    uncovered: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """The report of one run, as values that JSON can hold; ε is None where none is valid.
+
+    Args:
+        settings: its constants.
+        ledger: what it released.
+        trace: what it looked like.
+        tf32: whether operands of products were rounded.
+        uncovered: further looks at the data that ε does not cover.
+    """
+    from evenclip.mechanism import accounting
+
+    valid = settings.rule.soundness != NO_EPSILON
+    rule, delta = settings.rule, settings.delta
+    last = ledger.entries[-1] if ledger.entries else None
+    return {
+        "trust_model": "central: whoever trains sees the data; whoever receives the model does not",
+        "unit": UNIT,
+        "neighbouring_relation": RELATION,
+        "protected": ["the final model", "every intermediate model", "the rule's state", "the ledger"],
+        "not_protected": [
+            "traces and group figures", "what observers record", "metrics on test data",
+            "the counts of empty batches, non-finite samples and clamped weights in this report",
+        ],
+        "not_covered": [*NOT_COVERED, *uncovered],
+        "epsilon": epsilon(settings, ledger, "pld"),
+        "epsilon_rdp": epsilon(settings, ledger, "rdp"),
+        "epsilon_without_amplification": (
+            accounting.epsilon_without_amplification(ledger, delta) if valid else None
+        ),
+        "delta": delta,
+        "delta_times_n": delta * settings.n,
+        "accountant": {"epsilon": "PLD", "library": "dp-accounting", "version": _version("dp-accounting")},
+        "method": rule.name,
+        "rule": repr(rule),
+        "soundness": rule.soundness,
+        "why_no_epsilon": rule.why if rule.soundness == NO_EPSILON else None,
+        "reference": rule.reference,
+        "group_labels_entered_training": rule.uses_groups,
+        "multipliers": {} if last is None else dict(last.multipliers),
+        "joint_multiplier": None if last is None else last.joint,
+        "steps": ledger.steps,
+        "q": settings.q,
+        "n": settings.n,
+        "expected_batch_size": settings.B,
+        "divisor": "the public expected batch size" if rule.poisson else "the size of the batch",
+        "poisson_sampling": rule.poisson,
+        "empty_batches": sum(row["empty_batches"] for row in trace),
+        "non_finite_samples": sum(row["non_finite"] for row in trace),
+        "clamped_weights": sum(row["clamped"] for row in trace),
+        "precision": (
+            "TF32: operands of products rounded to 11 bits, norms enlarged to allow for it"
+            if tf32
+            else "as the parameters have it"
+        ),
+        "random_generator": "Philox 4×64-10 (noise), PCG64 (batches); not cryptographic",
+        "seed": (
+            "from the operating system, not kept"
+            if settings.seed is None
+            else "a given one, not told here: reproducible, so not private against whoever knows it"
+        ),
+        "specification": settings.specification,
+        "ledger": ledger.to_json(),
+        "versions": {
+            "evenclip": _version("evenclip"), "torch": torch.__version__, "python": platform.python_version()
+        },
+    }  # fmt: skip
+
+
+def paragraph(report: dict[str, Any], width: int = 79) -> str:
+    """The report in words, for a person who has to sign it."""
+    from evenclip.mechanism.accounting import rounded_up
+
+    if report["epsilon"] is None:
+        first = (
+            f"This model was trained by {report['method']} and has no valid ε"
+            + (f" ({report['why_no_epsilon']})" if report["why_no_epsilon"] else "")
+            + ": it promises no privacy to the records it was trained on."
+        )
+    else:
+        pld, rdp, alone = (
+            rounded_up(report[name]) for name in ("epsilon", "epsilon_rdp", "epsilon_without_amplification")
+        )
+        multipliers = ", ".join(f"{m:g} ({name})" for name, m in report["multipliers"].items())
+        first = (
+            f"This model was trained by {report['method']} ({report['soundness']}) and is (ε, δ)-differentially "
+            f"private with ε = {pld} at δ = {report['delta']:g} (by PLD; {rdp} by RDP). Without the amplification by "
+            f"Poisson sampling it would be {alone}. Unit: {report['unit']}. Neighbours: "
+            f"{report['neighbouring_relation']}. {report['steps']} steps at rate q = {report['q']:.6g}; noise "
+            f"multipliers {multipliers}, jointly {report['joint_multiplier']:.4g}; sums divided by "
+            f"{report['divisor']}, {report['expected_batch_size']:g}."
+        )
+    labels = "used" if report["group_labels_entered_training"] else "did not use"
+    second = (
+        f"The rule {labels} group labels (the features may hold them all the same). The seed is {report['seed']}. "
+        f"Not covered by ε: {'; '.join(report['not_covered'])}. Not protected: {', '.join(report['not_protected'])}."
+    )
+    return "\n\n".join(textwrap.fill(text, width) for text in (first, second))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

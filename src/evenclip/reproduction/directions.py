@@ -1,0 +1,189 @@
+"""Table 1: what if clipping had changed the length of the batch gradient alone, or its direction alone?
+
+    magnitude only     ρ g_B            ρ = ‖ḡ_B‖/‖g_B‖, 1 if either is 0
+    direction only     ḡ_B/ρ
+
+without noise, on MNIST with class 8 undersampled. Such steps need ‖g_B‖ in clear, so they are no rules and have no ε:
+they live here, and not among the rules. The paper does not print their settings. We take those of its MNIST table
+(C0 = 1, batches of 256, 60 epochs) and the learning rate of DPSGD-Global-Adapt, 0.1; and, with one seed, the learning
+rates that come nearest to what is printed, which are 2 and 0.01.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from evenclip import check
+from evenclip.audit import statistics
+from evenclip.gradients import PerSample
+from evenclip.reproduction.published import load
+from evenclip.reproduction.training import Training
+from evenclip.rules import NO_EPSILON, Rule
+from evenclip.sweep import Local, Silent, Spec, Store, carry_out
+from evenclip.sweep.describe import describe_rule
+from evenclip.sweep.store import default_root
+
+__all__ = ["DATASETS", "NAME", "TITLE", "DirectionOnly", "MagnitudeOnly", "draw", "make"]
+
+NAME, TITLE = "directions", "Table 1: magnitude against direction"
+DATASETS = ("mnist",)
+# What is trained: the error that is kept, the learning rate, and whether with one seed alone.
+_ROWS = (("magnitude", 0.1, False), ("direction", 0.1, False), ("magnitude", 2.0, True), ("direction", 0.01, True))
+
+
+@dataclass(frozen=True)
+class _Halved(Rule):
+    """Clips as DPSGD does and keeps one of its two errors. No noise, no ε."""
+
+    soundness: ClassVar[str] = NO_EPSILON
+    why: ClassVar[str] = "it needs the norm of the whole batch's gradient in clear"
+    bounded: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = True
+    keeps: ClassVar[str]
+
+    C0: float = 1.0
+    sigma = 0.0
+
+    def __post_init__(self) -> None:
+        check.positive(C0=self.C0)
+
+    def sensitivity(self, now: Tensor) -> float:
+        del now
+        return self.C0
+
+    def weight(self, norm: Tensor, group: Tensor, now: Tensor) -> Tensor:
+        del group, now
+        return (self.C0 / norm).clamp(max=1.0)
+
+    def tape(self, tape: Any) -> Any:
+        return _Tape(tape, self.keeps)
+
+
+@dataclass(frozen=True)
+class MagnitudeOnly(_Halved):
+    """Steps along ρ g_B."""
+
+    name: ClassVar[str] = "magnitude"
+    keeps: ClassVar[str] = "magnitude"
+
+
+@dataclass(frozen=True)
+class DirectionOnly(_Halved):
+    """Steps along ḡ_B/ρ."""
+
+    name: ClassVar[str] = "direction"
+    keeps: ClassVar[str] = "direction"
+
+
+class _Tape:
+    """A tape whose weighted sums have one of the two errors of the weights."""
+
+    def __init__(self, tape: Any, keeps: str) -> None:
+        self._tape, self._keeps = tape, keeps
+        self.model, self.layout = tape.model, tape.layout
+
+    @contextmanager
+    def listening(self) -> Iterator[Self]:
+        with self._tape.listening():
+            yield self
+
+    def __call__(self, x: Any, y: Any, group: Tensor | None = None) -> PerSample:
+        return _OneError(self._tape(x, y, group), self._keeps)
+
+
+class _OneError(PerSample):
+    """Gradients whose weighted sum keeps the length that the weights give it, or the direction."""
+
+    def __init__(self, found: PerSample, keeps: str) -> None:
+        super().__init__(found.losses, (), found.layout)
+        self._found, self._keeps = found, keeps
+
+    def norms(self, *, quick: bool = False) -> Tensor:
+        """Of each sample, as they are."""
+        return self._found.norms(quick=quick)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Σ w_i g_i with the length, or the direction, of Σ g_i over the samples that count."""
+        clipped = self._found.weighted_sum(weights)
+        plain = self._found.weighted_sum((weights != 0).to(weights.dtype))
+        short, long = torch.linalg.vector_norm(clipped), torch.linalg.vector_norm(plain)
+        rho = torch.where((short > 0) & (long > 0), short / long, 1.0)
+        kept: Tensor = plain * rho if self._keeps == "magnitude" else clipped / rho
+        return kept
+
+    def masked(self, keep: Tensor) -> PerSample:
+        """The same without some of them."""
+        return _OneError(self._found.masked(keep), self._keeps)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def make(how: Training) -> dict[str, Any]:
+    """Train both, and the record of the table."""
+    from evenclip.comparison.presets import PUBLISHED, SETTINGS
+    from evenclip.reproduction.tables import made_with
+
+    (dataset,) = DATASETS
+    plan = PUBLISHED[dataset]
+    data: dict[str, Any] = {"name": dataset, "options": {}}
+    if how.data_dir is not None:
+        data["directory"] = str(how.data_dir.resolve())
+    assert plan.batches is not None
+    q, epochs = 1 / plan.batches, plan.epochs
+    if how.quick:
+        data["rows"] = SETTINGS[dataset].quick_rows
+        q, epochs = plan.batch_size / data["rows"], 1
+    rules = {rule.name: describe_rule(rule) for rule in (MagnitudeOnly(), DirectionOnly())}
+    rows = [(error, lr, list(range(1 if once else how.seeds))) for error, lr, once in _ROWS]
+    specs = [
+        Spec(data, plan.model, rules[error], lr, epochs, plan.batch_size, q, plan.delta, seed, how.device)
+        for error, lr, own in rows for seed in own
+    ]  # fmt: skip
+    store = Store(default_root() if how.store is None else how.store)
+    results = carry_out(specs, store, how.show or Silent(), how.on or Local())
+    found = iter(results)
+    return {
+        "format": 2, "table": NAME, "quick": how.quick, "groups": results[0]["groups"],
+        "rows": [_row(error, lr, own, [next(found) for _ in own]) for error, lr, own in rows],
+        "made_with": made_with(how.device),
+    }  # fmt: skip
+
+
+def _row(error: str, lr: float, seeds: Sequence[int], found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        "error": error, "lr": lr, "seeds": list(seeds),
+        "accuracy": [result["test"]["groups"]["accuracy"] for result in found],
+        "train_loss": [result["train_loss"] for result in found],
+    }  # fmt: skip
+
+
+def draw(kept: Mapping[str, Any]) -> str:
+    """A record as Markdown."""
+    printed = load(NAME)
+    places = [kept["groups"].index(group) for group in printed.groups]
+    lines = [f"## {TITLE}", ""]
+    if kept["quick"]:
+        lines += ["**A quick look: fewer epochs and records than ours. These are not the numbers.**", ""]
+    lines += [
+        "No noise. The paper does not print its learning rates.",
+        "",
+        "| error kept | learning rate | seeds | " + " | ".join(
+            f"{what} {group} | printed" for what in ("accuracy", "loss") for group in printed.groups) + " |",
+        "| --- | ---: | ---: |" + " ---: | ---: |" * 4,
+    ]  # fmt: skip
+    for values in kept["rows"]:
+        row, cells = values["error"], [f"{values['lr']:g}", str(len(values["seeds"]))]
+        for column, ours, digits in (("accuracy", "accuracy", 1), ("loss", "train_loss", 3)):
+            for group, place in zip(printed.groups, places, strict=True):
+                mean, se = statistics.mean_se([seed[place] for seed in values[ours]])
+                shown = "–" if mean is None else f"{mean:.{digits}f}" + ("" if se is None else f" ± {se:.{digits}f}")
+                cells += [shown, str(printed.cell(row, column, group))]
+        lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", "Losses are training losses of the last epoch.", ""])

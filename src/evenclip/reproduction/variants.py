@@ -1,0 +1,120 @@
+"""Rows of the paper whose settings are in doubt, trained both ways.
+
+| row | settled by |
+|---|---|
+| Adult, DPSGD-Global | the text has learning rate 1, the released code 0.2 |
+| Dutch, DPSGD-Global-Adapt | the text has learning rate 1; 2 comes nearer to what is printed |
+| Adult and Dutch, FairLens | R1 is made of per-sample gradients. Where these are handed on as numbers, as automatic
+  differentiation does unless it is told otherwise, ∇R1 is 0, and the method is R2 alone |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from evenclip.audit import statistics
+from evenclip.comparison import compare
+from evenclip.comparison.presets import PUBLISHED
+from evenclip.comparison.protocol import Method
+from evenclip.reproduction.published import load
+from evenclip.reproduction.tables import Cell, made_with
+from evenclip.reproduction.training import Training
+from evenclip.rules import FairLens
+
+__all__ = ["DATASETS", "NAME", "TITLE", "VARIANTS", "Variant", "draw", "make"]
+
+NAME, TITLE = "variants", "Rows in doubt, trained both ways"
+DATASETS = ("adult", "dutch")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to read a printed row.
+
+    Attributes:
+        dataset: its table's.
+        row: the printed row.
+        says: what is different about it.
+        method: the rule with its learning rate.
+    """
+
+    dataset: str
+    row: str
+    says: str
+    method: Method
+
+
+def _of(dataset: str, row: str, says: str, **changes: Any) -> Variant:
+    (method,) = PUBLISHED[dataset].only([row]).methods
+    return Variant(dataset, row, says, replace(method, **changes))
+
+
+def _without_r1(dataset: str) -> Variant:
+    (method,) = PUBLISHED[dataset].only([FairLens.name]).methods
+    assert isinstance(method.rule, FairLens)
+    return Variant(dataset, FairLens.name, "∇R1 taken to be 0", replace(method, rule=replace(method.rule, gamma1=0.0)))
+
+
+VARIANTS: tuple[Variant, ...] = (
+    _of("adult", "dpsgd-global", "lr 1, the text", lr=1.0),
+    _of("adult", "dpsgd-global", "lr 0.2, the code", lr=0.2),
+    _of("adult", "fairlens", "as the box has it"),
+    _without_r1("adult"),
+    _of("dutch", "dpsgd-global-adapt", "lr 1, the text", lr=1.0),
+    _of("dutch", "dpsgd-global-adapt", "lr 2", lr=2.0),
+    _of("dutch", "fairlens", "as the box has it"),
+    _without_r1("dutch"),
+)
+"""In the order of the table."""
+
+
+def make(how: Training) -> dict[str, Any]:
+    """Train them, beside a reference of the same learning rate; what is in a table is found in its store."""
+    rows = []
+    for variant in VARIANTS:
+        printed, method = load(variant.dataset), variant.method
+        found = compare(
+            variant.dataset, [method.rule], how.seeds, lr=method.lr, device=how.device, epochs=1 if how.quick else None,
+            data_dir=how.data_dir, store=how.store, on=how.on, show=how.show,
+        )  # fmt: skip
+        places = [found.groups.index(group) for group in printed.groups]
+        metrics = found[method.name].metrics
+        rows.append({
+            "dataset": variant.dataset, "row": variant.row, "says": variant.says, "lr": method.lr,
+            "accuracy": np.round(metrics["accuracy"][:, places], 6).tolist(),
+            "loss": np.round(metrics["train_loss"][:, places], 6).tolist(),
+        })  # fmt: skip
+    return {
+        "format": 1, "table": NAME, "quick": how.quick, "seeds": list(range(how.seeds)), "rows": rows,
+        "made_with": made_with(how.device),
+    }  # fmt: skip
+
+
+def draw(kept: Mapping[str, Any]) -> str:
+    """A record as Markdown."""
+    lines = [f"## {TITLE}", ""]
+    if kept["quick"]:
+        lines += ["**A quick look: fewer epochs than the paper's. These are not its numbers.**", ""]
+    lines += [f"{len(kept['seeds'])} seeds. Accuracy on test rows in %, and training loss of the last epoch.", ""]
+    lines += ["| | read as | accuracy a | printed | accuracy b | printed | loss a | printed | loss b | printed |"]
+    lines += ["| --- | --- |" + " ---: | ---: |" * 4]
+    for row in kept["rows"]:
+        printed = load(row["dataset"])
+        cells = []
+        for column, digits in (("accuracy", 1), ("loss", 3)):
+            for k, group in enumerate(printed.groups):
+                mean, se = statistics.mean_se(np.array(row[column])[:, k])
+                assert mean is not None
+                cell = Cell(mean, se, printed.cell(row["row"], column, group))
+                mark = "‡" if cell.explained is False else ""
+                cells += [
+                    f"{mean:.{digits}f}" + ("" if se is None else f" ± {se:.{digits}f}") + mark,
+                    str(cell.printed),
+                ]
+        lines.append(f"| {row['dataset']}, {row['row']} | {row['says']} | " + " | ".join(cells) + " |")
+    groups = "; ".join(f"{name}: a {load(name).groups[0]}, b {load(name).groups[1]}" for name in DATASETS)
+    return "\n".join([*lines, "", f"{groups}.", ""])

@@ -1,0 +1,274 @@
+"""FairLens: two regularisers against what clipping and noise cost the groups (Tran et al. 2021; as the algorithm
+"FairLens" of Esipova et al. 2023 has it). Two groups a and b, two classes.
+
+    R1 = |⟨g_Ba − g_Bb, ḡ_B − g_B⟩|                  ḡ_B by clipping to C0
+    R2 = ½ (f_a(1 − f_a) + f_b(1 − f_b))             f_k the mean prediction of class 1 in group k of the batch
+    g'_i = g_i + γ1 ∇R1 + γ2 ∇R2,   then clipped to C0, summed and given noise as in DPSGD
+
+How terms of the whole batch enter one sample's gradient is not said in print: here their gradient is added to every
+sample's. A batch without one of the groups has R1 = R2 = 0.
+
+∇R1 without a Hessian of any sample. With p = g_Ba − g_Bb = Σ α_i g_i and q = ḡ_B − g_B = Σ β_i g_i, where
+β_i = (min(1, C0/n_i) − 1)/|B| and n_i = ‖g_i‖,
+
+    ∇⟨p, q⟩ = Σ_i H_i v_i,   v_i = α_i q + β_i p − 1[n_i > C0] · C0 ⟨g_i, p⟩/(|B| n_i³) · g_i
+
+which is the gradient of Σ α_i ⟨g_i, q⟩ + Σ β_i ⟨g_i, p⟩ + ½ Σ w_i n_i² at fixed p, q and w_i: one double backward.
+
+Sensitivity. None. Clipping bounds what sample i adds, but the regularisers tie every g'_i to every record: one record
+more or less moves all of them, and Σ ḡ'_i by up to 2C0 for each (a test shows one that moves it by more than C0). So
+there is no ε, whatever noise is added, and the ledger has a release in clear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from evenclip import check
+from evenclip.gradients import PerSample, Tape
+from evenclip.rules.rule import NO_EPSILON, Rule
+
+__all__ = ["FairLens", "Regularised", "regulariser_gradient"]
+
+
+@dataclass(frozen=True)
+class FairLens(Rule):
+    """DPSGD on a regularised loss. No ε.
+
+    Attributes:
+        C0: clipping bound.
+        sigma: noise multiplier.
+        gamma1: weight of R1, against what clipping costs.
+        gamma2: weight of R2, against what noise costs.
+    """
+
+    name: ClassVar[str] = "fairlens"
+    title: ClassVar[str] = "FairLens"
+    summary: ClassVar[str] = (
+        "DPSGD with two terms added to the loss that ask for equal gradients and equal distances to the "
+        "boundary between groups. They tie every record's gradient to the others', so no ε holds."
+    )
+    soundness: ClassVar[str] = NO_EPSILON
+    why: ClassVar[str] = "its regularisers tie every sample's gradient to every record of the batch"
+    bounded: ClassVar[bool] = False
+    uses_groups: ClassVar[bool] = True
+    reference: ClassVar[str] = (
+        "Tran, Dinh, Fioretto 2021, Differentially Private Empirical Risk Minimization under the "
+    )
+    reference += "Fairness Lens"
+
+    C0: float = 1.0
+    sigma: float = 1.0
+    gamma1: float = 1.0
+    gamma2: float = 1.0
+
+    def __post_init__(self) -> None:
+        check.positive(C0=self.C0, sigma=self.sigma)
+        for name in ("gamma1", "gamma2"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be a finite number of at least 0.")
+
+    def sensitivity(self, now: Tensor) -> float:
+        """What the noise is scaled to. One record may move the sum by more."""
+        del now
+        return self.C0
+
+    def weight(self, norm: Tensor, group: Tensor, now: Tensor) -> Tensor:  # noqa: D102
+        del group, now
+        return (self.C0 / norm).clamp(max=1.0)
+
+    def tape(self, tape: Any) -> Regularised:  # noqa: D102
+        if not isinstance(tape, Tape):
+            raise ValueError("fairlens needs a model that is made of known layers; choose another rule for this one.")
+        return Regularised(tape, self)
+
+    def unsuited(self, groups: int, classes: int) -> str | None:  # noqa: D102
+        if groups == 2 and classes == 2:
+            return None
+        return f"it is for two groups and two classes, and there are {groups} and {classes}."
+
+
+class Regularised:
+    """A tape whose gradients are those of the regularised loss."""
+
+    def __init__(self, tape: Tape, rule: FairLens) -> None:
+        self._tape, self._rule = tape, rule
+        self.model, self.layout, self.loss = tape.model, tape.layout, tape.loss
+
+    @contextmanager
+    def listening(self) -> Iterator[Self]:
+        """As the tape does."""
+        with self._tape.listening():
+            yield self
+
+    def __call__(self, x: Any, y: Any, group: Tensor | None = None) -> PerSample:
+        """Every sample's loss, and its gradient with the regularisers'."""
+        found = self._tape(x, y)
+        if group is None:
+            raise ValueError("fairlens needs the group of every sample; give data with groups.")
+        norms = found.norms()
+        finite = torch.isfinite(norms) & torch.isfinite(found.losses)
+        shift = found.layout.blank.new_zeros(found.layout.size)
+        if bool(finite.all()):
+            if len(norms):
+                shift = regulariser_gradient(self._tape, found, x, y, group, self._rule)
+        elif bool(finite.any()):  # a sample without a gradient takes no part in the regularisers
+            rows = finite.nonzero()[:, 0]
+            x, y, group = x[rows], y[rows], group[rows]
+            shift = regulariser_gradient(self._tape, self._tape(x, y), x, y, group, self._rule)
+        return _Shifted(found, shift)
+
+
+class _Shifted(PerSample):
+    """Every sample's gradient plus one vector."""
+
+    def __init__(self, found: PerSample, shift: Tensor) -> None:
+        super().__init__(found.losses, (), found.layout)
+        self._found, self._shift = found, shift
+
+    def norms(self, *, quick: bool = False) -> Tensor:
+        """‖g_i + r‖ by ‖g_i‖² + 2⟨g_i, r⟩ + ‖r‖², with room for the rounding where they cancel.  # [sample], float64"""
+        own = self._found.norms(quick=quick)
+        length: Tensor = torch.linalg.vector_norm(self._shift.double())
+        square = own.square() + 2 * _inner(self._found, self._shift) + length.square()
+        return (square.clamp(min=0.0) + _ROUNDING * (own + length).square()).sqrt()
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Σ w_i g_i + (Σ w_i) r."""
+        return self._found.weighted_sum(weights) + weights.sum().to(self._shift.dtype) * self._shift
+
+    def masked(self, keep: Tensor) -> PerSample:
+        """Weights of the samples that are not kept are 0, so that nothing of the shift is theirs."""
+        return _Shifted(self._found.masked(keep), self._shift)
+
+
+# Of the square of the longest that a norm can be: what float32 may be off by where terms cancel.
+_ROUNDING = 2.0**-20
+
+
+def _inner(found: PerSample, vector: Tensor) -> Tensor:
+    """⟨g_i, v⟩ of every sample, as the derivative of Σ w_i ⟨g_i, v⟩ by w.  # [sample], float64"""
+    weights = torch.zeros_like(found.losses, requires_grad=True)
+    with torch.enable_grad():
+        summed = found.weighted_sum(weights)
+    (inner,) = torch.autograd.grad(summed, weights, vector)
+    return inner.double()
+
+
+def regulariser_gradient(tape: Tape, found: PerSample, x: Any, y: Tensor, group: Tensor, rule: FairLens) -> Tensor:
+    """γ1 ∇R1 + γ2 ∇R2 on a batch.  # [parameter]
+
+    Args:
+        tape: the model and its loss, listening.
+        found: its gradients on the batch.
+        x: the batch.
+        y: its targets.
+        group: [sample], 0 or 1
+        rule: C0 and the weights.
+    """
+    in_a, in_b = group == 0, group == 1
+    if not (bool(in_a.any()) and bool(in_b.any())):
+        return found.layout.blank.new_zeros(found.layout.size)
+    n, dtype = len(found.losses), found.losses.dtype
+    norms = found.norms().to(dtype)
+    alpha = in_a.to(dtype) / in_a.sum() - in_b.to(dtype) / in_b.sum()
+    beta = ((rule.C0 / norms).clamp(max=1.0) - 1) / n
+    differing, turning = found.weighted_sum(alpha), found.weighted_sum(beta)  # p, q
+    sign = float(torch.sign(differing.double() @ turning.double()))
+    parameters = {name: p for name, p in tape.model.named_parameters() if name in tape.layout.names}
+    with torch.enable_grad(), _Taps(tape.model) as taps:
+        output = tape.model(x)
+        losses = tape.loss(output, y)
+        share = torch.softmax(output, dim=-1)[:, 1]
+        f_a, f_b = share[in_a].mean(), share[in_b].mean()
+        objective = rule.gamma2 * 0.5 * (f_a * (1 - f_a) + f_b * (1 - f_b))
+        if rule.gamma1 and sign:
+            p, q = tape.layout.split(differing), tape.layout.split(turning)
+            terms = taps.terms(losses, parameters, p, q)
+            along_p, along_q, squares = _formed_terms(tape, x, y, p, q) if terms is None else terms
+            turned = torch.where(norms > rule.C0, -rule.C0 * along_p.detach() / (n * norms**3), 0.0)  # w
+            pulled = alpha @ along_q + beta @ along_p + 0.5 * turned @ squares
+            objective = objective + rule.gamma1 * sign * pulled
+        gradients = torch.autograd.grad(objective, list(parameters.values()), allow_unused=True)
+    parts = zip(parameters.items(), gradients, strict=True)
+    return tape.layout.join({name: torch.zeros_like(p) if g is None else g for (name, p), g in parts}).detach()
+
+
+class _Terms(NamedTuple):
+    """⟨g_i, p⟩, ⟨g_i, q⟩ and ‖g_i‖² of every sample, as functions of the parameters.  # [sample] each"""
+
+    along_p: Tensor
+    along_q: Tensor
+    squares: Tensor
+
+
+class _Taps:
+    """What goes into and comes out of the linear layers of a model, history included."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._calls: list[tuple[nn.Linear, Tensor, Tensor]] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Self:
+        layers = [module for module in self._model.modules() if isinstance(module, nn.Linear)]
+        self._handles = [layer.register_forward_hook(self._note) for layer in layers]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, layer: nn.Module, inputs: Any, output: Any) -> None:
+        assert isinstance(layer, nn.Linear)
+        self._calls.append((layer, inputs[0], output))
+
+    def terms(
+        self, losses: Tensor, parameters: Mapping[str, Tensor], p: Mapping[str, Tensor], q: Mapping[str, Tensor]
+    ) -> _Terms | None:
+        """Of a layer's g_i = (δ_i a_iᵀ, δ_i): δ_i·(P a_i + p) and ‖δ_i‖² (‖a_i‖² + 1), added up over the layers; None
+        unless every parameter is that of a linear layer which is called once, on one position a sample.
+        """
+        names = {id(value): name for name, value in parameters.items()}
+        own = [value for layer, _, _ in self._calls for value in (layer.weight, layer.bias) if value is not None]
+        if {id(value) for value in own} != set(names) or len(own) != len(names):
+            return None
+        if any(a.ndim != 2 for _, a, _ in self._calls):
+            return None
+        deltas = torch.autograd.grad(losses.sum(), [z for _, _, z in self._calls], create_graph=True)
+        each = []
+        for (layer, a, _), delta in zip(self._calls, deltas, strict=True):
+            weight = names[id(layer.weight)]
+            bias = None if layer.bias is None else names[id(layer.bias)]
+            both = functional.linear(
+                a, torch.cat([p[weight], q[weight]]), None if bias is None else torch.cat([p[bias], q[bias]])
+            )
+            along = (delta.unsqueeze(1) * both.view(len(a), 2, -1)).sum(2)
+            squares = delta.square().sum(1) * (a.square().sum(1) + (bias is not None))
+            each.append(torch.cat([along, squares.unsqueeze(1)], dim=1))
+        return _Terms(*torch.stack(each).sum(0).unbind(1))
+
+
+def _formed_terms(tape: Tape, x: Any, y: Tensor, p: Mapping[str, Tensor], q: Mapping[str, Tensor]) -> _Terms:
+    """The same for any model, every gradient formed."""
+    parameters = dict(tape.model.named_parameters())
+    chosen: dict[str, Tensor] = {name: parameters[name] for name in tape.layout.names}
+    buffers = dict(tape.model.named_buffers())
+
+    def loss(own: dict[str, Tensor], one: Tensor, target: Tensor) -> Tensor:
+        output = torch.func.functional_call(tape.model, (own, buffers), (one.unsqueeze(0),))
+        return tape.loss(output, target.unsqueeze(0))[0]
+
+    formed = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(chosen, x, y)
+    each = [
+        torch.stack([g.flatten(1) @ p[name].flatten(), g.flatten(1) @ q[name].flatten(), g.flatten(1).square().sum(1)])
+        for name, g in formed.items()
+    ]
+    return _Terms(*torch.stack(each).sum(0))

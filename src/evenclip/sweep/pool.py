@@ -1,0 +1,40 @@
+"""Map a function over a pool of processes, one thread each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from evenclip.sweep.process import cores
+
+__all__ = ["map_processes", "write_whole"]
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def map_processes(work: Callable[[S], T], items: Sequence[S], workers: int | None = None) -> Iterator[tuple[int, T]]:
+    """(place, work(item)) of every item, as they end; so many at a time, one per core unless given."""
+    if not items:
+        return
+    spawn = multiprocessing.get_context("spawn")  # a process that has a GPU cannot be forked
+    with ProcessPoolExecutor(
+        min(workers or cores(), len(items)), mp_context=spawn, initializer=partial(torch.set_num_threads, 1)
+    ) as pool:
+        running = {pool.submit(work, item): place for place, item in enumerate(items)}
+        for future in as_completed(running):
+            yield running[future], future.result()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A file that appears whole or not at all."""
+    scratch = path.with_suffix(f".writing-{os.getpid()}")
+    scratch.write_text(text)
+    scratch.replace(path)

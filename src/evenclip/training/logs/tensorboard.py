@@ -1,0 +1,37 @@
+"""Epochs as curves in TensorBoard: pip install 'evenclip[tensorboard]'."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from evenclip.training.logs.log import PRIVATE
+
+__all__ = ["TensorBoard"]
+
+
+class TensorBoard:
+    """Scalars by epoch, groups of one quantity beside each other; the privacy report as text. Private but for that."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError("TensorBoard is not installed: pip install 'evenclip[tensorboard]'.") from error
+        self._writer: Any = SummaryWriter(os.fspath(folder))
+        self._writer.add_text("private", PRIVATE)
+
+    def epoch(self, number: int, values: Mapping[str, float | None]) -> None:
+        """A point of every curve."""
+        for name, value in values.items():
+            if value is not None and name != "epoch":
+                self._writer.add_scalar(name, value, number)
+        self._writer.flush()
+
+    def end(self, report: Mapping[str, Any]) -> None:
+        """The report in words."""
+        from evenclip.mechanism import statement
+
+        self._writer.add_text("privacy", statement.paragraph(dict(report)))
+        self._writer.close()

@@ -1,0 +1,351 @@
+"""Models to give away: what is in the folder, that it predicts the same on raw rows, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from evenclip import export, models
+from evenclip.data.table import table
+from evenclip.export import folder as folder_module
+from evenclip.export.card import card
+from evenclip.mechanism.accounting import epsilon
+from evenclip.mechanism.release import Ledger
+from evenclip.models import mlp
+
+
+def refusal(error, attempt):
+    """What is said when this is attempted."""
+    with pytest.raises(error) as caught:
+        attempt()
+    return str(caught.value)
+
+
+def people(n=1500, seed=0):
+    """Rows whose class follows from age and job."""
+    stream = np.random.default_rng(seed)
+    age, job = stream.integers(18, 80, n), stream.choice(["baker", "miller"], n)
+    frame = pd.DataFrame({"age": age.astype(float), "job": job, "sex": stream.choice(["f", "m"], n)})
+    frame["hired"] = np.where(age > 45 + 10 * (job == "baker"), "yes", "no")
+    frame.loc[stream.random(n) < 0.05, "age"] = np.nan
+    return frame
+
+
+FEW = {"target": "hired", "group": "sex", "epochs": 2, "batch_size": 64, "model": "mlp:16", "progress": False}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return export.train(people(), epsilon=2.0, **FEW)
+
+
+@pytest.fixture
+def folder(trained, tmp_path):
+    return export.save(trained, tmp_path / "model")
+
+
+def test_the_folder_holds_a_model_and_no_more(folder):
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "README.md", "encoder.json", "model.json", "model.safetensors", "privacy.json"
+    ]  # fmt: skip
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+    described = json.loads((folder / "model.json").read_text())
+    assert described == {
+        "evenclip_model": 1, "name": "mlp", "options": {"hidden": [16], "inputs": 6, "classes": 2}
+    }  # fmt: skip
+
+
+def test_the_noise_is_for_the_epsilon_that_was_asked_for(trained, folder):
+    report = json.loads((folder / "privacy.json").read_text())
+    assert 0.9995 * 2 <= report["epsilon"] <= 2
+    assert report["epsilon"] == epsilon(Ledger.from_json(report["ledger"]), report["delta"])
+    assert report["target_epsilon"] == 2
+    assert report["delta"] == 1e-4  # 1/(2·960) = 5.2e-4
+    assert report["n"] == 960
+    assert report["seed"] == "from the operating system, not kept"
+    assert report["steps"] == 2 * 15
+    assert (
+        "the encoder (columns used, categories, means and deviations), fitted on the training rows"
+        in (report["not_covered"])
+    )
+
+
+def test_the_matched_step_is_the_default(trained):
+    assert trained.result.settings.lr == pytest.approx(0.1)
+    faster = export.train(people(), epsilon=2.0, rule="dpsgd-f", **FEW)
+    assert faster.result.settings.lr == pytest.approx(0.05)  # S is about 2·C0
+
+
+def test_what_is_loaded_predicts_what_was_trained(trained, folder):
+    shipped = export.load(folder)
+    assert shipped.encoder == trained.tabled.encoder
+    assert shipped.privacy == json.loads(json.dumps(trained.privacy))
+    rows = people(200, seed=3).set_index(np.arange(200)[::-1] * 10)
+    found = shipped.predict(rows.drop(columns="hired"))
+    with torch.no_grad():
+        expected = torch.softmax(trained.result.model(trained.tabled.encoder.encode(rows)).double(), 1)
+    assert list(found.columns) == ["prediction", "P(no)", "P(yes)"]
+    assert found.index.equals(rows.index)
+    np.testing.assert_allclose(found[["P(no)", "P(yes)"]], expected, atol=1e-12)
+    assert list(found["prediction"]) == np.where(expected[:, 1] > expected[:, 0], "yes", "no").tolist()
+
+
+def test_the_parameters_can_be_read_without_this_package(trained, folder):
+    stored = load_file(folder / "model.safetensors")
+    assert stored.keys() == trained.result.model.state_dict().keys()
+    x = trained.tabled.splits.test.x
+    by_hand = torch.tanh(x @ stored["0.weight"].T + stored["0.bias"]) @ stored["2.weight"].T + stored["2.bias"]
+    torch.testing.assert_close(by_hand, trained.result.model(x).detach())
+
+
+def test_unseen_rows_are_handled(folder):
+    shipped = export.load(folder)
+    rows = pd.DataFrame({"age": [None, "old", 1e300], "job": ["pilot", None, "baker"], "sex": "x", "more": 1})
+    found = shipped.predict(rows)
+    assert np.isfinite(found[["P(no)", "P(yes)"]].to_numpy()).all()
+    assert refusal(ValueError, lambda: shipped.predict(rows.drop(columns="job"))) == (
+        "The rows lack the column 'job', which the model was trained with; add them (empty where they are unknown)."
+    )
+    assert len(shipped.predict(rows.head(0))) == 0
+
+
+def test_many_rows_are_predicted_piece_by_piece(folder, monkeypatch):
+    shipped, rows = export.load(folder), people(100)
+    whole = shipped.predict(rows)
+    monkeypatch.setattr("evenclip.export.predict.CHUNK", 7)
+    pd.testing.assert_frame_equal(shipped.predict(rows), whole)
+
+
+def test_it_learns():
+    made = export.train(
+        people(6000), target="hired", group="sex", epsilon=8.0, epochs=15, model="mlp:32", progress=False
+    )
+    assert min(made.accuracy.values()) > 80
+    for name, accuracy in made.accuracy.items():
+        test = made.tabled.splits.test
+        of = test.group == test.group_names.index(name)
+        right = (made.result.model(test.x).argmax(1) == test.y)[of].double().mean()
+        assert accuracy == pytest.approx(100 * float(right))
+        assert made.support[name] == int(of.sum())
+
+
+def test_without_a_seed_no_two_models_are_alike(trained):
+    again = export.train(people(), epsilon=2.0, **FEW)
+    one, two = (each.result.model.state_dict()["0.weight"] for each in (trained, again))
+    assert not torch.equal(one, two)
+    assert torch.equal(again.tabled.splits.train.x, trained.tabled.splits.train.x)
+
+
+def test_a_seed_is_reproducible_and_said_so():
+    one, two = (export.train(people(), epsilon=2.0, seed=5, **FEW) for _ in range(2))
+    assert torch.equal(one.result.model.state_dict()["0.weight"], two.result.model.state_dict()["0.weight"])
+    assert one.privacy["seed"].startswith("a given one, not told here: reproducible, so not private")
+
+
+def test_persons_are_the_unit_where_they_are_named():
+    frame = people().assign(person=np.arange(1500) // 2)
+    made = export.train(frame, epsilon=2.0, unit="person", **FEW)
+    assert made.privacy["unit"] == "one person, as the column 'person' tells them apart: one row of each was kept"
+    assert made.privacy["n"] == 480
+
+
+def test_the_card_says_what_it_is(trained, folder):
+    text = (folder / "README.md").read_text()
+    flat = " ".join(text.split())
+    assert text.startswith("# A private model for `hired`\n\nPredicts `hired` (no, yes) from 3 columns of a table:\n")
+    assert "trained by dpsgd-global-adapt (sound) and is (ε, δ)-differentially private with ε = 2 at δ = 0.0001" in flat
+    assert "These figures are not differentially private" in flat
+    assert "evenclip predict MODEL_FOLDER rows.csv" in flat
+    assert (
+        "It holds means, deviations and categories of the training rows, without noise: ε does not cover them." in flat
+    )
+    for name, accuracy in trained.accuracy.items():
+        assert f"| {name} | {trained.support[name]} | {accuracy:.1f} % |" in text
+
+
+def test_with_a_schema_the_card_says_so(tmp_path):
+    schema = {"evenclip_schema": 1, "columns": {
+        "age": {"kind": "number", "range": [0, 100]}, "job": {"kind": "category", "values": ["baker", "miller"]},
+        "sex": {"kind": "category", "values": ["f", "m"], "missing": False}}}  # fmt: skip
+    made = export.train(people(), epsilon=2.0, schema=schema, **FEW)
+    assert "Its ranges and categories are those of a public schema." in card(made)
+    assert not [access for access in made.privacy["not_covered"] if access.startswith("the encoder")]
+    export.save(made, tmp_path / "m")
+    assert export.load(tmp_path / "m").encoder == made.tabled.encoder
+
+
+def test_a_stranger_s_rule_is_trained_too(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from dataclasses import dataclass\n"
+        "from typing import ClassVar\n"
+        "from evenclip import Rule\n"
+        "@dataclass(frozen=True)\n"
+        "class Half(Rule):\n"
+        "    name: ClassVar[str] = 'half'\n"
+        "    sigma: float = 1.0\n"
+        "    def sensitivity(self, now): return 0.5\n"
+        "    def weight(self, norm, group, now): return 0.5 / norm.clamp(min=1.0)\n"
+    )
+    made = export.train(people(), epsilon=2.0, rule=f"{path}:Half", **FEW)
+    assert made.privacy["method"] == "half"
+    assert made.result.settings.lr == pytest.approx(0.2)
+    assert made.privacy["epsilon"] <= 2
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_replaced_only_if_asked(trained, folder):
+    before = (folder / "model.safetensors").read_bytes()
+    assert refusal(ValueError, lambda: export.save(trained, folder)) == (
+        f"{folder} already holds a model; give another folder, or --force to replace it."
+    )
+    (folder / "README.md").write_text("mine")
+    export.save(trained, folder, force=True)
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert (folder / "README.md").read_text() != "mine"
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def test_nothing_else_is_ever_replaced(trained, tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.tex").write_text("...")
+    said = refusal(ValueError, lambda: export.save(trained, tmp_path / "precious", force=True))
+    assert said == f"{tmp_path / 'precious'} holds other things than a model; give a folder that is not there yet."
+    (tmp_path / "file").write_text("")
+    said = refusal(ValueError, lambda: export.save(trained, tmp_path / "file", force=True))
+    assert said == f"{tmp_path / 'file'} is a file; give a folder that is not there yet."
+    (tmp_path / "empty").mkdir()
+    assert export.load(export.save(trained, tmp_path / "empty")).encoder == trained.tabled.encoder
+
+
+@pytest.mark.parametrize("fails_at", ["privacy.json", "README.md"])
+def test_a_full_disk_leaves_what_was_there(trained, folder, monkeypatch, fails_at):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    write = folder_module._write
+
+    def full(path, content):
+        if path.name == fails_at:
+            raise OSError(28, "No space left on device")
+        write(path, content)
+
+    monkeypatch.setattr(folder_module, "_write", full)
+    assert "No space left" in refusal(OSError, lambda: export.save(trained, folder, force=True))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert "No space left" in refusal(OSError, lambda: export.save(trained, folder.parent / "new"))
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_said_so(tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    said = refusal(OSError, lambda: export.check_place(tmp_path / "locked" / "model"))
+    assert said == f"{tmp_path / 'locked'} cannot be written to; choose another folder."
+
+
+# --- refused ---------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "epsilon": ({"epsilon": 0.0}, "epsilon is 0.0; it must be a finite number above 0."),
+    "epochs": ({"epochs": 0}, "epochs is 0; it must be a whole number of at least 1."),
+    "batch size": ({"batch_size": 961}, "batch_size is 961 and there are 960 training rows; choose at most 960."),
+    "delta": (
+        {"delta": 1.0},
+        "delta is 1.0; it must lie above 0 and below 1, well below 1/n for n records.",
+    ),
+    "rule": (
+        {"rule": "dpsdg"},
+        "There is no rule 'dpsdg'; choose among ",
+    ),
+    "no noise": (
+        {"rule": "non-private"},
+        "non-private has no valid ε, so no private model comes out of it; choose another rule.",
+    ),
+    "model": (
+        {"model": "cnn"},
+        "The model is 'cnn'; one that is given away must be known by name and take the columns of a table: choose mlp, "
+        "mlp:WIDTH,WIDTH, linear or sigmoid-then-softmax.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_trained_is_explained(case):
+    changes, message = REFUSED[case]
+    said = refusal(ValueError, lambda: export.train(people(), **({"epsilon": 2.0} | FEW | changes)))
+    assert said.startswith(message)
+
+
+def test_folders_without_a_model_are_explained(folder, tmp_path):
+    none = tmp_path / "none"
+    assert refusal(FileNotFoundError, lambda: export.load(none)) == (
+        f"{none} holds no model (model.safetensors is not there); give the folder that `evenclip train --out` wrote."
+    )
+
+
+def damaged(folder, tmp_path, name, content):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return copy
+
+
+def test_damaged_files_are_explained(folder, tmp_path):
+    described = json.loads((folder / "model.json").read_text())
+    cases = [
+        ("model.json", b"{", "model.json is damaged ("),
+        ("model.json", described | {"name": "net"}, "model.json describes the model 'net' in format 1; this version"),
+        ("model.json", described | {"evenclip_model": 9}, "model.json describes the model 'mlp' in format 9; this"),
+        ("model.safetensors", b"\0" * 40, "do not belong together (model.safetensors is damaged: "),
+        (
+            "model.json",
+            described | {"options": {"inputs": 7, "classes": 2}},
+            "do not belong together (the model takes 7 features and the encoder has 6); train the model again.",
+        ),
+        (
+            "model.json",
+            described | {"options": {"inputs": 6, "classes": 2, "hidden": [8]}},
+            "do not belong together (Error(s) in loading state_dict for Sequential:",
+        ),
+        ("encoder.json", {}, "do not belong together ('columns'); train the model again."),
+    ]
+    for name, content, message in cases:
+        copy = damaged(folder, tmp_path, name, content)
+        assert message in refusal(ValueError, lambda place=copy: export.load(place))
+        shutil.rmtree(copy)
+
+
+def test_loading_runs_no_pickle(folder):
+    code = (
+        "import pickle, sys\n"
+        "def no(*a, **k): raise SystemExit('unpickled')\n"
+        "pickle.load = pickle.loads = pickle.Unpickler = no\n"
+        "from evenclip import export\n"
+        f"export.load({str(folder)!r})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_start_is_the_one_of_the_seed():
+    made = table(people(), target="hired", group="sex")
+    described = {"inputs": len(made.encoder.features), "classes": 2, "hidden": [16]}
+    start = models.TABULAR["mlp"](**described, seed=0)
+    assert torch.equal(start[0].weight, mlp(6, 2, (16,), seed=0)[0].weight)
+
+
+def test_what_is_published_holds_no_counts_of_private_data(trained, tmp_path):
+    counts = {"empty_batches", "non_finite_samples", "clamped_weights"}
+    assert counts <= set(trained.result.privacy)  # whoever trains may see them
+    published = json.loads((export.save(trained, tmp_path / "model") / "privacy.json").read_text())
+    assert not counts & set(published)

@@ -1,0 +1,493 @@
+"""ε against other routes: published numbers, Opacus, quadrature and convolution of the definition, closed forms."""
+
+import itertools
+import logging
+import math
+import subprocess
+import sys
+from fractions import Fraction
+
+import dp_accounting
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opacus.accountants import PRVAccountant, RDPAccountant
+from scipy.optimize import brentq
+from scipy.special import logsumexp
+from scipy.stats import norm
+
+from evenclip.mechanism import accounting
+from evenclip.mechanism.accounting import (
+    curve,
+    epsilon,
+    epsilon_without_amplification,
+    event,
+    gradient_multiplier,
+    rounded_up,
+    scale_for,
+    smallest_delta,
+)
+from evenclip.mechanism.release import Entry, Ledger
+
+# name: (batches, σ, epochs, RDP, PLD, RDP with a count of σ_count = 10), at δ = 1e-6 with q = 1/batches.
+# The RDP column is what the paper prints (3.41, 2.27, 5.90, 2.49), to another digit.
+PUBLISHED = {
+    "adult": (92, 1.0, 20, 3.408, 3.10, 3.444),
+    "dutch": (189, 1.0, 20, 2.269, 2.04, 2.293),
+    "mnist": (214, 0.8, 60, 5.903, 5.42, 5.951),
+    "celeba": (636, 0.8, 30, 2.493, 2.03, 2.515),
+}
+
+# Where RDP looks for the best one, but for four beyond.
+ORDERS = [1 + k / 10 for k in range(1, 100)] + list(range(11, 64))
+
+
+def ledger_of(q, steps, **multipliers):
+    return Ledger([Entry(q, tuple(multipliers.items()), steps)])
+
+
+# The published numbers
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_epsilons_come_out(name):
+    batches, sigma, epochs, rdp, pld, joint_rdp = PUBLISHED[name]
+    alone = ledger_of(1 / batches, epochs * batches, gradient=sigma)
+    both = ledger_of(1 / batches, epochs * batches, count=10.0, gradient=sigma)
+    assert epsilon(alone, 1e-6, "rdp") == pytest.approx(rdp, abs=0.002)
+    assert epsilon(alone, 1e-6) == pytest.approx(pld, abs=0.01)
+    assert epsilon(both, 1e-6, "rdp") == pytest.approx(joint_rdp, abs=0.002)
+    assert epsilon(alone, 1e-6) < epsilon(both, 1e-6) < epsilon(both, 1e-6, "rdp")
+
+
+# Another library
+
+
+# Opacus' own search for a domain says which order was best.
+@pytest.mark.filterwarnings("ignore:Optimal order is the")
+@pytest.mark.parametrize(("q", "sigma", "steps"), [(1 / 92, 1.0, 1840), (0.02, 3.0, 500), (0.1, 5.0, 3000)])
+def test_opacus_agrees(q, sigma, steps):
+    ledger = ledger_of(q, steps, gradient=sigma)
+    opacus_rdp, opacus_prv = RDPAccountant(), PRVAccountant()
+    opacus_rdp.history = opacus_prv.history = [(sigma, q, steps)]
+    assert epsilon(ledger, 1e-6, "rdp") == pytest.approx(opacus_rdp.get_epsilon(1e-6, alphas=ORDERS), rel=1e-4)
+    # PRV answers with the upper end of an interval of half-width eps_error.
+    prv = opacus_prv.get_epsilon(1e-6, eps_error=0.01)
+    assert prv - 0.021 <= epsilon(ledger, 1e-6) <= prv
+
+
+def test_opacus_agrees_on_a_ledger_whose_noise_changed():
+    history = [(1.0, 0.01, 300), (2.0, 0.02, 500), (1.5, 0.01, 200)]
+    ledger = Ledger([Entry(q, (("gradient", sigma),), steps) for sigma, q, steps in history])
+    prv = PRVAccountant()
+    prv.history = history
+    upper = prv.get_epsilon(1e-6, eps_error=0.01)
+    assert upper - 0.021 <= epsilon(ledger, 1e-6) <= upper
+
+
+# The definition: P = (1 − q)·N(0, σ²) + q·N(1, σ²) against Q = N(0, σ²)
+
+
+def log_densities(x, q, sigma):
+    log_q = norm.logpdf(x, 0, sigma)
+    return np.logaddexp(math.log1p(-q) + log_q, math.log(q) + norm.logpdf(x, 1, sigma)), log_q
+
+
+def renyi_by_quadrature(q, sigma, alpha):
+    """The larger of D_α(P‖Q) and D_α(Q‖P), by the trapezoidal rule."""
+    x = np.linspace(-alpha - 30 * sigma, alpha + 30 * sigma, 20_001)
+    log_p, log_q = log_densities(x, q, sigma)
+    directions = [(log_p, log_q), (log_q, log_p)]
+    integrals = [logsumexp(alpha * a + (1 - alpha) * b) + math.log(x[1] - x[0]) for a, b in directions]
+    return max(integrals) / (alpha - 1)
+
+
+@pytest.mark.parametrize(("q", "sigma", "steps", "delta"), [(1 / 92, 1.0, 1840, 1e-6), (0.05, 4.0, 200, 1e-5)])
+def test_rdp_is_the_renyi_divergence_of_the_definition(q, sigma, steps, delta):
+    by_order = [
+        steps * renyi_by_quadrature(q, sigma, a) + math.log1p(-1 / a) - math.log(delta * a) / (a - 1) for a in ORDERS
+    ]
+    assert epsilon(ledger_of(q, steps, gradient=sigma), delta, "rdp") == pytest.approx(min(by_order), rel=1e-6)
+
+
+def where_loss_is(loss, q, sigma):
+    """The x with ln P/Q = loss; it grows with x."""
+    return sigma**2 * math.log1p(math.expm1(loss) / q) + 0.5
+
+
+def one_step_delta(epsilon, q, sigma):
+    """The larger hockey-stick divergence of both directions, from the x at which the loss is ε."""
+    x = where_loss_is(epsilon, q, sigma)
+    p_above = (1 - q) * norm.sf(x, 0, sigma) + q * norm.sf(x, 1, sigma)
+    removed = p_above - math.exp(epsilon) * norm.sf(x, 0, sigma)
+    if math.expm1(-epsilon) <= -q:  # ln Q/P never exceeds −ln(1 − q)
+        return removed
+    x = where_loss_is(-epsilon, q, sigma)
+    p_below = (1 - q) * norm.cdf(x, 0, sigma) + q * norm.cdf(x, 1, sigma)
+    return max(removed, norm.cdf(x, 0, sigma) - math.exp(epsilon) * p_below)
+
+
+# Every pair of a rate, a multiplier and a δ once.
+ONE_STEP = [
+    (q, sigma, (1e-3, 1e-6, 1e-9)[(i + j) % 3])
+    for (i, q), (j, sigma) in itertools.product(enumerate([0.003, 0.1, 0.9]), enumerate([0.4, 1.0, 5.0]))
+]
+
+
+@pytest.mark.parametrize(("q", "sigma", "delta"), ONE_STEP)
+def test_pld_of_one_step_is_the_hockey_stick_divergence(q, sigma, delta):
+    computed = epsilon(ledger_of(q, 1, gradient=sigma), delta)
+    if one_step_delta(1e-9, q, sigma) <= delta:
+        assert computed <= 1e-8
+        return
+    exact = brentq(lambda e: one_step_delta(e, q, sigma) - delta, 1e-9, 200, xtol=1e-13)
+    # Where ε all but vanishes the grid's error is a fraction of the loss's spread instead.
+    assert exact * (1 - 1e-9) <= computed <= exact * (1 + 2e-4) + 1e-6
+
+
+def rounded_loss(q, sigma, h, add):
+    """(lowest value, masses) of the loss of one step rounded down to multiples of h; a tail of 1e-20 is left out."""
+    edges = np.linspace(-10 * sigma, 1 + 10 * sigma, 400_001)
+    mass = np.diff(norm.cdf(edges, 0, sigma))
+    if not add:
+        mass = (1 - q) * mass + q * np.diff(norm.cdf(edges, 1, sigma))
+    log_p, log_q = log_densities((edges[1:] + edges[:-1]) / 2, q, sigma)
+    index = np.floor((log_q - log_p if add else log_p - log_q) / h).astype(int)
+    return index.min(), np.bincount(index - index.min(), weights=mass)
+
+
+def excess_delta(epsilon, losses, masses, delta):
+    return np.sum(masses * -np.expm1(np.minimum(epsilon - losses, 0))) - delta
+
+
+def epsilon_by_convolution(q, sigma, steps, delta, h):
+    """ε of the composition with every loss rounded down to a multiple of h: too small, by at most steps·h."""
+    answers = []
+    for add in (False, True):
+        lowest, masses = rounded_loss(q, sigma, h, add)
+        total = masses
+        for _ in range(steps - 1):
+            total = np.convolve(total, masses)
+        losses = h * (steps * lowest + np.arange(len(total)))
+        answers.append(brentq(excess_delta, 0, losses[-1], args=(losses, total, delta)))
+    return max(answers)
+
+
+@pytest.mark.parametrize(("q", "sigma", "steps", "delta"), [(0.02, 0.7, 3, 1e-6), (0.5, 2.0, 6, 1e-6)])
+def test_pld_of_some_steps_is_the_convolution_of_the_definition(q, sigma, steps, delta):
+    h = 2e-3
+    computed = epsilon(ledger_of(q, steps, gradient=sigma), delta)
+    too_small = epsilon_by_convolution(q, sigma, steps, delta, h)
+    assert too_small <= computed <= (too_small + steps * h) * (1 + 2e-4)
+
+
+# The plain Gaussian
+
+
+def gaussian_delta(epsilon, mu):
+    """Balle, Wang 2018, Eq. 6."""
+    return norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
+
+
+def gaussian_epsilon(mu, delta):
+    return brentq(lambda epsilon: gaussian_delta(epsilon, mu) - delta, 0, 100, xtol=1e-12)
+
+
+@pytest.mark.parametrize(("sigma", "steps", "delta"), [(1.0, 1, 1e-5), (50.0, 2000, 1e-6), (5.0, 400, 1e-9)])
+def test_without_sampling_it_is_the_gaussian_mechanism(sigma, steps, delta):
+    mu = math.sqrt(steps) / sigma
+    ledger = ledger_of(1.0, steps, gradient=sigma)
+    assert gaussian_delta(epsilon_without_amplification(ledger, delta), mu) == pytest.approx(delta, rel=1e-6)
+    exact = gaussian_epsilon(mu, delta)
+    assert exact <= epsilon(ledger, delta) <= exact * (1 + 2e-4)
+    assert exact < epsilon(ledger, delta, "rdp") < 1.2 * exact
+
+
+def test_without_amplification_is_the_same_ledger_at_rate_one():
+    sampled = Ledger([Entry(0.01, (("a", 20.0), ("b", 30.0)), 50), Entry(0.5, (("a", 7.0),), 3)])
+    full = Ledger([Entry(1.0, entry.multipliers, entry.steps) for entry in sampled.entries])
+    assert epsilon_without_amplification(sampled, 1e-6) == epsilon_without_amplification(full, 1e-6)
+    assert epsilon_without_amplification(sampled, 1e-6) == pytest.approx(epsilon(full, 1e-6), rel=3e-4)
+    assert epsilon(sampled, 1e-6) < epsilon_without_amplification(sampled, 1e-6)
+
+
+def test_without_amplification_survives_a_huge_and_a_tiny_cost():
+    mu = math.sqrt(20_000) / 0.5  # e^ε is far beyond a float; ε = μ²/2 + μ·Φ⁻¹(1 − δ) up to terms in 1/μ
+    huge = epsilon_without_amplification(ledger_of(0.01, 20_000, gradient=0.5), 1e-6)
+    assert huge == pytest.approx(mu**2 / 2 + mu * norm.isf(1e-6), rel=1e-4)
+    assert epsilon_without_amplification(ledger_of(0.01, 1, gradient=1e9), 1e-6) == 0.0
+
+
+# An upper bound in double precision, too
+
+
+def test_pld_stays_above_the_exact_value_at_a_tiny_delta():
+    # q is 1 up to rounding: the exact ε is the Gaussian's, while the accountant still goes by Fourier transform, whose
+    # rounding would take it below the exact ε from about 1e-12 on.
+    steps, sigma = 20_000, 500.0
+    ledger = ledger_of(1 - 1e-13, steps, gradient=sigma)
+    for delta, slack in ((1e-6, 2e-4), (1e-9, 2e-3), (1.1 * smallest_delta(ledger), 0.1)):
+        exact = gaussian_epsilon(math.sqrt(steps) / sigma, delta)
+        assert exact <= epsilon(ledger, delta) <= exact * (1 + slack)
+    # What rounding may have lost counts as lost.
+    lost = smallest_delta(ledger)
+    assert epsilon(ledger, 2 * lost) >= gaussian_epsilon(math.sqrt(steps) / sigma, lost)
+
+
+def test_a_delta_below_double_precision_is_refused_by_pld_only():
+    ledger = ledger_of(0.01, 2**20, gradient=30.0)
+    with pytest.raises(ValueError, match=r"delta is 1e-10; PLD in double precision is a bound only above 1.9e-09"):
+        epsilon(ledger, 1e-10)
+    assert epsilon(ledger, 1e-10, "rdp") > epsilon(ledger, 1e-8, "rdp")
+
+
+# The ledger
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_the_type_of_a_number_does_not_matter(accountant):
+    numbers = [(2, 10), (2.0, 10.0), (np.float32(2), np.float32(10)), (np.float64(2), np.int64(10))]
+    answers = set()
+    for sigma, sigma_count in numbers:
+        ledger = Ledger()
+        for _ in range(100):
+            ledger.write(np.float32(0.125), {"count": sigma_count, "gradient": sigma})
+        answers.add(epsilon(ledger, 1e-6, accountant))
+    assert len(answers) == 1
+    assert answers.pop() == epsilon(ledger_of(0.125, 100, one=(2.0**-2 + 10.0**-2) ** -0.5), 1e-6, accountant)
+
+
+def test_the_trap_our_event_avoids():
+    """In dp-accounting 0.6.0 a composed event under sampling ends at the first multiplier that is not a float."""
+    together = [dp_accounting.GaussianDpEvent(10), dp_accounting.GaussianDpEvent(1)]
+    trap = dp_accounting.PoissonSampledDpEvent(1 / 92, dp_accounting.ComposedDpEvent(together))
+    library = dp_accounting.rdp.RdpAccountant()
+    library.compose(dp_accounting.SelfComposedDpEvent(trap, 1840))
+    ours = epsilon(ledger_of(1 / 92, 1840, gradient=1, count=10), 1e-6, "rdp")
+    assert ours == pytest.approx(3.444, abs=0.002)
+    assert library.get_epsilon(1e-6) < ours / 10
+
+
+def test_the_exported_event_gives_the_same_epsilon_by_hand():
+    ledger = Ledger()
+    for _ in range(500):
+        ledger.write(0.02, {"count": 10.0, "gradient": 1.5})
+    exported = event(ledger)
+    by_hand = dp_accounting.rdp.RdpAccountant().compose(exported).get_epsilon(1e-5)
+    assert epsilon(ledger, 1e-5, "rdp") == by_hand
+    by_hand = dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-4).compose(exported).get_epsilon(1e-5)
+    assert epsilon(ledger, 1e-5) == pytest.approx(by_hand, rel=2e-4)
+
+
+def test_order_does_not_matter_and_equal_steps_are_taken_together():
+    one, other = {"count": 10.0, "gradient": 1.5}, {"gradient": 2.0}
+    mixed, sorted_, swapped = Ledger(), Ledger(), Ledger()
+    for k in range(200):
+        mixed.write(0.01, other if k % 2 else one)
+        sorted_.write(0.01, other if k >= 100 else one)
+        swapped.write(0.01, other if k < 100 else dict(reversed(one.items())))
+    assert len(event(mixed).events) == 2
+    assert epsilon(mixed, 1e-6) == epsilon(sorted_, 1e-6) == pytest.approx(epsilon(swapped, 1e-6), rel=1e-9)
+
+
+def test_what_releases_nothing_costs_nothing():
+    assert epsilon(Ledger(), 1e-6) == epsilon(Ledger(), 1e-6, "rdp") == 0.0
+    assert epsilon_without_amplification(Ledger(), 1e-6) == 0.0
+    idle = Ledger([Entry(0.01, (), 1000), Entry(0.0, (("gradient", 1.0),), 1000)])
+    assert epsilon(idle, 1e-6) == epsilon(idle, 1e-6, "rdp") == 0.0
+    busy = Ledger([*idle.entries, Entry(0.01, (("gradient", 1.0),), 100)])
+    assert epsilon(busy, 1e-6) == epsilon(ledger_of(0.01, 100, gradient=1.0), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        Entry(0.01, (("gradient", 0.0),), 1),
+        Entry(0.01, (("count", 0.0), ("gradient", 1.0)), 1),
+        Entry(None, (("gradient", 1.0),), 1),
+        Entry(0.01, (("gradient", math.nan),), 1),
+    ],
+)
+def test_a_ledger_that_is_not_private_has_no_epsilon(entry):
+    ledger = Ledger([Entry(0.01, (("gradient", 1.0),), 10), entry])
+    assert epsilon(ledger, 1e-6) is None
+    assert epsilon(ledger, 1e-6, "rdp") is None
+    assert epsilon_without_amplification(ledger, 1e-6) is None
+    assert curve(ledger, [1e-6]) == [(1e-6, None, None)]
+    with pytest.raises(ValueError, match=r"^This ledger has no ε: .* sample by Poisson\.$"):
+        event(ledger)
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_epsilon_falls_with_noise_and_grows_with_steps_and_rate(accountant):
+    base = {"q": 0.02, "steps": 300, "gradient": 1.2}
+    cost = epsilon(ledger_of(**base), 1e-6, accountant)
+    for change in ({"gradient": 1.21}, {"steps": 299}, {"q": 0.0199}):
+        assert epsilon(ledger_of(**base | change), 1e-6, accountant) < cost
+    assert epsilon(ledger_of(**base, count=10.0), 1e-6, accountant) > cost
+    assert epsilon(ledger_of(**base), 1e-5, accountant) < cost
+
+
+def test_a_release_alone_is_its_own_joint():
+    assert event(ledger_of(0.02, 300, gradient=1.25)).events[0].event.event.noise_multiplier == 1.25
+
+
+def test_the_curve_is_epsilon_at_each_delta():
+    ledger, deltas = ledger_of(0.02, 300, gradient=1.2), [1e-8, 1e-5, 1e-3]
+    for delta, rdp, pld in curve(ledger, deltas):
+        assert rdp == epsilon(ledger, delta, "rdp")
+        assert pld == pytest.approx(epsilon(ledger, delta), rel=2e-4)
+        assert pld < rdp
+    assert [row[0] for row in curve(ledger, deltas)] == deltas
+
+
+def test_orders_left_out_by_rdp_are_not_worth_a_message(caplog):
+    ledger = ledger_of(0.3, 10, gradient=0.5)
+    with caplog.at_level(logging.WARNING):
+        assert epsilon(ledger, 1e-6) < epsilon(ledger, 1e-6, "rdp")
+    assert not caplog.records
+
+
+# Calibration
+
+
+def check_calibrated(target, q, steps, delta, multipliers):
+    scale = scale_for(multipliers, epsilon=target, delta=delta, q=q, steps=steps)
+    ledger = Ledger()
+    ledger.entries = [Entry(q, tuple((name, scale * m) for name, m in multipliers.items()), steps)]
+    assert 0.9995 * target <= epsilon(ledger, delta) <= target
+
+
+@pytest.mark.parametrize(
+    ("target", "q", "steps", "delta"),
+    [
+        (0.01, 0.01, 1000, 1e-6),
+        (0.01, 1.0, 20_000, 1e-6),
+        (0.1, 0.3, 1, 1e-8),
+        (3.0, 1 / 92, 1840, 1e-6),
+        (8.0, 0.1, 50, 1e-3),
+        (100.0, 1.0, 1, 1e-6),
+        (100.0, 0.3, 20_000, 1e-6),
+    ],
+)
+def test_calibration_never_exceeds_the_target_and_hits_it(target, q, steps, delta):
+    check_calibrated(target, q, steps, delta, {"gradient": 1.0, "count": 10.0})
+
+
+@settings(max_examples=5)
+@given(
+    target=st.floats(0.05, 30),
+    q=st.floats(0.003, 1),
+    steps=st.integers(1, 5000),
+    exponent=st.integers(-8, -3),
+    sigma=st.floats(1e-3, 1e3),
+)
+def test_calibration_hits_any_target(target, q, steps, exponent, sigma):
+    check_calibrated(target, q, steps, 10.0**exponent, {"gradient": sigma})
+
+
+def test_calibration_scales_only():
+    both = scale_for({"gradient": 2.0, "count": 20.0}, epsilon=2.0, delta=1e-5, q=0.02, steps=300)
+    half = scale_for({"gradient": 1, "count": 10}, epsilon=2.0, delta=1e-5, q=0.02, steps=300)
+    assert 2 * both == pytest.approx(half, rel=1e-3)
+
+
+def test_calibration_that_makes_no_sense_is_refused():
+    with pytest.raises(ValueError, match=r"10 steps at q = 1e-08 sample a record with probability 1e-07 only"):
+        scale_for({"gradient": 1.0}, epsilon=1.0, delta=1e-6, q=1e-8, steps=10)
+    with pytest.raises(ValueError, match=r"epsilon is 1e\+07; it is reached with next to no noise"):
+        scale_for({"gradient": 1.0}, epsilon=1e7, delta=1e-6, q=1.0, steps=1)
+    with pytest.raises(ValueError, match=r"multipliers is empty; give the multiplier of at least one release"):
+        scale_for({}, epsilon=1.0, delta=1e-6, q=0.1, steps=1)
+    with pytest.raises(ValueError, match=r"count is 0\.0; it must be a finite number above 0"):
+        scale_for({"count": 0.0}, epsilon=1.0, delta=1e-6, q=0.1, steps=1)
+    with pytest.raises(ValueError, match=r"epsilon is -1\.0; it must be"):
+        scale_for({"count": 1.0}, epsilon=-1.0, delta=1e-6, q=0.1, steps=1)
+    with pytest.raises(ValueError, match=r"q is 1\.5; it must lie above 0 and at most at 1"):
+        scale_for({"count": 1.0}, epsilon=1.0, delta=1e-6, q=1.5, steps=1)
+
+
+@pytest.mark.parametrize("s", [1.0, 0.5])
+def test_gradient_and_count_cost_what_the_joint_costs(s):
+    sigma = gradient_multiplier(1.0, 10.0, s)
+    assert sigma > 1.0
+    both = ledger_of(1 / 92, 1840, gradient=sigma, count=10.0 / s)
+    assert epsilon(both, 1e-6, "rdp") == pytest.approx(3.408, abs=0.002)
+
+
+def test_a_count_that_costs_too_much_is_refused():
+    with pytest.raises(ValueError, match=r"^count is 1\.0; it must be above s·joint = 1, .* more noise\.$"):
+        gradient_multiplier(1.0, 1.0)
+    assert gradient_multiplier(1.0, 1.0, s=0.5) == pytest.approx(0.75**-0.5)
+
+
+# In print
+
+
+@given(value=st.floats(1e-6, 1e9), digits=st.integers(1, 8))
+def test_a_printed_number_is_never_below_its_value(value, digits):
+    printed = Fraction(rounded_up(value, digits))
+    assert Fraction(value) <= printed <= Fraction(value) * (1 + Fraction(10, 10**digits))
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-6, math.nan])
+def test_a_delta_out_of_range_is_refused(delta):
+    ledger = ledger_of(0.01, 10, gradient=1.0)
+    for ask in (epsilon, epsilon_without_amplification):
+        with pytest.raises(ValueError, match=rf"^delta is {delta}; it must lie above 0 and below 1"):
+            ask(ledger, delta)
+    with pytest.raises(ValueError, match=rf"^delta is {delta}; it must lie above 0 and below 1"):
+        curve(ledger, [1e-6, delta])
+
+
+def test_an_unknown_accountant_is_refused():
+    with pytest.raises(ValueError, match=r"^accountant is 'prv'; it must be one of rdp, pld\.$"):
+        epsilon(ledger_of(0.01, 10, gradient=1.0), 1e-6, "prv")
+
+
+def test_a_rate_above_one_is_refused():
+    with pytest.raises(ValueError, match=r"^The ledger has a step of rate q = 1\.5; a Poisson rate lies"):
+        epsilon(ledger_of(1.5, 10, gradient=1.0), 1e-6)
+
+
+def test_without_the_library_the_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(ImportError, match=r"^ε is computed by dp-accounting, .* run `pip install 'dp-accounting"):
+        epsilon(ledger_of(0.01, 10, gradient=1.0), 1e-6)
+
+
+def test_importing_the_module_does_not_import_the_library():
+    code = (
+        "import evenclip.mechanism.accounting, sys; sys.exit('dp_accounting' in sys.modules or 'scipy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_public_name_is_documented():
+    assert all(getattr(accounting, name).__doc__ for name in accounting.__all__)
+
+
+def test_what_was_asked_before_is_not_computed_again_and_nothing_else_is_answered(monkeypatch):
+    """A step more, another rate, multiplier, δ or accountant is another question."""
+    asked, accountant = [], dp_accounting.pld.PLDAccountant
+    compose = accountant.compose
+    monkeypatch.setattr(accountant, "compose", lambda self, *event: asked.append(event) or compose(self, *event))
+    first = Ledger([Entry(0.01037, (("gradient", 1.1),), 100)])  # no other test asks for this rate
+    again = Ledger([Entry(0.01037, (("gradient", 1.1),), 60), Entry(0.01037, (("gradient", 1.1),), 40)])
+    known = epsilon(first, 1e-5)
+    count = len(asked)
+    assert epsilon(again, 1e-5) == known
+    assert len(asked) == count > 0
+    others = [Entry(0.01037, (("gradient", 1.1),), 101), Entry(0.011, (("gradient", 1.1),), 100)]
+    others += [Entry(0.01037, (("gradient", 1.0),), 100), Entry(0.01037, (("gradient", 1.1), ("count", 9.0)), 100)]
+    found = [
+        known,
+        *(epsilon(Ledger([entry]), 1e-5) for entry in others),
+        epsilon(first, 1e-6),
+        epsilon(first, 1e-5, "rdp"),
+    ]
+    assert len({*found}) == 7

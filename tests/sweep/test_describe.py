@@ -1,0 +1,179 @@
+"""Descriptions that come back as what they described."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from evenclip.rules import RULES
+from evenclip.sweep import describe
+
+STRANGER = """
+from dataclasses import dataclass
+import evenclip
+
+@dataclass(frozen=True)
+class Half(evenclip.Rule):
+    name = "half"
+    sigma: float = 1.0
+    C0: float = 2.0
+    def sensitivity(self, now):
+        return self.C0
+    def weight(self, norm, group, now):
+        return 0.5 * self.C0 / norm.clamp(min=1.0)
+
+NOT_A_RULE = 3
+"""
+
+
+@pytest.fixture
+def stranger(tmp_path):
+    path = tmp_path / "my_rules.py"
+    path.write_text(STRANGER)
+    return path
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_built_in_rules(name):
+    rule = RULES[name]()
+    rule = dataclasses.replace(rule, sigma=0.7) if rule.sigma else rule
+    assert describe.make_rule(json.loads(json.dumps(describe.describe_rule(rule)))) == rule
+
+
+def test_a_strangers_rule(stranger):
+    rule = describe.named_rule(f"{stranger}:Half")
+    assert (rule.name, rule.C0) == ("half", 2.0)
+    changed = dataclasses.replace(rule, sigma=3.0)
+    description = json.loads(json.dumps(describe.describe_rule(changed)))
+    assert describe.make_rule(description) == changed
+    assert description["sha256"] == describe.sha256(stranger)
+
+
+def test_a_changed_file_is_another_run(stranger, spec):
+    before = spec(rule=describe.describe_rule(describe.named_rule(f"{stranger}:Half")))
+    stranger.write_text(STRANGER.replace("0.5 *", "0.25 *"))
+    after = spec(rule=describe.describe_rule(describe.named_rule(f"{stranger}:Half")))
+    assert before.hash != after.hash
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("dp-sgd", "There is no rule 'dp-sgd'; choose among non-private, dpsgd, dpsgd-f, dpsgd-global, "
+         "dpsgd-global-adapt, fairlens, or give file.py:Class for your own."),
+        ("nowhere.py:Half", "nowhere.py is not there; give the path of a file."),
+    ],
+)  # fmt: skip
+def test_rules_that_are_not_there(given, says):
+    with pytest.raises((ValueError, FileNotFoundError)) as raised:
+        describe.named_rule(given)
+    assert str(raised.value) == says
+
+
+@pytest.mark.parametrize("name", ["Third", "NOT_A_RULE"])
+def test_a_file_without_that_rule(stranger, name):
+    with pytest.raises(ValueError, match=f"has no rule '{name}'; give file.py:Class with a subclass of evenclip.Rule."):
+        describe.named_rule(f"{stranger}:{name}")
+
+
+def test_a_rule_without_a_file(monkeypatch):
+    notebook = types.ModuleType("notebook_without_file")
+    monkeypatch.setitem(sys.modules, notebook.__name__, notebook)
+    exec(STRANGER, notebook.__dict__)
+    with pytest.raises(ValueError, match=r"'half' \(Half\) has no file .* put it into a \.py file of its own\."):
+        describe.describe_rule(notebook.Half())
+
+
+@pytest.mark.parametrize(
+    ("given", "widths"),
+    [("mlp", [3, 256, 256, 2]), ("mlp:7", [3, 7, 2]), ("mlp:7,5", [3, 7, 5, 2]), ("linear", [3, 2])],
+)
+def test_models_by_name(given, widths, splits):
+    model = describe.make_model(describe.describe_model(given), splits.train, seed=0)
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    assert [layers[0].in_features, *(layer.out_features for layer in layers)] == widths
+
+
+def test_a_model_of_ones_own_starts_from_the_seed(tmp_path, splits):
+    path = tmp_path / "net.py"
+    path.write_text("import torch\ndef make(x, classes):\n    return torch.nn.Linear(x.shape[1], classes)\n")
+    description = describe.describe_model(f"{path}:make")
+    one, same, other = (describe.make_model(description, splits.train, seed) for seed in (0, 0, 1))
+    assert torch.equal(one.weight, same.weight)
+    assert not torch.equal(one.weight, other.weight)
+
+
+@pytest.mark.parametrize("given", ["resnet", "mlp:a,b", "cnn:3"])
+def test_models_that_are_not_there(given):
+    with pytest.raises(ValueError, match=r"There is no model|give the widths as whole numbers"):
+        describe.describe_model(given)
+
+
+BROKEN = {
+    "def make(x, classes)": "cannot be loaded: SyntaxError",
+    "1 / 0": "cannot be loaded: ZeroDivisionError: division by zero",
+    "x = 1": "has no function 'make'; give file.py:function, called as function(x, classes).",
+    "def make(x, classes): return 1 / 0": "make of {path} failed: ZeroDivisionError: division by zero",
+    "def make(x, classes): return 3": "make of {path} returned int; it must return an nn.Module.",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_file_of_ones_own_that_is_broken(text, tmp_path, splits):
+    path = tmp_path / "net.py"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(BROKEN[text].format(path=path))):
+        describe.make_model(describe.describe_model(f"{path}:make"), splits.train, 0)
+
+
+def test_a_model_that_does_not_fit_into_memory(splits):
+    with pytest.raises(ValueError, match="The model mlp cannot be made as it is given"):
+        describe.make_model(describe.describe_model("mlp:99999999999"), splits.train, 0)
+
+
+def test_splits_come_back(splits, tmp_path):
+    found = describe.load_data(describe.save_splits(splits, tmp_path), seed=0)
+    for name in ("train", "test"):
+        given, back = getattr(splits, name), getattr(found.splits, name)
+        assert all(torch.equal(getattr(given, field), getattr(back, field)) for field in ("x", "y", "group"))
+        assert (back.group_names, back.class_names, back.name) == (("a", "b"), ("no", "yes"), "made")
+    assert found.splits.validation is None
+
+
+def test_held_out_rows_are_taken_from_the_training_rows(splits, tmp_path):
+    description = {**describe.save_splits(splits, tmp_path), "hold_out": 0.2}
+    found, again, other = (describe.load_data(description, seed).splits for seed in (0, 0, 1))
+    assert (len(found.train), len(found.validation), len(found.test)) == (160, 40, 100)
+    rows = [tuple(row) for data in (found.train, found.validation) for row in data.x.tolist()]
+    assert sorted(rows) == sorted(tuple(row) for row in splits.train.x.tolist())
+    assert torch.equal(found.validation.x, again.validation.x)
+    assert not torch.equal(found.validation.x, other.validation.x)
+
+
+def test_fewer_rows_are_a_sample_of_each_part(splits, tmp_path):
+    description = {**describe.save_splits(splits, tmp_path), "rows": 120}
+    found, again, other = (describe.load_data(description, seed).splits for seed in (0, 0, 1))
+    assert (len(found.train), len(found.test), found.validation) == (120, 100, None)
+    whole = [tuple(row) for row in splits.train.x.tolist()]
+    rows = [tuple(row) for row in found.train.x.tolist()]
+    assert len(set(rows)) == 120
+    assert [row for row in whole if row in set(rows)] == rows  # in their order, each with its own label
+    place = [whole.index(row) for row in rows]
+    assert found.train.y.tolist() == splits.train.y[place].tolist()
+    assert found.train.group.tolist() == splits.train.group[place].tolist()
+    assert torch.equal(found.train.x, again.train.x)
+    assert not torch.equal(found.train.x, other.train.x)
+    held = describe.load_data({**description, "hold_out": 0.25}, 0).splits
+    assert (len(held.train), len(held.validation)) == (90, 30)
+
+
+def test_an_unknown_dataset():
+    with pytest.raises(ValueError, match="There is no dataset 'adlut'; choose among adult"):
+        describe.load_data({"name": "adlut"}, seed=0)

@@ -1,0 +1,157 @@
+"""What the executors share: the count of tries; and what they say about options and packages, which need no cluster."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from dataclasses import replace
+
+import pytest
+
+from evenclip import compare
+from evenclip.cli import main
+from evenclip.sweep import Local, Ray, Slurm, carry_out
+from evenclip.sweep.executor import InHand, Tries
+from evenclip.sweep.transfer import contents, unpacked
+
+FAILED = {"event": "failed", "i": 0, "why": "a sentence", "trace": "Traceback"}
+
+
+def test_a_run_is_tried_so_many_times_by_itself_and_then_reported(store, spec, told):
+    tries, one, other = Tries(store, told, most=3), spec(0), spec(1)
+    hand = InHand({0: one, 1: other})
+    assert tries.heard(hand, {"event": "step", "i": 0, "t": 1}) == []
+    assert tries.heard(hand, FAILED) == [one]
+    assert tries.over(hand, "its node died") == [other]  # only what it had not ended
+    assert tries.heard(InHand({0: one}), FAILED) == [one]
+    assert told.over == []
+    assert tries.over(InHand({0: one}), "its node died", "what Ray said") == []
+    (failure,) = tries.failures
+    assert (failure.spec, failure.why, failure.trace) == (one, "its node died", "what Ray said")
+    assert told.over == [(0, failure)]
+    assert told.begun == [0, 0]
+
+
+def test_busy_is_not_a_failed_try(store, spec, told):
+    tries, one = Tries(store, told, most=1), spec(0)
+    for _ in range(5):
+        assert tries.heard(InHand({0: one}), {"event": "busy", "i": 0}) == [one]
+    assert tries.failures == []
+
+
+def test_what_a_dead_worker_had_put_into_the_store_is_done(store, spec, told):
+    one = spec(0)
+    store.write(one, {}, {})
+    tries = Tries(store, told, most=3)
+    assert tries.over(InHand({0: one}), "its node died") == []
+    assert told.over == [(0, None)]
+
+
+def test_what_is_said_of_a_run_that_is_over_changes_nothing(store, spec, told):
+    """A job that Slurm starts once more says again what it had done."""
+    tries, hand = Tries(store, told, most=3), InHand({0: spec(0)})
+    for _ in range(2):
+        assert tries.heard(hand, {"event": "done", "i": 0}) == []
+    assert told.over == [(0, None)]
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_taken_from_where_it_is_or_from_what_was_sent(spec, tmp_path):
+    given = spec(0)
+    ((digest, content),) = contents([given, spec(1)])
+    assert digest == given.data["sha256"]
+    assert unpacked(given, lambda digest: None, tmp_path / "new") == given  # a shared disk
+    moved = replace(given, data={**given.data, "path": "/nowhere/made.pt"})
+    placed = unpacked(moved, {digest: content}.get, tmp_path / "new")
+    assert placed.hash == given.hash
+    assert placed.data["path"].startswith(str(tmp_path / "new"))
+    assert placed.data["path"].endswith("/made.pt")
+    with pytest.raises(FileNotFoundError) as raised:
+        unpacked(moved, lambda digest: None, tmp_path / "new")
+    assert str(raised.value) == (
+        f"/nowhere/made.pt is not on {platform.node()}, and is too large to be sent (over 2 GiB); put it there, under "
+        "the same path."
+    )
+
+
+def test_another_copy_of_a_named_dataset_is_refused(spec, tmp_path, monkeypatch):
+    monkeypatch.delenv("EVENCLIP_DATA", raising=False)
+    data = {"name": "dutch", "options": {}, "files": {"dutch/dutch_census_2001.arff": 5}, "directory": str(tmp_path)}
+    given = replace(spec(0), data=data)
+    with pytest.raises(ValueError, match=r"dutch_census_2001.arff of the dataset dutch is not there on "):
+        unpacked(given, lambda digest: None, tmp_path)
+    (tmp_path / "dutch").mkdir()
+    (tmp_path / "dutch" / "dutch_census_2001.arff").write_text("four")
+    with pytest.raises(ValueError, match=r"is another version on .*; put the same files into the same folder"):
+        unpacked(given, lambda digest: None, tmp_path)
+    (tmp_path / "dutch" / "dutch_census_2001.arff").write_text("fives")
+    assert unpacked(given, lambda digest: None, tmp_path) == given
+    monkeypatch.setenv("EVENCLIP_DATA", str(tmp_path))
+    elsewhere = replace(given, data={**data, "directory": "/nowhere"})
+    assert "directory" not in unpacked(elsewhere, lambda digest: None, tmp_path).data
+
+
+# --- sentences --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--workers", "2", "--on", "ray"], "--workers is for --on local, and this is --on ray."),
+        (["--ray-address", "x:1"], "--ray-address is for --on ray, and this is --on local."),
+        (["--gpus-per-run", "1"], "--gpus-per-run is for --on ray and --on slurm, and this is --on local."),
+        (["--on", "slurm", "--gpus-per-run", "0.2"], "gpus is 0.2; Slurm gives a job a whole number of them."),
+        (["--on", "ray", "--gpus-per-run", "1.5"], "gpus is 1.5; give a fraction of one, such as 0.2, or a whole"),
+        (["--on", "ray", "--device", "cuda"], "device is 'cuda' and Ray gives a run no GPU unless it is asked to; add"),
+        (["--on", "slurm", "--device", "cuda"], "device is 'cuda' and Slurm gives a job no GPU unless it is asked to"),
+        (["--on", "slurm", "--slurm-minutes", "0"], "minutes is 0; it must be a whole number of at least 1."),
+    ],
+)
+@pytest.mark.parametrize("command", [["compare"], ["paper", "table", "adult"]], ids=["compare", "paper"])
+def test_a_mistake_in_the_options_is_a_sentence(words, says, command, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([*command, *words, "--out", str(tmp_path)])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith(f"evenclip: {says}")
+
+
+@pytest.mark.parametrize(
+    ("executor", "package", "says"),
+    [
+        (Ray(), "ray", "Ray is not installed; run `pip install 'evenclip[ray]'`, or leave --on ray out."),
+        (Slurm(), "submitit", "submitit is not installed; run `pip install 'evenclip[slurm]'`, or leave --on slurm"),
+    ],
+)
+def test_without_the_package_it_says_what_to_install(executor, package, says, store, spec, told, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError) as raised:
+        carry_out([spec(0)], store, told, executor)
+    assert str(raised.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        (
+            "127.0.0.1:1",
+            r"There is no Ray cluster at 127.0.0.1:1 \(Connection refused\); start its head with `ray start",
+        ),
+        (
+            "ray://head:10001",
+            "ray://head:10001 is an address of Ray's client, through which results cannot be streamed",
+        ),
+        ("head", "The Ray address is 'head'; give HOST:PORT of its head, such as 10.0.0.1:6379."),
+    ],
+)
+def test_an_address_that_leads_nowhere_is_a_sentence(address, says, store, spec, told, monkeypatch):
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises((ValueError, ConnectionError), match=says):
+        carry_out([spec(0)], store, told, Ray())
+
+
+def test_workers_and_on_are_not_both_given(splits, tmp_path):
+    with pytest.raises(ValueError, match="workers are processes of this machine; leave them out where `on` says who"):
+        compare(splits, seeds=1, workers=2, on=Local(), store=tmp_path)
