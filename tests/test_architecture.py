@@ -41,8 +41,8 @@ def part_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def imported(path: Path) -> list[tuple[int, str]]:
-    """(line, part) of every import from the package, inside functions too, but not those for type checkers only."""
+def imports_of(path: Path) -> list[tuple[int, str]]:
+    """(line, dotted name) of every import, inside functions too, but not those for type checkers only."""
     found = []
     for node in statements(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -51,7 +51,12 @@ def imported(path: Path) -> list[tuple[int, str]]:
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
             # `from evenclip import check` names a part, `from evenclip.rules import Rule` lies in one
             found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
-    return [(line, name.split(".")[1]) for line, name in found if name.startswith("evenclip.")]
+    return found
+
+
+def imported(path: Path) -> list[tuple[int, str]]:
+    """(line, room) of every import from the package."""
+    return [(line, name.split(".")[1]) for line, name in imports_of(path) if name.startswith("evenclip.")]
 
 
 def statements(tree: ast.AST):
@@ -97,6 +102,30 @@ def test_the_search_for_imports_finds_them(tmp_path):
     )
     expected = [(2, "training"), (3, "check"), (3, "models"), (4, "rules"), (8, "data"), (10, "training")]
     assert imported(path) == expected
+
+
+def module_name(path: Path) -> str:
+    parts = ["evenclip", *path.relative_to(ROOT).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def cycles(graph: dict[str, set[str]]) -> list[str]:
+    """The modules that are part of a cycle or lead to one: what is left when leaves are taken away again and again."""
+    left = {module: set(needs) for module, needs in graph.items()}
+    while leaves := {module for module, needs in left.items() if not needs}:
+        left = {module: needs - leaves for module, needs in left.items() if module not in leaves}
+    return sorted(left)
+
+
+def test_no_module_imports_itself_in_a_circle():
+    """Imports inside functions count as well."""
+    names = {module_name(path): path for path in modules() if path != ROOT / "__init__.py"}
+    graph = {}
+    for name, path in names.items():
+        found = {full if full in names else full.rpartition(".")[0] for _, full in imports_of(path)}
+        graph[name] = (found & set(names)) - {name}
+    assert cycles(graph) == []
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
 
 
 def test_there_are_no_utils():

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,8 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from evenclip.data.dataset import MapDataset, Samples
 from evenclip.data.streamed import check_same
+
+if TYPE_CHECKING:
+    from evenclip.data.dataset import MapDataset, Samples
 
 __all__ = ["Processes", "Untimely"]
 
