@@ -21,7 +21,7 @@ from typing import Any
 
 from _measure import arguments, save
 
-from evenclip.reproduction import watched
+from evenclip.reproduction import observed
 from evenclip.reproduction.tables import TABLES
 
 _COMMAND = [sys.executable, "-c", "from evenclip.cli import main; main()"]
@@ -60,7 +60,7 @@ def main() -> None:
     skipped = {}
     print(f"{'':<60}{'seconds':>10}")
     for name in given.what:
-        why = watched.lacks(TABLES[name].dataset, given.data_dir)
+        why = observed.lacks(TABLES[name].dataset, given.data_dir)
         if why is not None:
             skipped[name] = why
             continue
