@@ -11,10 +11,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import opacus
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from opacus import PrivacyEngine
 from opacus.optimizers import AdaClipDPOptimizer, DistributedDPOptimizer, DPOptimizer, DPPerLayerOptimizer
 from opacus.schedulers import StepGradClip, StepNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
@@ -24,7 +26,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import evenclip
 import evenclip.opacus.optimizer as adapter
-import opacus
 from evenclip import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate
 from evenclip.data import digits
 from evenclip.mechanism.accounting import epsilon
@@ -32,7 +33,6 @@ from evenclip.mechanism.release import Entry, Ledger
 from evenclip.models import mlp
 from evenclip.opacus import EvenOptimizer, EvenPrivacyEngine, even
 from evenclip.opacus.clipping import joint
-from opacus import PrivacyEngine
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeAlias
 
+from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
 from torch.utils.data import DataLoader
 
 from evenclip.opacus.clipping import joint
 from evenclip.opacus.optimizer import EvenOptimizer, check_kind, check_optimizer, check_rule
 from evenclip.rules import RULES, DPSGDGlobalAdapt, Rule
-from opacus import PrivacyEngine
 
 __all__ = ["EvenPrivacyEngine"]
 
