@@ -1294,7 +1294,46 @@ CORE = (
     ),
 )
 
-FAULTS = (*CORE, *RULES, *BOUNDS, *GRADIENTS, *LEDGER, *SAMPLES, *NOISE, *STATEMENT, *TABLES, *AUDIT, *RANKS)
+CUSTOM = "mechanism/test_custom_rules.py"
+CUSTOM_RULES = (
+    Fault(
+        "state-changed-in-place", "A custom rule's observe changes the state that the step clips with.",
+        "mechanism/mechanism.py", "given = state if self._is_ours else state.clone()", "given = state", (CUSTOM,),
+    ),
+    Fault(
+        "bound-changed-in-place", "A custom rule's sensitivity changes what the step clips with.",
+        "mechanism/mechanism.py", "S: Any = self.rule.sensitivity(now if self._is_ours else now.clone())",
+        "S: Any = self.rule.sensitivity(now)", (CUSTOM,),
+    ),
+    Fault(
+        "step-without-recording", "A step outside of listening() trains on noise alone.",
+        "training/run.py", "        if not self._is_listening:\n", "        if False:\n", (CUSTOM,),
+    ),
+    Fault(
+        "infinite-bound", "A rule with noise may claim no bound and still get an ε.",
+        "mechanism/mechanism.py", "or (math.isinf(value) and self.sigma)", "or False", (CUSTOM,),
+    ),
+    Fault(
+        "trace-on-another-branch", "A compiled step is used for sizes that the trace does not hold for.",
+        "training/graph.py", "return n >= 2 and self._fits(n)", "return n >= 2",
+        ("training/test_graph.py::test_a_batch_on_another_branch_of_the_model_than_the_traced_one_takes_the_plain_step",),
+    ),
+)  # fmt: skip
+
+FAULTS = (
+    *CUSTOM_RULES,
+    *CORE,
+    *RULES,
+    *BOUNDS,
+    *GRADIENTS,
+    *LEDGER,
+    *SAMPLES,
+    *NOISE,
+    *STATEMENT,
+    *TABLES,
+    *AUDIT,
+    *RANKS,
+)
 
 
 def planted(fault: Fault, root: Path) -> None:

@@ -243,3 +243,24 @@ def test_small_and_chunked_batches_take_the_plain_step(toy, traced):
 def test_shuffled_batches_of_another_size_take_the_plain_step(toy, traced):
     data = toy.data(43)  # five batches of 8 and one of 3
     assert_close(toy, trained(toy, NonPrivate(), data, performance=COMPILED), trained(toy, NonPrivate(), data))
+
+
+class Branching(nn.Module):
+    """Another function above 110 samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(h * 2 if x.shape[0] > 110 else h)
+
+
+def test_a_batch_on_another_branch_of_the_model_than_the_traced_one_takes_the_plain_step(toy, traced):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 3, generator=generator)
+    torch.manual_seed(0)
+    model, given = Branching(), {"data": (x, (x[:, 0] > 0).long()), "batch_size": 110, "steps": 6, "rule": DPSGD()}
+    plain, compiled = (trained(toy, model=model, **given, performance=p) for p in (Performance(), COMPILED))
+    torch.testing.assert_close(toy.vector(compiled.model), toy.vector(plain.model), rtol=1e-5, atol=1e-6)

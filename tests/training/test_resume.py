@@ -455,7 +455,7 @@ def test_nothing_is_unpickled(toy, tmp_path, rule):
     secret = torch.load(path / "secret.pt", weights_only=True)
     assert sorted(secret) == ["batches", "data", "dropout", "noise", "optimizer", "scheduler", "seed", "trace"]
     published = json.loads((path / "published.json").read_text())
-    assert sorted(published) == ["format", "ledger", "settings", "state", "t"]
+    assert sorted(published) == ["format", "ledger", "settings", "state", "state_dtype", "t"]
 
 
 class Payload:

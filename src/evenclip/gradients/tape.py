@@ -367,6 +367,7 @@ class Tape:
         self.samples = 0  # of the pass under way, or the last
         self._heard: list[_Heard] | None = None
         self.passing = False  # on the way through the model or back
+        self._is_listening = False
 
     @contextmanager
     def listening(self) -> Iterator[Self]:
@@ -376,14 +377,18 @@ class Tape:
         try:
             for ear in ears:
                 ear.put_on()
+            self._is_listening = True
             yield self
         finally:
+            self._is_listening = False
             for ear in reversed(ears):
                 ear.take_off()
 
     def __call__(self, x: Any, y: Any, group: Tensor | None = None) -> PerSample:
         """One forward and one backward pass over these samples, on a CPU a block of them after the other."""
         del group
+        if not self._is_listening:
+            raise RuntimeError("Gradients are recorded only inside `with run.listening():`.")
         n = count(x)
         if not n:
             return PerSample(self.layout.blank, (), self.layout)

@@ -29,6 +29,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +73,8 @@ class Mechanism:
     traceable: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("sigma", "sigma_count"):
+            _check_multiplier(self.rule, name)
         if self.counts and not self.sigma_count:
             raise ValueError(
                 f"{self.rule.name} has a statistic of {self.counts} numbers and no sigma_count; give it the noise "
@@ -81,7 +85,7 @@ class Mechanism:
     def counts(self) -> int:
         """How many numbers the rule counts."""
         none = torch.zeros(0, dtype=torch.float64)
-        return len(self.count(none, none.long(), self.rule.init(self.groups), None))
+        return len(self.count(none, none.long(), self.start(), None))
 
     @cached_property
     def sigma(self) -> float:
@@ -102,6 +106,16 @@ class Mechanism:
         gradient = {"gradient": self.sigma if self.rule.bounded else 0.0}
         return {"count": self.sigma_count, **gradient} if self.counts else gradient
 
+    def start(self) -> Tensor:
+        """The rule's state before the first step."""
+        state = self.rule.init(self.groups)
+        if not isinstance(state, Tensor):
+            raise ValueError(
+                f"init of {self.rule.name} returned {type(state).__name__}; it must return a tensor, such as "
+                "torch.tensor([1.0], dtype=torch.float64)."
+            )
+        return state.detach().clone()
+
     # --- a step, in this order ---
 
     def count(self, norms: Tensor, group: Tensor, state: Tensor, keep: Tensor | None) -> Tensor:
@@ -113,7 +127,7 @@ class Mechanism:
             state: the rule's public state.
             keep: [sample], bool; None keeps all.
         """
-        each = self._map(self.rule.statistic, norms, group, state)
+        each = self._map("statistic", norms, group, state)
         if each.dtype == torch.bool and each.ndim == 1:  # True has length 1
             return (each if keep is None else each & keep).sum(dim=0, keepdim=True, dtype=torch.float64)
         each = each.unsqueeze(1) if each.ndim == 1 else each if each.ndim == 2 else each.flatten(1)  # [sample, m]
@@ -140,7 +154,35 @@ class Mechanism:
                 "step; give it the same length in every step."
             )
         noisy = release("count", count, sensitivity=1.0, multiplier=self.sigma_count)
-        return self.rule.observe(noisy, B, state)
+        given = state if self._is_ours else state.clone()  # a custom rule may change it in place
+        version = given._version
+        found = self.rule.observe(noisy, B, given)
+        if not (isinstance(found, tuple) and len(found) == 2 and all(isinstance(part, Tensor) for part in found)):
+            raise ValueError(
+                f"observe of {self.rule.name} must return two tensors, (now, next): what this step clips with and what "
+                "the next one starts from."
+            )
+        now, following = (state if part is given and given._version == version else part for part in found)
+        return now, following
+
+    def sensitivity(self, now: Tensor) -> float | Tensor:
+        """S of a step that clips with `now`: a copy, so that the bound that is enforced is the one noise is added for.
+
+        Raises:
+            ValueError: unless it is one finite number of at least 0. A rule without noise may have no bound.
+        """
+        S: Any = self.rule.sensitivity(now if self._is_ours else now.clone())
+        if isinstance(S, Tensor) and S.numel() == 1:
+            S = S.detach().reshape(()).clone()
+        elif not isinstance(S, Real):
+            raise ValueError(f"sensitivity of {self.rule.name} returned {_shown(S)}; it must return one number.")
+        if isinstance(S, Real) or self._reads(S):
+            value = float(S)
+            if not value >= 0 or (math.isinf(value) and self.sigma):
+                raise ValueError(
+                    f"sensitivity of {self.rule.name} returned {value}; it must be a finite number of at least 0."
+                )
+        return S if isinstance(S, Tensor) else float(S)
 
     def weights(
         self, norms: Tensor, group: Tensor, now: Tensor, S: float | Tensor, keep: Tensor | None
@@ -148,7 +190,14 @@ class Mechanism:
         """γ_i with |γ_i| · norms_i ≤ S, and which of them had to be clamped (None: none, as far as was
         checked).  # [sample] float64, [sample] bool
         """
-        raw = self._map(self.rule.weight, norms, group, now).to(torch.float64)
+        raw = self._map("weight", norms, group, now).to(torch.float64)
+        if raw.shape != norms.shape:
+            if raw.shape[1:].numel() != 1:
+                raise ValueError(
+                    f"weight of {self.rule.name} returned {raw.shape[1:].numel()} numbers for one sample; it must "
+                    "return one."
+                )
+            raw = raw.reshape(norms.shape)
         lengths = norms.clamp(min=_SHORTEST)
         if self._reads(raw) and raw.shape[0] and _longest(raw * lengths) <= min(S * _ROUNDING, _FINITE):  # NaN is not
             return (raw if keep is None else torch.where(keep, raw, 0.0)), None
@@ -175,24 +224,57 @@ class Mechanism:
         return weights.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     @cached_property
+    def _is_ours(self) -> bool:
+        """Whether the rule is one of this package, not a custom one."""
+        return type(self.rule).__module__.startswith("evenclip.rules.")
+
+    @cached_property
     def _at_once(self) -> bool:
         """Whether the rule is called on the whole batch: only rules of this package, for which tests prove the same
         result. A custom rule that was given the batch could read it.
         """
-        return self.rule.elementwise and type(self.rule).__module__.startswith("evenclip.rules.")
+        return self.rule.elementwise and self._is_ours
 
     def _reads(self, x: Tensor) -> bool:
         """Whether values can be read now without waiting: on the CPU, and not traced."""
         return x.is_cpu and not self.traceable
 
-    def _map(self, method: Method, norms: Tensor, group: Tensor, public: Tensor) -> Tensor:
-        """`method(norm, group, public)` for every sample."""
+    def _map(self, name: str, norms: Tensor, group: Tensor, public: Tensor) -> Tensor:
+        """`rule.NAME(norm, group, public)` for every sample."""
+        method: Method = getattr(self.rule, name)
         if self._at_once:
             return method(norms, group, public)
-        if len(norms) == 0:  # vmap refuses an empty axis
-            one = method(norms.new_zeros(()), group.new_zeros(()), public)
-            return one.new_zeros((0, *one.shape))
-        return torch.func.vmap(method, in_dims=(0, 0, None))(norms, group, public)
+        public = public.clone()  # a custom rule may change it in place
+        try:
+            if len(norms) == 0:  # vmap refuses an empty axis
+                one = method(norms.new_zeros(()), group.new_zeros(()), public)
+                return one.new_zeros((0, *one.shape))
+            return torch.func.vmap(method, in_dims=(0, 0, None))(norms, group, public)
+        except Exception as error:  # anything that a custom rule may raise
+            said = " ".join(str(error).split())[:120]
+            raise ValueError(
+                f"{name} of {self.rule.name} cannot be mapped over samples ({said}). It is given one "
+                "sample's norm and group as tensors without axes and must return a tensor; write torch.where instead "
+                "of if, and read no value by float() or .item()."
+            ) from error
+
+
+def _check_multiplier(rule: Rule, name: str) -> None:
+    """Raise unless a noise multiplier of the rule is a finite number of at least 0."""
+    given = getattr(rule, name)
+    if given is None and name == "sigma_count":
+        return
+    try:
+        value = float(given)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} of {rule.name} is {given!r}; it must be a finite number of at least 0.")
+
+
+def _shown(value: object) -> str:
+    """A value in an error message."""
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def _longest(x: Tensor) -> float:

@@ -45,7 +45,9 @@ class Clipper:
     """
 
     def __init__(self, rule: Rule) -> None:
-        self.mechanism, self.state = Mechanism(rule), rule.init(1)
+        self.mechanism = Mechanism(rule)
+        self.state = self.mechanism.start()
+        self._bound: tuple[Tensor, float] | None = None  # a state, and S there
         self._count: Tensor | None = None  # Σ statistic_i of the logical batch so far: private
 
     def look(self, norms: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,8 +85,10 @@ class Clipper:
 
     @property
     def sensitivity(self) -> float:
-        """S at the current state."""
-        return float(self.mechanism.rule.sensitivity(self.state))
+        """S at the current state, read from the rule once: what is clipped to is what noise is added for."""
+        if self._bound is None or self._bound[0] is not self.state:
+            self._bound = self.state, float(self.mechanism.sensitivity(self.state))
+        return self._bound[1]
 
 
 class Formed:

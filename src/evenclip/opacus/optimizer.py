@@ -13,7 +13,7 @@ from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
 from torch import Tensor
 
-from evenclip.mechanism import Mechanism
+from evenclip.mechanism import Mechanism, joint_multiplier
 from evenclip.opacus.clipping import Clipper, Formed, Ghost, joint
 from evenclip.rules import Rule
 
@@ -100,7 +100,7 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
     @property
     def noise_multiplier(self) -> float:
         """(Σ m_j⁻²)^(-1/2) over what one step releases."""
-        return joint(self.rule)
+        return joint_multiplier(self._clipper.mechanism.multipliers.values())
 
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:

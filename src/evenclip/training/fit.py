@@ -223,11 +223,19 @@ def train(run: Run, observers: Sequence[Observer] = (), after: Callable[[int], N
     with run.listening():
         while run.t < run.settings.steps:
             step = run.step()
-            records += [{"t": run.t, **(observer(step) or {})} for observer in observers]
+            records += [{"t": run.t, **_observed(observer, step)} for observer in observers]
             run.update(step)
             if after is not None:
                 after(run.t)
     return records
+
+
+def _observed(observer: Observer, step: Step) -> Mapping[str, Any]:
+    """What an observer returned."""
+    found = observer(step)
+    if not (found is None or isinstance(found, Mapping)):
+        raise TypeError(f"An observer returned {type(found).__name__}; it must return a dict of what it saw, or None.")
+    return found or {}
 
 
 def result(run: Run, records: Sequence[Record] = ()) -> Result:

@@ -59,17 +59,21 @@ class Graph:
         mode: str | None = None,
     ) -> None:  # fmt: skip
         _check_worth(tape)
-        self._rule, self._B, self._mode = mechanism.rule, B, mode
+        self._mechanism, self._B, self._mode = mechanism, B, mode
         traceable = Mechanism(mechanism.rule, mechanism.groups, traceable=True)
         traced = _Traced(tape, traceable, B, rows(1), tuple(noise))
         graph = _trace(traced, [*_leaves(rows(_TRACED)), state, *noise.values()])
+        self._fits = _Sizes(graph, at=len(_leaves(rows(1))) - 1)
         self._run = torch.compile(graph, dynamic=True, mode=mode)
         for n in _COMPARED:
             self._compare(tape, mechanism, state, rows(n), noise)
 
     def takes(self, chunks: Sequence[Chunk], B: float) -> bool:
         """Whether the graph is for this batch."""
-        return len(chunks) == 1 and chunks[0].real is None and chunks[0].group.shape[0] >= 2 and B == self._B
+        if len(chunks) != 1 or chunks[0].real is not None or self._B != B:
+            return False
+        n = chunks[0].group.shape[0]
+        return n >= 2 and self._fits(n)
 
     def __call__(self, state: Tensor, chunk: Chunk, noise: Noise) -> tuple[Public, Part]:
         """What `step` returns for this batch."""
@@ -78,7 +82,7 @@ class Graph:
         if self._mode is not None:  # a CUDA graph overwrites what it returned
             found = [tensor.clone() for tensor in found]
         gradient, now, following, total, count, losses, norms, weights, clamped, finite = found
-        public = Public(gradient, now, following, self._rule.sensitivity(now))
+        public = Public(gradient, now, following, self._mechanism.sensitivity(now))
         return public, Part(total, count, Seen(losses, norms, weights, chunk.group, clamped, finite))
 
     def _compare(self, tape: AnyTape, mechanism: Mechanism, state: Tensor, chunk: Chunk, noise: Noise) -> None:
@@ -114,6 +118,33 @@ class _Traced:
             public.gradient, public.now, public.state, part.total, part.counts,
             seen.losses, seen.norms, seen.weights, seen.clamped, seen.finite,
         ]  # fmt: skip
+
+
+class _Sizes:
+    """For which numbers of samples a trace holds: a model that branches on its batch size was traced on one branch.
+
+    make_fx notes the conditions on sizes that the trace rests on; here they are checked for a number of samples.
+
+    Args:
+        graph: what was traced.
+        at: place of an input whose first axis is the samples.
+    """
+
+    def __init__(self, graph: torch.fx.GraphModule, at: int) -> None:
+        inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+        size = inputs[at].shape[0]
+        self._symbol = size.node.expr if isinstance(size, torch.SymInt) else None
+        env = inputs[at].fake_mode.shape_env
+        self._conditions = [guard.expr for guard in env.guards if self._symbol in guard.expr.free_symbols]
+        self._known = dict[int, bool]()
+
+    def __call__(self, n: int) -> bool:
+        if n not in self._known:
+            self._known[n] = self._symbol is not None and all(
+                condition.subs(self._symbol, n) == True  # noqa: E712  # sympy's, or an expression that is neither
+                for condition in self._conditions
+            )
+        return self._known[n]
 
 
 def _check_worth(tape: AnyTape) -> None:

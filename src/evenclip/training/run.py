@@ -65,11 +65,11 @@ class Run:
         self.model, self.data, self.settings, self.device = model, data, settings, device
         self.performance = config.performance
         self.mechanism = Mechanism(settings.rule, settings.groups)
-        self.state = settings.rule.init(settings.groups).to(device)
+        self.state = self.mechanism.start().to(device)
         self.ledger, self.trace, self.t = Ledger(), Trace(self.mechanism, ranks), 0
         _check_tape(settings.rule, self.performance, ranks)
         ranks.check_given(_given(settings, model, data))
-        self.tape = settings.rule.tape(_tape(model, config.loss, data))
+        self.tape = type(settings.rule).tape(settings.rule, _tape(model, config.loss, data))  # as `_check_tape` saw it
         digested = ranks.digest(digest(data))
         self._mark = mark(data, ranks, digested)
         own = streams(settings, model, digested, ranks)
@@ -86,6 +86,7 @@ class Run:
         self._zeros = torch.zeros(0, dtype=torch.int64, device=device)
         self._graph: Graph | None = None
         self._feed: Feed | None = None
+        self._is_listening = False
 
     @property
     def optimizer(self) -> Optimizer:
@@ -104,13 +105,21 @@ class Run:
         with precision(self.performance.tf32), torch.random.fork_rng(devices=devices), self.tape.listening():
             if self.performance.compile and self._graph is None:
                 self._graph = self._compiled(self.performance.compile)
+            self._is_listening = True
             try:
                 yield self
             finally:
+                self._is_listening = False
                 self._stop_reading()
 
     def step(self) -> Step:
-        """Draw a batch, write the ledger, take one step of Algorithm 2."""
+        """Draw a batch, write the ledger, take one step of Algorithm 2.
+
+        Raises:
+            RuntimeError: outside `listening()`, where no gradients are recorded.
+        """
+        if not self._is_listening:
+            raise RuntimeError("Take steps inside `with run.listening():`; outside of it no gradients are recorded.")
         feed = self._reading()  # before the sampler moves on
         batch = self.sampler.next()
         B, chunks = self.sampler.expected_size(batch), self._chunks(self.ranks.share(batch, self.rows), feed)
@@ -126,7 +135,15 @@ class Run:
         return Step(public, part.seen, part.total, sums, B, self.t, self.mechanism, self.tape)
 
     def update(self, found: Step) -> None:
-        """Publish: move the parameters along the noisy gradient, carry the rule's state on."""
+        """Publish: move the parameters along the noisy gradient, carry the rule's state on.
+
+        Raises:
+            RuntimeError: for a step that the run has made already.
+        """
+        if found.t != self.t:
+            raise RuntimeError(
+                f"This is step {found.t}, and the run is at step {self.t}; update once for each run.step()."
+            )
         self._move(found.public.gradient)
         found.weighted_sum.is_over = True
         self.state = found.public.state
@@ -252,6 +269,7 @@ class Run:
             "settings": self.settings.to_json(),
             "t": self.t,
             "state": self.state.tolist(),
+            "state_dtype": str(self.state.dtype).removeprefix("torch."),
             "ledger": self.ledger.to_json(),
         }
         secret = {
@@ -281,7 +299,10 @@ class Run:
                 "another folder."
             ) from error
         self.t = found.published["t"]
-        self.state = torch.tensor(found.published["state"], dtype=self.state.dtype, device=self.device)
+        dtype = getattr(
+            torch, found.published.get("state_dtype", ""), self.state.dtype
+        )  # it may have changed on the way
+        self.state = torch.tensor(found.published["state"], dtype=dtype, device=self.device)
         self.ledger = Ledger.from_json(found.published["ledger"])
         secret = found.secret
         self.noise.set_state(secret["noise"])

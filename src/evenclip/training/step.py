@@ -213,6 +213,9 @@ class WeightedSums:
             raise RuntimeError(
                 "The parameters have moved on since this step; ask for weighted sums before run.update()."
             )
+        n = self._passes.samples
+        if weights.shape != (n,):
+            raise ValueError(f"The weights have shape {list(weights.shape)}; give one for each of the {n} samples.")
         total, at = self._passes.tape.layout.join({}), 0
         for p in self._passes:
             real = p.chunk.real
@@ -248,6 +251,11 @@ class _Passes:
         self.tape, self._chunks = tape, chunks
         self._pass = _traceable_pass if traceable else _pass
         self._only: _Pass | None = None
+
+    @property
+    def samples(self) -> int:
+        """How many there are, without rows that only fill a chunk up."""
+        return sum(c.group.shape[0] if c.real is None else int(c.real.sum()) for c in self._chunks)
 
     def __iter__(self) -> Iterator[_Pass]:
         if len(self._chunks) != 1:
@@ -297,7 +305,7 @@ def _clip(mechanism: Mechanism, passes: _Passes, state: Tensor, now: Tensor) -> 
     """Σ γ_i g_i with the rule's weights for this `now`, and S. The rule states S once, so that the noise is for the
     bound that was enforced.
     """
-    S = mechanism.rule.sensitivity(now)
+    S = mechanism.sensitivity(now)
     return _add_up((_part(mechanism, p, state, now, S) for p in passes), mechanism, passes.tape, state), S
 
 
