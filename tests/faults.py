@@ -1306,6 +1306,11 @@ CUSTOM_RULES = (
         "S: Any = self.rule.sensitivity(now)", (CUSTOM,),
     ),
     Fault(
+        "opacus-reads-bound-again", "Inside Opacus, noise is for another S than the one that was enforced.",
+        "opacus/clipping.py", "if self._bound is None or self._bound[0] is not self.state:", "if True:",
+        ("opacus/test_opacus.py::test_noise_is_for_the_bound_that_was_enforced_and_for_the_multiplier_that_is_accounted",),
+    ),
+    Fault(
         "step-without-recording", "A step outside of listening() trains on noise alone.",
         "training/run.py", "        if not self._is_listening:\n", "        if False:\n", (CUSTOM,),
     ),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import opacus
@@ -26,13 +29,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import evenclip
 import evenclip.opacus.optimizer as adapter
-from evenclip import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate
+from evenclip import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate, Rule
 from evenclip.data import digits
 from evenclip.mechanism.accounting import epsilon
 from evenclip.mechanism.release import Entry, Ledger
 from evenclip.models import mlp
 from evenclip.opacus import EvenOptimizer, EvenPrivacyEngine, even
-from evenclip.opacus.clipping import joint
+from evenclip.opacus.clipping import Clipper, joint
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),
@@ -960,3 +963,36 @@ def test_the_page_names_what_there_is():
     source = "".join(path.read_text() for path in Path(opacus.__file__).parent.rglob("*.py"))
     for name in re.findall(r"`([A-Za-z_.]+)", " ".join(left)):
         assert name.split(".")[-1] in source, name
+
+
+READS = itertools.count()
+
+
+@dataclass(frozen=True)
+class Wavering(Rule):
+    """Says another sensitivity, and another σ, whenever it is asked."""
+
+    name: ClassVar[str] = "wavering"
+    C0: float = 1.0
+
+    @property
+    def sigma(self):
+        return 10.0 if next(READS) % 2 else 0.001
+
+    def sensitivity(self, now):
+        return self.C0 if next(READS) % 2 else 0.001 * self.C0
+
+    def weight(self, norm, group, now):
+        return self.C0 / norm
+
+
+def test_noise_is_for_the_bound_that_was_enforced_and_for_the_multiplier_that_is_accounted():
+    for _ in range(4):
+        clipper, norms = Clipper(Wavering()), torch.tensor([3.0, 5.0], dtype=torch.float64)
+        for _ in range(3):
+            weights, count = clipper.look(norms)
+            clipper.add(count)
+            noise = clipper.release(torch.zeros(4), 1.0, lambda n: torch.ones(n, dtype=torch.float64))
+            (multiplier,) = clipper.mechanism.multipliers.values()
+            assert float((weights * norms).max()) * multiplier == pytest.approx(float(noise.max()), rel=1e-6)
+        next(READS)
