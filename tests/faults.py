@@ -1298,11 +1298,11 @@ CUSTOM = "mechanism/test_custom_rules.py"
 CUSTOM_RULES = (
     Fault(
         "state-changed-in-place", "A custom rule's observe changes the state that the step clips with.",
-        "mechanism/mechanism.py", "given = state if self._is_ours else state.clone()", "given = state", (CUSTOM,),
+        "mechanism/mechanism.py", "given = state.clone()", "given = state", (CUSTOM,),
     ),
     Fault(
         "bound-changed-in-place", "A custom rule's sensitivity changes what the step clips with.",
-        "mechanism/mechanism.py", "S: Any = self.rule.sensitivity(now if self._is_ours else now.clone())",
+        "mechanism/mechanism.py", "S: Any = self.rule.sensitivity(now.clone())",
         "S: Any = self.rule.sensitivity(now)", (CUSTOM,),
     ),
     Fault(

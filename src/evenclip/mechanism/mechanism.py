@@ -154,7 +154,9 @@ class Mechanism:
                 "step; give it the same length in every step."
             )
         noisy = release("count", count, sensitivity=1.0, multiplier=self.sigma_count)
-        given = state if self._is_ours else state.clone()  # a custom rule may change it in place
+        if self._is_ours:
+            return self.rule.observe(noisy, B, state)
+        given = state.clone()  # a custom rule may change it in place
         version = given._version
         found = self.rule.observe(noisy, B, given)
         if not (isinstance(found, tuple) and len(found) == 2 and all(isinstance(part, Tensor) for part in found)):
@@ -171,7 +173,9 @@ class Mechanism:
         Raises:
             ValueError: unless it is one finite number of at least 0. A rule without noise may have no bound.
         """
-        S: Any = self.rule.sensitivity(now if self._is_ours else now.clone())
+        if self._is_ours:  # tests prove it of these
+            return self.rule.sensitivity(now)
+        S: Any = self.rule.sensitivity(now.clone())
         if isinstance(S, Tensor) and S.numel() == 1:
             S = S.detach().reshape(()).clone()
         elif not isinstance(S, Real):
