@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from evenclip import DPSGD, Performance, Rule, fit, prepare
+from evenclip.mechanism import Mechanism
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = 100 * torch.randn(80, 4, generator=GENERATOR)
@@ -188,3 +189,25 @@ def test_a_run_resumes_with_the_dtype_that_its_state_had(tmp_path):
     resumed = trained(checkpoint=tmp_path, resume=True)
     assert torch.equal(resumed.state, whole.state)
     assert torch.equal(resumed.model.weight, whole.model.weight)
+
+
+class Disguised(Custom):
+    """Says that it lives in the package and may be given whole batches."""
+
+    __module__ = "evenclip.rules.disguised"
+    elementwise: ClassVar[bool] = True
+
+    def weight(self, norm, group, now):
+        assert norm.ndim == 0, "it sees the batch"
+        return (now / norm).clamp(max=1.0)
+
+
+def test_a_rule_in_disguise_does_not_see_the_batch():
+    changed = DPSGD()
+    object.__setattr__(changed, "weight", Disguised().weight)
+    object.__setattr__(changed, "sensitivity", lambda now: 1.0)
+    for rule, is_custom in ((Disguised(), True), (changed, True), (DPSGD(), False)):
+        assert Mechanism(rule)._is_ours is not is_custom
+    run = run_of(Disguised())
+    with run.listening():
+        run.update(run.step())

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from numbers import Real
 from typing import Any
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from evenclip.mechanism.release import Release
-from evenclip.rules.rule import Rule
+from evenclip.rules import RULES, Rule
 
 __all__ = ["Mechanism"]
 
@@ -229,8 +229,9 @@ class Mechanism:
 
     @cached_property
     def _is_ours(self) -> bool:
-        """Whether the rule is one of this package, not a custom one."""
-        return type(self.rule).__module__.startswith("evenclip.rules.")
+        """Whether the rule is one of this package, with nothing but its fields set: not a custom one."""
+        known = {field.name for field in fields(self.rule)}  # type: ignore[arg-type]  # a rule is a dataclass
+        return RULES.get(self.rule.name) is type(self.rule) and vars(self.rule).keys() <= known
 
     @cached_property
     def _at_once(self) -> bool:
