@@ -1,4 +1,6 @@
-"""The models that are measured, and data of their shapes: times do not depend on what the numbers are."""
+"""The models that are measured, and data of their shapes: times do not depend on what the numbers
+are.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Case:
 
 
 class Block(nn.Module):
-    """A block of a transformer that normalises first: attention, then two linear layers. No dropout."""
+    """A block of a transformer that normalises first: attention, then two linear layers. No
+    dropout.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -45,7 +49,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [sample, position, width]"""
         n, T, width = x.shape
-        q, k, v = self.qkv(self.before(x)).view(n, T, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.before(x))
+            .view(n, T, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, T, width)
         x = x + self.out(mixed)
         found: Tensor = x + self.down(F.gelu(self.up(self.between(x))))
@@ -53,7 +61,8 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """ViT-tiny's width and heads on 3×32×32 images: patches of 4×4, three blocks, mean over the positions.
+    """ViT-tiny's width and heads on 3×32×32 images: patches of 4×4, three blocks, mean over the
+    positions.
 
     Positions are told apart by fixed waves, so that every parameter belongs to a layer.
     """
@@ -107,15 +116,17 @@ CASES = {
     "dutch": Case(lambda seed: sigmoid_then_softmax(seed=seed), 48_336, (59,), 2),
     "adult": Case(lambda seed: mlp(seed=seed), 23_484, (98,), 2),
     "mnist": Case(lambda seed: cnn(seed=seed), 8_192, (1, 28, 28), 10),
-    "celeba": Case(lambda seed: cnn(channels=3, side=64, classes=2, seed=seed), 2_048, (3, 64, 64), 2),
+    "celeba": Case(
+        lambda seed: cnn(channels=3, side=64, classes=2, seed=seed), 2_048, (3, 64, 64), 2
+    ),
     "vit": Case(_transformer, 8_192, (3, 32, 32), 10),
     "lstm": Case(_recurrent, 16_384, (32, 16), 10),
 }
 
 
 def data(case: Case, batch: int, device: str, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Samples and targets; on a GPU images are bytes, as `evenclip` keeps them, and every way turns them into floats
-    within its step.
+    """Samples and targets; on a GPU images are bytes, as `evenclip` keeps them, and every way turns
+    them into floats within its step.
     """
     n, generator = max(case.n, 4 * batch), torch.Generator().manual_seed(seed)
     if len(case.shape) == 3 and device != "cpu":

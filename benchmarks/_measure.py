@@ -25,17 +25,32 @@ from typing import Any, NamedTuple
 import torch
 
 __all__ = [
-    "RESULTS", "Loop", "Timed", "arguments", "commit", "environment", "in_child", "interleaved", "memory",
-    "prepare_torch", "ratios", "reason", "save", "spread", "turn_seconds", "turn_steps", "wait",
-]  # fmt: skip
+    "RESULTS",
+    "Loop",
+    "Timed",
+    "arguments",
+    "commit",
+    "environment",
+    "in_child",
+    "interleaved",
+    "memory",
+    "prepare_torch",
+    "ratios",
+    "reason",
+    "save",
+    "spread",
+    "turn_seconds",
+    "turn_steps",
+    "wait",
+]
 
 RESULTS = Path(__file__).parent / "results"
 # Steps before the clock starts: at least, at most, and enough once they took this many seconds.
 _WARM = 2, 200, 0.5
 # Most steps of a way in one turn.
 _TURN = 1000
-# Seconds after which a turn does not wait for the end of an epoch: what is done once in so long does not show, and the
-# others should have their turn within the same seconds.
+# Seconds after which a turn does not wait for the end of an epoch: what is done once in so long
+# does not show, and the others should have their turn within the same seconds.
 _EPOCH = 2.0
 # Rounds that there are in any case, if so many were asked for.
 _LEAST = 5
@@ -63,11 +78,17 @@ class Timed(NamedTuple):
 
 
 def interleaved(
-    makes: Mapping[str, Callable[[], Loop]], *, rounds: int, seconds: float, device: str, budget: float = math.inf,
+    makes: Mapping[str, Callable[[], Loop]],
+    *,
+    rounds: int,
+    seconds: float,
+    device: str,
+    budget: float = math.inf,
     mute: bool = True,
-) -> Timed:  # fmt: skip
-    """Seconds a step of every way. They take turns of about so many seconds, so that whatever else the machine does
-    hits all alike; one that fails is left out from there on. Beyond the budget, in seconds, there are five rounds only.
+) -> Timed:
+    """Seconds a step of every way. They take turns of about so many seconds, so that whatever else
+    the machine does hits all alike; one that fails is left out from there on. Beyond the budget, in
+    seconds, there are five rounds only.
     """
     found = Timed({}, {}, {})
     loops: dict[str, tuple[Loop, int]] = {}
@@ -102,7 +123,9 @@ def interleaved(
 
 
 def turn_steps(loop: Loop, seconds: float, device: str) -> int:
-    """Steps that take about so long, after some to warm up; whole epochs if the loop says when one ends."""
+    """Steps that take about so long, after some to warm up; whole epochs if the loop says when one
+    ends.
+    """
     least, most, enough = _WARM
     began, steps = time.perf_counter(), 0
     while steps < least or (steps < most and time.perf_counter() - began < enough):
@@ -112,7 +135,9 @@ def turn_steps(loop: Loop, seconds: float, device: str) -> int:
     return max(1, min(_TURN, round(seconds / turn_seconds(loop, few, device))))
 
 
-def turn_seconds(loop: Loop, steps: int, device: str, clock: Callable[[], float] = time.perf_counter) -> float:
+def turn_seconds(
+    loop: Loop, steps: int, device: str, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Seconds a step."""
     wait(device)
     started = clock()
@@ -122,7 +147,9 @@ def turn_seconds(loop: Loop, steps: int, device: str, clock: Callable[[], float]
 
 
 def _taken(loop: Loop, steps: int) -> int:
-    """Take at least so many steps, and the rest of a short epoch if the loop has any; how many it were."""
+    """Take at least so many steps, and the rest of a short epoch if the loop has any; how many it
+    were.
+    """
     began, done, ended = time.perf_counter(), 0, None
     while done < steps or (ended is False and time.perf_counter() - began < _EPOCH):
         ended, done = next(loop), done + 1
@@ -165,9 +192,10 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 def memory(make: Callable[[], Loop], steps: int, device: str, there: int) -> dict[str, float]:
     """Peak MiB of some steps, and the seconds until the first was taken. For a process of its own.
 
-    "MiB" is what torch had allocated at most: on a CPU beyond what there was before the step, on a GPU beyond the
-    `there` bytes of the data. "held" is what the process held of the machine's memory for it, with
-    what its allocator had not given back: on a CPU the highest resident size beyond that after the first step.
+    "MiB" is what torch had allocated at most: on a CPU beyond what there was before the step, on a
+    GPU beyond the `there` bytes of the data. "held" is what the process held of the machine's
+    memory for it, with what its allocator had not given back: on a CPU the highest resident size
+    beyond that after the first step.
     """
     started = time.perf_counter()
     loop = make()
@@ -177,7 +205,10 @@ def memory(make: Callable[[], Loop], steps: int, device: str, there: int) -> dic
     if device != "cpu":
         _some(loop, steps)
         wait(device)
-        peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        peak, reserved = (
+            torch.cuda.max_memory_allocated(device),
+            torch.cuda.max_memory_reserved(device),
+        )
         return {"MiB": (peak - there) / 2**20, "held": (reserved - there) / 2**20, "first": first}
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -190,7 +221,9 @@ def memory(make: Callable[[], Loop], steps: int, device: str, there: int) -> dic
 
 def _allocated(loop: Loop) -> float:
     """The most that torch had allocated during a step, beyond what there was before it."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         next(loop)
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
@@ -215,12 +248,21 @@ def status(field: str) -> float:
 # --- processes ---
 
 
-def in_child(script: str, task: dict[str, Any], seconds: float, env: dict[str, str] | None = None) -> dict[str, Any]:
-    """What `script --child TASK` prints as its last line; {"error": why} where it does not come to that."""
+def in_child(
+    script: str, task: dict[str, Any], seconds: float, env: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """What `script --child TASK` prints as its last line; {"error": why} where it does not come to
+    that.
+    """
     command = [sys.executable, script, "--child", json.dumps(task)]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=seconds, env={**os.environ, **(env or {})}
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=seconds,
+            env={**os.environ, **(env or {})},
         )
     except subprocess.TimeoutExpired:
         return {"error": f"not done after {seconds:.0f} s"}
@@ -250,12 +292,21 @@ def prepare_torch(threads: int, device: str, tf32: bool) -> None:
 
 def environment(device: str, threads: int) -> dict[str, Any]:
     """What the numbers were measured on."""
-    found: dict[str, Any] = {"device": device, "cpu": _cpu(), "cores": os.cpu_count(), "threads": threads}
+    found: dict[str, Any] = {
+        "device": device,
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+    }
     if device != "cpu" and torch.cuda.is_available():
         found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
     found |= {"system": platform.platform(), "python": platform.python_version()}
     found |= {name: _version(name) for name in ("evenclip", "torch", "opacus", "numpy")}
-    return {**found, "commit": commit(), "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+    return {
+        **found,
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
 
 
 def _cpu() -> str:
@@ -275,7 +326,9 @@ def commit(root: Path = RESULTS.parents[1]) -> str | None:
     """Of a checkout, with a + where its sources differ; None outside one."""
     try:
         done = [
-            subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout
+            subprocess.run(
+                ["git", *words], cwd=root, capture_output=True, text=True, check=True
+            ).stdout
             for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--", "src"])
         ]
     except (OSError, subprocess.CalledProcessError):
@@ -294,7 +347,9 @@ def arguments(doc: str, *, rounds: int) -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--quick", action="store_true", help="a few short rounds; nothing is written without --out")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few short rounds; nothing is written without --out"
+    )
     parser.add_argument("--out", type=Path, help="where to write, instead of benchmarks/results/")
     return parser
 
@@ -308,7 +363,9 @@ def save(name: str, given: argparse.Namespace, found: dict[str, Any]) -> None:
         suffix += "-tf32"
     path = given.out or RESULTS / f"{name}{suffix}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    plain = {name: value for name, value in vars(given).items() if isinstance(value, (str, int, list))}  # no folders
+    plain = {
+        name: value for name, value in vars(given).items() if isinstance(value, (str, int, list))
+    }  # no folders
     whole = {"environment": environment(given.device, given.threads), "arguments": plain, **found}
     path.write_text(json.dumps(whole, indent=1) + "\n")
     print(f"\nwritten to {path}")

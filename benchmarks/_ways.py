@@ -8,8 +8,8 @@
 | evenclip compiled | the same with Performance(compile=True) |
 | Opacus ghost, hooks | as in its documentation, with its own Poisson loader |
 
-Plain training leaves out the last, smaller batch of an epoch, which would be compiled anew. Only public names of
-evenclip are used, so that before_after.py can measure older source trees.
+Plain training leaves out the last, smaller batch of an epoch, which would be compiled anew. Only
+public names of evenclip are used, so that before_after.py can measure older source trees.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ import evenclip
 __all__ = ["LR", "WAYS", "Setup", "loop", "steps"]
 
 LR = 0.01
-WAYS = ("plain SGD", "plain compiled", "evenclip", "evenclip compiled", "Opacus ghost", "Opacus hooks")
+WAYS = (
+    "plain SGD",
+    "plain compiled",
+    "evenclip",
+    "evenclip compiled",
+    "Opacus ghost",
+    "Opacus hooks",
+)
 
 
 @dataclass(frozen=True)
@@ -107,10 +114,16 @@ def plain(setup: Setup, *, compile: bool = False) -> Loop:
 def private(setup: Setup, *, compile: bool = False) -> Loop:
     """`fit` itself, paused after every step."""
     run = evenclip.prepare(
-        setup.model(), setup.data(), rule=evenclip.DPSGDGlobalAdapt(C0=1.0, sigma=1.0), epochs=10_000,
-        batch_size=setup.batch, lr=LR, seed=0, device=setup.device,
+        setup.model(),
+        setup.data(),
+        rule=evenclip.DPSGDGlobalAdapt(C0=1.0, sigma=1.0),
+        epochs=10_000,
+        batch_size=setup.batch,
+        lr=LR,
+        seed=0,
+        device=setup.device,
         performance=evenclip.Performance(compile=compile, tf32=setup.tf32),
-    )  # fmt: skip
+    )
     return steps(run)
 
 
@@ -118,7 +131,8 @@ def steps(run: evenclip.Run) -> Loop:
     """The steps of a run.
 
     Raises:
-        UserWarning: the step was to be compiled and cannot be; `fit` would warn and take the plain step.
+        UserWarning: the step was to be compiled and cannot be; `fit` would warn and take the plain
+            step.
     """
     with ExitStack() as stack:
         with warnings.catch_warnings():
@@ -133,7 +147,9 @@ def steps(run: evenclip.Run) -> Loop:
 
 
 def opacus(setup: Setup, mode: str) -> Loop:
-    """Opacus as in its documentation, with Poisson batches; its validator replaces layers that it does not support."""
+    """Opacus as in its documentation, with Poisson batches; its validator replaces layers that it
+    does not support.
+    """
     if importlib.util.find_spec("opacus") is None:
         raise ModuleNotFoundError("Opacus is not installed")
     from opacus import PrivacyEngine
@@ -147,10 +163,17 @@ def opacus(setup: Setup, mode: str) -> Loop:
         model = ModuleValidator.fix(model).to(setup.device)
     ghost = mode == "ghost"
     made = PrivacyEngine().make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=LR), data_loader=loader, noise_multiplier=1.0,
-        max_grad_norm=1.0, grad_sample_mode=mode, **({"criterion": nn.CrossEntropyLoss()} if ghost else {}),
-    )  # fmt: skip
-    model, optimizer, criterion, loader = made if ghost else (made[0], made[1], nn.CrossEntropyLoss(), made[2])
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=LR),
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        grad_sample_mode=mode,
+        **({"criterion": nn.CrossEntropyLoss()} if ghost else {}),
+    )
+    model, optimizer, criterion, loader = (
+        made if ghost else (made[0], made[1], nn.CrossEntropyLoss(), made[2])
+    )
     while True:
         for xb, yb in loader:
             optimizer.zero_grad()

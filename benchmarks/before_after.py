@@ -1,17 +1,21 @@
-"""The step of two source trees side by side, in one interleaved run: what a change did to the speed.
+"""The step of two source trees side by side, in one interleaved run: what a change did to the
+speed.
 
-    python benchmarks/before_after.py --before CHECKOUT [--models dutch adult mnist celeba] [--rounds 15]
-                                      [--threads 2] [--cpu-time] [--quick] [--out FILE]
+    python benchmarks/before_after.py --before CHECKOUT [--models dutch adult mnist celeba]
+                                      [--rounds 15] [--threads 2] [--cpu-time] [--quick] [--out
+                                      FILE]
 
-"After" is the checkout of this file. Each network has one process per tree, which stays alive and takes its turns when
-asked; the trees alternate in who goes first. Both processes run this file and `_ways.py`, with evenclip imported from
-their own tree, so the other tree may be older: only public names are used. Each process also times plain SGD, which is
-the same code in both; the ratio of the two should be 1, and shows how far the run can be trusted.
+"After" is the checkout of this file. Each network has one process per tree, which stays alive and
+takes its turns when asked; the trees alternate in who goes first. Both processes run this file and
+`_ways.py`, with evenclip imported from their own tree, so the other tree may be older: only public
+names are used. Each process also times plain SGD, which is the same code in both; the ratio of the
+two should be 1, and shows how far the run can be trusted.
 
-On a busy machine take --threads 1 --cpu-time, which counts the processor time of the process instead of the wall clock.
+On a busy machine take --threads 1 --cpu-time, which counts the processor time of the process
+instead of the wall clock.
 
-Prints the median and the quartiles of the ratios within rounds. Writes benchmarks/results/before-after.json with the
-environment and both commits.
+Prints the median and the quartiles of the ratios within rounds. Writes
+benchmarks/results/before-after.json with the environment and both commits.
 """
 
 from __future__ import annotations
@@ -26,7 +30,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-from _measure import arguments, commit, prepare_torch, ratios, reason, save, spread, turn_seconds, turn_steps
+from _measure import (
+    arguments,
+    commit,
+    prepare_torch,
+    ratios,
+    reason,
+    save,
+    spread,
+    turn_seconds,
+    turn_steps,
+)
 
 AFTER = Path(__file__).resolve().parents[1]
 MODELS = ("dutch", "adult", "mnist", "celeba")
@@ -66,7 +80,9 @@ class Tree:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process of {self.root} ended with status {self._process.wait()}")
+            raise RuntimeError(
+                f"the process of {self.root} ended with status {self._process.wait()}"
+            )
         answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(f"{self.root}: {answer['error']}")
@@ -75,7 +91,10 @@ class Tree:
 
 def child(task: dict[str, Any]) -> None:
     """The body of a process: answer requests until the input ends."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # what else is printed does not disturb the answers
+    answers, sys.stdout = (
+        sys.stdout,
+        sys.stderr,
+    )  # what else is printed does not disturb the answers
     import evenclip
 
     assert evenclip.__file__ is not None
@@ -84,7 +103,10 @@ def child(task: dict[str, Any]) -> None:
     from _ways import Setup, loop
 
     prepare_torch(task["threads"], "cpu", tf32=False)
-    setup, clock = Setup(task["model"], task["batch"]), time.process_time if task["cpu_time"] else time.perf_counter
+    setup, clock = (
+        Setup(task["model"], task["batch"]),
+        time.process_time if task["cpu_time"] else time.perf_counter,
+    )
     loops = {}
     for line in sys.stdin:
         asked = json.loads(line)
@@ -104,17 +126,33 @@ def child(task: dict[str, Any]) -> None:
 def measured(model: str, before: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
     """One network: a row for its plain step, and one for the compiled step where there is one."""
     ways = ["plain SGD", "evenclip", *(["evenclip compiled"] if model in COMPILED else [])]
-    task = {"model": model, "batch": _BATCH, "threads": given.threads, "turn": given.turn, "cpu_time": given.cpu_time}
-    seconds: dict[str, dict[str, list[float]]] = {which: {way: [] for way in ways} for which in ("before", "after")}
+    task = {
+        "model": model,
+        "batch": _BATCH,
+        "threads": given.threads,
+        "turn": given.turn,
+        "cpu_time": given.cpu_time,
+    }
+    seconds: dict[str, dict[str, list[float]]] = {
+        which: {way: [] for way in ways} for which in ("before", "after")
+    }
     with ExitStack() as stack:
-        trees = {which: stack.enter_context(Tree(root, task)) for which, root in (("before", before), ("after", AFTER))}
+        trees = {
+            which: stack.enter_context(Tree(root, task))
+            for which, root in (("before", before), ("after", AFTER))
+        }
         # The same number of steps in both, so that both include as many ends of an epoch.
-        steps = {way: int(max(tree.ask({"do": "start", "way": way}) for tree in trees.values())) for way in ways}
+        steps = {
+            way: int(max(tree.ask({"do": "start", "way": way}) for tree in trees.values()))
+            for way in ways
+        }
         for done in range(given.rounds):
             order = list(trees) if done % 2 else list(trees)[::-1]
             for way in ways:
                 for which in order:
-                    seconds[which][way].append(trees[which].ask({"do": "turn", "way": way, "steps": steps[way]}))
+                    seconds[which][way].append(
+                        trees[which].ask({"do": "turn", "way": way, "steps": steps[way]})
+                    )
     control = spread(ratios(seconds["after"]["plain SGD"], seconds["before"]["plain SGD"]))
     return [
         {
@@ -122,9 +160,15 @@ def measured(model: str, before: Path, given: argparse.Namespace) -> list[dict[s
             "way": way,
             "ms": {which: 1e3 * spread(found[way])[1] for which, found in seconds.items()},
             "ratio": spread(ratios(seconds["after"][way], seconds["before"][way])),
-            **{which: spread(ratios(found[way], found["plain SGD"])) for which, found in seconds.items()},
+            **{
+                which: spread(ratios(found[way], found["plain SGD"]))
+                for which, found in seconds.items()
+            },
             "plain SGD": control,
-            "rounds": {which: {name: found[name] for name in ("plain SGD", way)} for which, found in seconds.items()},
+            "rounds": {
+                which: {name: found[name] for name in ("plain SGD", way)}
+                for which, found in seconds.items()
+            },
         }
         for way in ways[1:]
     ]
@@ -147,7 +191,9 @@ def main() -> None:
     parser = arguments(__doc__ or "", rounds=15)
     parser.add_argument("--before", type=Path, help="another checkout of evenclip")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--cpu-time", action="store_true", help="processor time instead of the wall clock")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="processor time instead of the wall clock"
+    )
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
@@ -164,7 +210,9 @@ def main() -> None:
     for model in given.models:
         rows += measured(model, before, given)
         print(table(rows[-2:] if model in COMPILED else rows[-1:]) + "\n", flush=True)
-        save("before-after", given, {"before": commit(before), "after": commit(AFTER), "rows": rows})
+        save(
+            "before-after", given, {"before": commit(before), "after": commit(AFTER), "rows": rows}
+        )
     print(
         "before, after: ratio to plain SGD within a round, median. after ÷ before: median and\n"
         "quartiles. control: plain SGD, after ÷ before; 1 in a quiet run."

@@ -1,12 +1,13 @@
 """Wall-clock of whole comparisons as a user runs them.
 
-    python benchmarks/compare.py [--what demo adult dutch mnist] [--device cpu|cuda] [--seeds 5] [--rounds 3]
-                                 [--data-dir FOLDER] [--quick] [--out FILE]
+    python benchmarks/compare.py [--what demo adult dutch mnist] [--device cpu|cuda] [--seeds 5]
+                                 [--rounds 3] [--data-dir FOLDER] [--quick] [--out FILE]
 
-Each is `evenclip compare NAME --seeds N` in a process of its own with an empty EVENCLIP_CACHE, start of Python
-included; "demo" is what `make demo` runs. A dataset without its files is left out, with the reason. On a CPU the speed
-of a matrix product on all cores at once is measured before and after each command: other load on the machine can cost a
-third of it. Writes benchmarks/results/compare.json (compare-cuda.json) with the environment.
+Each is `evenclip compare NAME --seeds N` in a process of its own with an empty EVENCLIP_CACHE,
+start of Python included; "demo" is what `make demo` runs. A dataset without its files is left out,
+with the reason. On a CPU the speed of a matrix product on all cores at once is measured before and
+after each command: other load on the machine can cost a third of it. Writes
+benchmarks/results/compare.json (compare-cuda.json) with the environment.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ def seconds(words: list[str], data: Path | None) -> float:
 def speed() -> float:
     """GFLOP/s of a product on a core, all of them busy with one: the mean."""
     cores = len(os.sched_getaffinity(0))
-    begun = [subprocess.Popen([sys.executable, "-c", _PRODUCTS], stdout=subprocess.PIPE) for _ in range(cores)]
+    begun = [
+        subprocess.Popen([sys.executable, "-c", _PRODUCTS], stdout=subprocess.PIPE)
+        for _ in range(cores)
+    ]
     found = [float(process.communicate()[0]) for process in begun]
     return sum(found) / len(found)
 
@@ -103,16 +107,22 @@ def lacks(what: str, given: argparse.Namespace) -> str | None:
 def table(found: list[dict[str, Any]], skipped: dict[str, str]) -> str:
     """Readable at 80 columns."""
     lines = [f"{row['command'][:59]:<60}{row['seconds']:>10.1f}" for row in found]
-    return "\n".join([f"{'':<60}{'s':>10}", *lines, *(f"{what}: {why}"[:80] for what, why in skipped.items())])
+    return "\n".join(
+        [f"{'':<60}{'s':>10}", *lines, *(f"{what}: {why}"[:80] for what, why in skipped.items())]
+    )
 
 
 def main() -> None:
     """Measure, print, keep."""
     parser = arguments(__doc__ or "", rounds=3)
     names = ("demo", "adult", "dutch", "mnist", "celeba")
-    parser.add_argument("--what", nargs="+", choices=names, help="which; without it all that suit the device")
+    parser.add_argument(
+        "--what", nargs="+", choices=names, help="which; without it all that suit the device"
+    )
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--data-dir", type=Path, help="where files of datasets are, instead of EVENCLIP_DATA")
+    parser.add_argument(
+        "--data-dir", type=Path, help="where files of datasets are, instead of EVENCLIP_DATA"
+    )
     given = parser.parse_args()
     if given.quick:
         given.rounds, given.seeds = 1, min(given.seeds, 2)

@@ -1,10 +1,12 @@
 """Seconds of one full look at a step's risk (audit/decomposition), beside an epoch of plain SGD.
 
-    python benchmarks/diagnostics.py [--rounds 3] [--probes 100] [--device cpu|cuda] [--quick] [--out FILE]
+    python benchmarks/diagnostics.py [--rounds 3] [--probes 100] [--device cpu|cuda] [--quick]
+    [--out FILE]
 
-Adult's shape: 23,484 samples in two groups, the MLP, the whole training set, as many random signs for the trace as the
-paper takes. "one by one" has the same products a vector at a time by differentiating twice, on a few vectors and
-scaled up. All take turns in one process. Writes benchmarks/results/diagnostics.json with the environment.
+Adult's shape: 23,484 samples in two groups, the MLP, the whole training set, as many random signs
+for the trace as the paper takes. "one by one" has the same products a vector at a time by
+differentiating twice, on a few vectors and scaled up. All take turns in one process. Writes
+benchmarks/results/diagnostics.json with the environment.
 """
 
 from __future__ import annotations
@@ -51,9 +53,15 @@ def look(device: str, samples: tuple[torch.Tensor, ...], probes: int) -> None:
     """One step of training that is looked at."""
     observer = RiskTerms(samples, 0.01, probes=probes, every=1)
     evenclip.fit(
-        CASES["adult"].make(0).to(device), samples, rule=evenclip.DPSGD(C0=0.5), batch_size=256, steps=1, lr=0.01,
-        seed=0, observers=[observer],
-    )  # fmt: skip
+        CASES["adult"].make(0).to(device),
+        samples,
+        rule=evenclip.DPSGD(C0=0.5),
+        batch_size=256,
+        steps=1,
+        lr=0.01,
+        seed=0,
+        observers=[observer],
+    )
 
 
 def one_by_one(device: str, samples: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -1,13 +1,15 @@
-"""What a step has to compute and to move, counted from the model's shapes, and the time that this takes at the least.
+"""What a step has to compute and to move, counted from the model's shapes, and the time that this
+takes at the least.
 
-    python benchmarks/floor.py [--models adult mnist] [--batch 256] [--device cpu|cuda] [--threads 2]
-                               [--rounds 9] [--quick] [--out FILE]
+    python benchmarks/floor.py [--models adult mnist] [--batch 256] [--device cpu|cuda] [--threads
+                               2] [--rounds 9] [--quick] [--out FILE]
 
-Each part of a step has a number of floating-point operations and of bytes; its floor is the longer of the two at the
-speeds of this machine, measured on the spot: a product of two large matrices, and a copy as large as what the step
-works on. A float32 is 4 bytes, every tensor is written once and read once by each part that uses it, and nothing is
-assumed to be fused. The noise is counted as operations like any other, though logarithms and cosines take longer.
-Writes benchmarks/results/floor.json (floor-cuda.json) with the environment.
+Each part of a step has a number of floating-point operations and of bytes; its floor is the longer
+of the two at the speeds of this machine, measured on the spot: a product of two large matrices, and
+a copy as large as what the step works on. A float32 is 4 bytes, every tensor is written once and
+read once by each part that uses it, and nothing is assumed to be fused. The noise is counted as
+operations like any other, though logarithms and cosines take longer. Writes
+benchmarks/results/floor.json (floor-cuda.json) with the environment.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from _ways import Setup, loop
 from torch import Tensor, nn
 
 _FLOAT = 4
-# Operations for a number of noise: 80 for a block of Philox (20 products, 40 XORs, 20 sums), which makes eight numbers;
-# logarithm, root, sine and cosine of a pair, some 20 each.
+# Operations for a number of noise: 80 for a block of Philox (20 products, 40 XORs, 20 sums), which
+# makes eight numbers; logarithm, root, sine and cosine of a pair, some 20 each.
 _NOISE = 80 / 8 + 4 * 20 / 2
 PARTS = ("gather", "forward", "backward", "norms", "weighted sums", "noise", "update")
 PLAIN = ("gather", "forward", "backward", "weight gradients", "update")
@@ -40,7 +42,8 @@ class Layer(NamedTuple):
         module: the layer.
         a: numbers that go in.
         o: numbers that come out.
-        products: multiplications and additions of its matrix product, 0 for a layer without parameters.
+        products: multiplications and additions of its matrix product, 0 for a layer without
+            parameters.
         P: its parameters.
     """
 
@@ -52,7 +55,9 @@ class Layer(NamedTuple):
 
     @property
     def is_formed(self) -> bool:
-        """Whether every sample's gradient is formed: convolutions that have fewer parameters than activations."""
+        """Whether every sample's gradient is formed: convolutions that have fewer parameters than
+        activations.
+        """
         return isinstance(self.module, nn.Conv2d)
 
 
@@ -101,7 +106,9 @@ def layers(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
         elif not P:
             products = 0
         else:
-            raise ValueError(f"{module} is not counted here; choose among dutch, adult, mnist and celeba.")
+            raise ValueError(
+                f"{module} is not counted here; choose among dutch, adult, mnist and celeba."
+            )
         found.append(Layer(module, a, o, products, P))
 
     for module in model.modules():
@@ -190,7 +197,9 @@ def measured(setup: Setup, rounds: int, turn: float) -> dict[str, Any]:
     makes = {way: partial(loop, way, setup) for way in ("plain SGD", "evenclip")}
     found = interleaved(makes, rounds=rounds, seconds=turn, device=setup.device)
     floors = {
-        way: {name: 1e3 * max(part.flops / flops, part.bytes / moved) for name, part in parts.items()}
+        way: {
+            name: 1e3 * max(part.flops / flops, part.bytes / moved) for name, part in parts.items()
+        }
         for way, parts in (("plain SGD", total.plain), ("evenclip", total.private))
     }
     times = {way: spread(each)[1] for way, each in found.seconds.items()}
@@ -205,7 +214,9 @@ def measured(setup: Setup, rounds: int, turn: float) -> dict[str, Any]:
         "floor": floors["evenclip"],
         "plain floor": floors["plain SGD"],
         "ms": {way: 1e3 * each for way, each in times.items()},
-        "ratio": spread(ratios(found.seconds["evenclip"], found.seconds["plain SGD"]))[1] if both else None,
+        "ratio": spread(ratios(found.seconds["evenclip"], found.seconds["plain SGD"]))[1]
+        if both
+        else None,
         "failed": found.failed,
     }
 
@@ -218,21 +229,28 @@ def table(found: dict[str, Any]) -> str:
         f"{'':<24}{'MFLOP':>10}{'MB':>10}{'floor, ms':>12}",
     ]
     for part, floor in found["floor"].items():
-        lines.append(f"  {part:<22}{found['MFLOP'][part]:>10.1f}{found['MB'][part]:>10.2f}{floor:>12.3f}")
+        lines.append(
+            f"  {part:<22}{found['MFLOP'][part]:>10.1f}{found['MB'][part]:>10.2f}{floor:>12.3f}"
+        )
     for way, floors in (("plain SGD", found["plain floor"]), ("evenclip", found["floor"])):
         floor, ms = sum(floors.values()), found["ms"].get(way)
         took = "not measured" if ms is None else f"took {ms:.3f} ms, {ms / floor:.1f}×"
         lines.append(f"  {way + ', all':<42}{floor:>12.3f}   {took}")
     quotient = sum(found["floor"].values()) / sum(found["plain floor"].values())
     ratio = "-" if found["ratio"] is None else f"{found['ratio']:.2f}"
-    return "\n".join([*lines, f"  ratio to plain SGD: {quotient:.2f} by the floors, {ratio} measured"])
+    return "\n".join(
+        [*lines, f"  ratio to plain SGD: {quotient:.2f} by the floors, {ratio} measured"]
+    )
 
 
 def main() -> None:
     """Count, measure, print, keep."""
     parser = arguments(__doc__ or "", rounds=9)
     parser.add_argument(
-        "--models", nargs="+", default=["adult", "mnist"], choices=["dutch", "adult", "mnist", "celeba"]
+        "--models",
+        nargs="+",
+        default=["adult", "mnist"],
+        choices=["dutch", "adult", "mnist", "celeba"],
     )
     parser.add_argument("--batch", type=int, default=256)
     given = parser.parse_args()

@@ -1,9 +1,11 @@
-"""Fill the tables of the README, docs/performance.md and docs/scale.md from benchmarks/results/*.json.
+"""Fill the tables of the README, docs/performance.md and docs/scale.md from
+benchmarks/results/*.json.
 
     python benchmarks/page.py [--check] [--results FOLDER] [--pages FILE ...]
 
-The text between `<!-- NAME -->` and `<!-- /NAME -->` is replaced by the table of that name. Where a result is missing,
-the command that makes it is printed instead. --check changes nothing and fails if a page differs from the results.
+The text between `<!-- NAME -->` and `<!-- /NAME -->` is replaced by the table of that name. Where a
+result is missing, the command that makes it is printed instead. --check changes nothing and fails
+if a page differs from the results.
 """
 
 from __future__ import annotations
@@ -17,13 +19,28 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PAGES = [HERE.parent / "docs" / "performance.md", HERE.parent / "docs" / "scale.md", HERE.parent / "README.md"]
+PAGES = [
+    HERE.parent / "docs" / "performance.md",
+    HERE.parent / "docs" / "scale.md",
+    HERE.parent / "README.md",
+]
 TITLES = {
-    "dutch": "Dutch, 120 parameters", "adult": "Adult, MLP 256-256", "mnist": "MNIST, CNN", "celeba": "CelebA, CNN",
-    "vit": "transformer", "lstm": "LSTM",
-}  # fmt: skip
+    "dutch": "Dutch, 120 parameters",
+    "adult": "Adult, MLP 256-256",
+    "mnist": "MNIST, CNN",
+    "celeba": "CelebA, CNN",
+    "vit": "transformer",
+    "lstm": "LSTM",
+}
 
-WAYS = ("plain SGD", "plain compiled", "evenclip", "evenclip compiled", "Opacus ghost", "Opacus hooks")
+WAYS = (
+    "plain SGD",
+    "plain compiled",
+    "evenclip",
+    "evenclip compiled",
+    "Opacus ghost",
+    "Opacus hooks",
+)
 
 Found = dict[str, Any]
 
@@ -38,7 +55,13 @@ def number(value: float | None) -> str:
     """Three digits; a dash for nothing."""
     if value is None:
         return "–"
-    return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}" if abs(value) < 100 else f"{value:,.0f}"
+    return (
+        f"{value:.2f}"
+        if abs(value) < 10
+        else f"{value:.1f}"
+        if abs(value) < 100
+        else f"{value:,.0f}"
+    )
 
 
 def machines(*files: Found) -> str:
@@ -51,7 +74,9 @@ def _machine(about: Found) -> str:
     words = [where, f"torch {about['torch']}", f"Python {about['python']}"]
     words += [f"Opacus {about['opacus']}"] if about.get("opacus") else []
     words += [f"commit {about['commit']}"] if about.get("commit") else []
-    return "Measured on " + ", ".join(words) + (f" ({about['date']})." if about.get("date") else ".")
+    return (
+        "Measured on " + ", ".join(words) + (f" ({about['date']})." if about.get("date") else ".")
+    )
 
 
 def step_table(*files: Found) -> str:
@@ -63,7 +88,11 @@ def step_table(*files: Found) -> str:
         + [number(row["ratio"].get(way)) for way in WAYS[1:]]
         for row in rows
     ]
-    dash = "A dash: not measured or not possible; the reason is in the file. " if any(r["failed"] for r in rows) else ""
+    dash = (
+        "A dash: not measured or not possible; the reason is in the file. "
+        if any(r["failed"] for r in rows)
+        else ""
+    )
     return f"{grid(head, lines)}\n\n{dash}{machines(*files)}"
 
 
@@ -83,7 +112,9 @@ def memory_table(found: Found) -> str:
     lines = [
         [TITLES[row["model"]], str(row["batch"])]
         + [
-            f"{number(row['MiB'].get(way))} / {number(row['held'].get(way))}" if way in row["MiB"] else "–"
+            f"{number(row['MiB'].get(way))} / {number(row['held'].get(way))}"
+            if way in row["MiB"]
+            else "–"
             for way in WAYS
         ]
         for row in found["rows"]
@@ -96,7 +127,9 @@ def scaling_table(found: Found) -> str:
     lines = []
     for axis in found["axes"]:
         ms, points = axis["ms"], list(axis["ms"])
-        shown = ", ".join(f"{int(point):,}: {number(ms[point] / ms[points[0]])}" for point in points)
+        shown = ", ".join(
+            f"{int(point):,}: {number(ms[point] / ms[points[0]])}" for point in points
+        )
         lines.append([f"{axis['what']} ({axis['where']})", number(ms[points[0]]), shown])
     head = ["what grows", "ms at the first", "ratio to the first"]
     return f"{grid(head, lines)}\n\n{machines(found)}"
@@ -104,18 +137,33 @@ def scaling_table(found: Found) -> str:
 
 def command_table(*files: Found) -> str:
     """Whole commands."""
-    lines = [[f"`{row['command']}`", number(row["seconds"])] for found in files for row in found["rows"]]
+    lines = [
+        [f"`{row['command']}`", number(row["seconds"])] for found in files for row in found["rows"]
+    ]
     return f"{grid(['command', 's'], lines)}\n\n{machines(*files)}"
 
 
 def parquet_table(found: Found) -> str:
-    """A file beside the memory, and items by their readers; rates as ratios to the last and to no reader."""
+    """A file beside the memory, and items by their readers; rates as ratios to the last and to no
+    reader.
+    """
     rows = []
     for row in found["rows"]:
         for name, way in row["ways"].items():
-            figures = [number(way[key]) for key in ("open", "train", "cpu", "rows/s", "ratio", "peak")]
+            figures = [
+                number(way[key]) for key in ("open", "train", "cpu", "rows/s", "ratio", "peak")
+            ]
             rows.append([f"{row.get('model', 'items')}, {name}", f"{row['batch']:,}", *figures])
-    head = ["", "batch", "until the first step, s", "the epoch, s", "CPU, s", "rows/s", "ratio", "peak, MiB"]
+    head = [
+        "",
+        "batch",
+        "until the first step, s",
+        "the epoch, s",
+        "CPU, s",
+        "rows/s",
+        "ratio",
+        "peak, MiB",
+    ]
     file = f"The file: {found['file']['rows']:,} rows, {found['file']['MiB']:.0f} MiB."
     return f"{grid(head, rows)}\n\n{file} {machines(found)}"
 
@@ -133,19 +181,25 @@ def before_after_table(found: Found) -> str:
     return f"{grid(head, lines)}\n\n{commits} {machines(found)}"
 
 
-# Name of each table -> the files it is made from, the function that makes it, and the command that writes the files.
+# Name of each table -> the files it is made from, the function that makes it, and the command that
+# writes the files.
 TABLES: dict[str, tuple[str, Callable[..., str], str]] = {
     "step": ("step.json", step_table, "step.py"),
     "step-short": ("step.json", short_table, "step.py"),
     "step-others": (
         "step-batches.json step-others.json",
         step_table,
-        "step.py --models dutch adult mnist --batch 64 1024 4096 --out benchmarks/results/step-batches.json; "
+        "step.py --models dutch adult mnist --batch 64 1024 4096 --out "
+        "benchmarks/results/step-batches.json; "
         "python benchmarks/step.py --models vit lstm --out benchmarks/results/step-others.json",
     ),
     "memory": ("step.json", memory_table, "step.py"),
     "scaling": ("scaling.json", scaling_table, "scaling.py"),
-    "commands": ("compare.json paper.json", command_table, "compare.py; python benchmarks/paper.py"),
+    "commands": (
+        "compare.json paper.json",
+        command_table,
+        "compare.py; python benchmarks/paper.py",
+    ),
     "parquet": ("parquet.json", parquet_table, "parquet.py"),
     "before-after": ("before-after.json", before_after_table, "before_after.py --before CHECKOUT"),
 }
@@ -168,7 +222,10 @@ def filled(text: str, results: Path) -> str:
     """
     for name in re.findall(r"<!-- ([\w-]+) -->", text):
         if name not in TABLES:
-            raise ValueError(f"The page has the mark {name!r}, which is no table; tables are {', '.join(TABLES)}.")
+            raise ValueError(
+                f"The page has the mark {name!r}, which is no table; tables are "
+                f"{', '.join(TABLES)}."
+            )
         between = re.compile(rf"<!-- {name} -->.*?<!-- /{name} -->", re.DOTALL)
         new = f"<!-- {name} -->\n{table(name, results)}\n<!-- /{name} -->"
         text = between.sub(lambda _, new=new: new, text)  # type: ignore[misc]

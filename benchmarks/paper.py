@@ -3,9 +3,9 @@
     python benchmarks/paper.py [--what adult dutch ...] [--device cpu|cuda] [--tf32] [--seeds 5]
                                [--data-dir FOLDER] [--keep FOLDER] [--out FILE]
 
-Each is `evenclip paper table NAME` in a process of its own, in an empty folder (or in --keep, where the tables stay),
-start of Python included; diagnostics are not a part of it. A table whose
-data is not there is left out, and said. The authors report four days on one GPU for all of it. Writes
+Each is `evenclip paper table NAME` in a process of its own, in an empty folder (or in --keep, where
+the tables stay), start of Python included; diagnostics are not a part of it. A table whose data is
+not there is left out, and said. The authors report four days on one GPU for all of it. Writes
 benchmarks/results/paper.json (paper-cuda.json) with the environment.
 """
 
@@ -38,7 +38,9 @@ def seconds(words: list[str], data: Path | None, keep: Path | None) -> float:
         words = [*words, "--out", f"{folder}/paper" if keep is None else str(keep)]
         words += [] if data is None else ["--data-dir", str(data)]
         started = time.perf_counter()
-        done = subprocess.run([*_COMMAND, *words], env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*_COMMAND, *words], env=env, capture_output=True, text=True, check=False
+        )
         took = time.perf_counter() - started
     if done.returncode:
         said = done.stderr.strip().splitlines()
@@ -52,9 +54,13 @@ def main() -> None:
     usual = ["adult", "adult-matched", "dutch", "dutch-matched"]
     parser.add_argument("--what", nargs="+", choices=list(TABLES), default=usual)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--data-dir", type=Path, help="where files of datasets are, instead of EVENCLIP_DATA")
+    parser.add_argument(
+        "--data-dir", type=Path, help="where files of datasets are, instead of EVENCLIP_DATA"
+    )
     parser.add_argument("--tf32", action="store_true", help="on a GPU, operands of 11 bits")
-    parser.add_argument("--keep", type=Path, help="folder for the tables; runs that it has are not trained again")
+    parser.add_argument(
+        "--keep", type=Path, help="folder for the tables; runs that it has are not trained again"
+    )
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     skipped = {}

@@ -1,10 +1,12 @@
-"""Training on a Parquet file by row group, beside the same rows in memory; and on items that take Python long to make.
+"""Training on a Parquet file by row group, beside the same rows in memory; and on items that take
+Python long to make.
 
-    python benchmarks/parquet.py [--rows 5000000] [--batches 256 4096] [--memory MiB ...] [--rounds 3] [--quick]
-                                 [--out FILE]
+    python benchmarks/parquet.py [--rows 5000000] [--batches 256 4096] [--memory MiB ...] [--rounds
+                                 3] [--quick] [--out FILE]
 
-The file has 20 columns of float32, three of text and a class, in row groups of 131,072 rows, and is made in a temporary
-folder, which is removed. Every way trains one epoch in a process of its own, and they take turns:
+The file has 20 columns of float32, three of text and a class, in row groups of 131,072 rows, and is
+made in a temporary folder, which is removed. Every way trains one epoch in a process of its own,
+and they take turns:
 
     open    seconds until the first step: for the file one pass in which every row is checked, for the table reading and
             encoding it
@@ -12,8 +14,8 @@ folder, which is removed. Every way trains one epoch in a process of its own, an
     cpu     seconds that all threads of the process computed in the epoch, which others on the machine change little
     peak    the process's highest resident size, torch, pandas and pyarrow included
 
-"Items" is a map-style dataset of 3×64×64 images that are unpacked from zlib when they are read, by 0, 1 and 2 readers.
-Writes benchmarks/results/parquet.json with the environment.
+"Items" is a map-style dataset of 3×64×64 images that are unpacked from zlib when they are read, by
+0, 1 and 2 readers. Writes benchmarks/results/parquet.json with the environment.
 """
 
 from __future__ import annotations
@@ -43,15 +45,23 @@ VALUES = {
     "sex": ["f", "m"],
     "repaid": ["no", "yes"],
 }
-MODELS = {"linear": lambda features: nn.Linear(features, 2), "mlp": lambda features: evenclip.models.mlp(features, 2)}
+MODELS = {
+    "linear": lambda features: nn.Linear(features, 2),
+    "mlp": lambda features: evenclip.models.mlp(features, 2),
+}
 SECONDS = 1800.0
 FIGURES = ("open", "train", "cpu", "rows/s", "peak")
 
 
 def schema() -> dict[str, Any]:
     """What is public about the columns."""
-    numbers = {f"x{i:02d}": {"kind": "number", "range": [-4, 4], "missing": False} for i in range(NUMBERS)}
-    texts = {name: {"kind": "category", "values": values, "missing": False} for name, values in VALUES.items()}
+    numbers = {
+        f"x{i:02d}": {"kind": "number", "range": [-4, 4], "missing": False} for i in range(NUMBERS)
+    }
+    texts = {
+        name: {"kind": "category", "values": values, "missing": False}
+        for name, values in VALUES.items()
+    }
     return {"evenclip_schema": 1, "columns": {**numbers, **texts}}
 
 
@@ -64,9 +74,13 @@ def write(path: Path, rows: int) -> None:
     writer = None
     for start in range(0, rows, ROW_GROUP):
         n = min(ROW_GROUP, rows - start)
-        columns: dict[str, Any] = {f"x{i:02d}": random.standard_normal(n, np.float32) for i in range(NUMBERS)}
+        columns: dict[str, Any] = {
+            f"x{i:02d}": random.standard_normal(n, np.float32) for i in range(NUMBERS)
+        }
         codes = {name: random.integers(0, len(values), n) for name, values in VALUES.items()}
-        codes["repaid"] = (columns["x00"] + columns["x01"] + random.standard_normal(n) > 0).astype(np.int64)
+        codes["repaid"] = (columns["x00"] + columns["x01"] + random.standard_normal(n) > 0).astype(
+            np.int64
+        )
         columns |= {name: pa.array(np.array(VALUES[name])[code]) for name, code in codes.items()}
         table = pa.table(columns)
         writer = writer or pq.ParquetWriter(path, table.schema)
@@ -82,7 +96,9 @@ def opened(task: dict[str, Any]) -> Any:
     """The data as this way has them."""
     if task["way"] == "items":
         return MapDataset(Items(task["rows"]))
-    data = parquet(task["path"], target="repaid", group="sex", schema=schema(), memory=task["memory"] * 2**20)
+    data = parquet(
+        task["path"], target="repaid", group="sex", schema=schema(), memory=task["memory"] * 2**20
+    )
     if task["way"] == "file":
         return data
     import pandas as pd
@@ -101,7 +117,9 @@ def epoch(task: dict[str, Any]) -> dict[str, float]:
     if task["way"] == "items":
         model: nn.Module = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64 * 64, 2))
     else:
-        model = MODELS[task["model"]](NUMBERS + sum(len(VALUES[name]) for name in ("job", "region", "sex")))
+        model = MODELS[task["model"]](
+            NUMBERS + sum(len(VALUES[name]) for name in ("job", "region", "sex"))
+        )
     run = evenclip.prepare(
         model, data, rule=evenclip.DPSGDGlobalAdapt(), batch_size=task["batch"], lr=0.1, seed=0,
         performance=evenclip.Performance(readers=task.get("readers", 0)),
@@ -126,7 +144,9 @@ class Items(torch.utils.data.Dataset[Any]):
 
     def __init__(self, n: int) -> None:
         random = np.random.default_rng(0)
-        images = [np.repeat(random.integers(0, 255, (3, 64, 16), np.uint8), 4, axis=2) for _ in range(64)]
+        images = [
+            np.repeat(random.integers(0, 255, (3, 64, 16), np.uint8), 4, axis=2) for _ in range(64)
+        ]
         self._packed, self._n = [zlib.compress(image.tobytes()) for image in images], n
 
     def __len__(self) -> int:
@@ -146,7 +166,9 @@ def compared(path: Path, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for model in given.models:
         for batch in given.batches:
             common = {"path": str(path), "model": model, "batch": batch, "threads": given.threads}
-            ways = {f"file, {mib} MiB": {**common, "way": "file", "memory": mib} for mib in given.memory}
+            ways = {
+                f"file, {mib} MiB": {**common, "way": "file", "memory": mib} for mib in given.memory
+            }
             ways["memory"] = {**common, "way": "memory", "memory": 1}
             yield {"model": model, "batch": batch, **taken_in_turn(ways, given.rounds, "memory")}
 
@@ -159,7 +181,9 @@ def items(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def taken_in_turn(ways: dict[str, dict[str, Any]], rounds: int, to: str) -> dict[str, Any]:
-    """Every way in every round; medians, and the ratio of the rates to those of one way, round by round."""
+    """Every way in every round; medians, and the ratio of the rates to those of one way, round by
+    round.
+    """
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, task in ways.items():
@@ -167,7 +191,11 @@ def taken_in_turn(ways: dict[str, dict[str, Any]], rounds: int, to: str) -> dict
             if "error" in measured:
                 raise RuntimeError(f"{name}: {measured['error']}")
             found[name].append(measured)
-            print(f"  {name}: {json.dumps({key: round(value, 2) for key, value in measured.items()})}", flush=True)
+            print(
+                f"  {name}: "
+                f"{json.dumps({key: round(value, 2) for key, value in measured.items()})}",
+                flush=True,
+            )
     sums = {measured["sum"] for every in found.values() for measured in every}
     rates = {name: [measured["rows/s"] for measured in every] for name, every in found.items()}
     return {
@@ -185,11 +213,15 @@ def taken_in_turn(ways: dict[str, dict[str, Any]], rounds: int, to: str) -> dict
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Readable at 80 columns."""
-    lines = [f"{'':<34}{'open, s':>8}{'train, s':>9}{'cpu, s':>7}{'rows/s':>9}{'ratio':>6}{'MiB':>6}"]
+    lines = [
+        f"{'':<34}{'open, s':>8}{'train, s':>9}{'cpu, s':>7}{'rows/s':>9}{'ratio':>6}{'MiB':>6}"
+    ]
     for row in rows:
         for name, way in row["ways"].items():
             label = f"{row.get('model', 'items')}, batch {row['batch']}: {name}"
-            figures = f"{way['open']:>8.1f}{way['train']:>9.1f}{way['cpu']:>7.1f}{way['rows/s']:>9.0f}"
+            figures = (
+                f"{way['open']:>8.1f}{way['train']:>9.1f}{way['cpu']:>7.1f}{way['rows/s']:>9.0f}"
+            )
             lines.append(f"{label:<34}{figures}{way['ratio']:>6.2f}{way['peak']:>6.0f}")
     return "\n".join(lines)
 
@@ -203,8 +235,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=5_000_000)
     parser.add_argument("--items", type=int, default=50_000)
     parser.add_argument("--batches", type=int, nargs="+", default=[256, 4096])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["linear"], help="linear: reading shows most")
-    parser.add_argument("--memory", type=int, nargs="+", default=[512], help="MiB for the rows of batches under way")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=["linear"], help="linear: reading shows most"
+    )
+    parser.add_argument(
+        "--memory", type=int, nargs="+", default=[512], help="MiB for the rows of batches under way"
+    )
     given = parser.parse_args()
     if given.quick:
         given.rounds, given.rows, given.items = 1, min(given.rows, 300_000), min(given.items, 5000)
@@ -216,7 +252,11 @@ def main() -> None:
         rows = list(compared(path, given))
     rows.append(items(given))
     print("\n" + table(rows))
-    save("parquet", given, {"file": {"rows": given.rows, "MiB": size / 2**20, "row group": ROW_GROUP}, "rows": rows})
+    save(
+        "parquet",
+        given,
+        {"file": {"rows": given.rows, "MiB": size / 2**20, "row group": ROW_GROUP}, "rows": rows},
+    )
 
 
 if __name__ == "__main__":

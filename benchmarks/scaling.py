@@ -3,8 +3,8 @@
     python benchmarks/scaling.py [--axes samples batch parameters groups] [--device cpu|cuda]
                                  [--compiled] [--rounds 9] [--threads 2] [--quick] [--out FILE]
 
-The points of an axis take turns within a round; ratios are to the first point, taken within rounds. Writes
-benchmarks/results/scaling.json (scaling-cuda.json) with the environment.
+The points of an axis take turns within a round; ratios are to the first point, taken within rounds.
+Writes benchmarks/results/scaling.json (scaling-cuda.json) with the environment.
 """
 
 from __future__ import annotations
@@ -32,9 +32,15 @@ BATCH = 256
 
 
 def run_of(
-    case: str, device: str, compile: bool, *, n: int | None = None, batch: int = BATCH, width: int = 256,
+    case: str,
+    device: str,
+    compile: bool,
+    *,
+    n: int | None = None,
+    batch: int = BATCH,
+    width: int = 256,
     groups: int | None = None,
-) -> Loop:  # fmt: skip
+) -> Loop:
     """One run: of so many samples, with such a batch, width of the MLP, or number of groups."""
     about = CASES[case] if n is None else replace(CASES[case], n=n)
     given: Any = data(about, batch if n is None else 1, device)
@@ -44,7 +50,15 @@ def run_of(
     model = mlp(hidden=(width, width)) if case == "adult" else about.make(0)
     performance = evenclip.Performance(compile=compile)
     run = evenclip.prepare(
-        model, given, rule=rule, epochs=10_000, batch_size=batch, lr=LR, seed=0, device=device, performance=performance
+        model,
+        given,
+        rule=rule,
+        epochs=10_000,
+        batch_size=batch,
+        lr=LR,
+        seed=0,
+        device=device,
+        performance=performance,
     )
     return steps(run)
 
@@ -53,18 +67,36 @@ def axes(device: str, compile: bool, quick: bool) -> dict[str, tuple[str, str, P
     """Name of each axis -> what it is, what is kept, and its points."""
     run: Callable[..., Loop] = partial(run_of, device=device, compile=compile)
     samples = [1_000, 10_000, 100_000, 1_000_000]
-    batches, widths, groups = [64, 256, 1024, 4096], [64, 128, 256, 512, 1024, 2048], [2, 4, 16, 64, 256]
+    batches, widths, groups = (
+        [64, 256, 1024, 4096],
+        [64, 128, 256, 512, 1024, 2048],
+        [2, 4, 16, 64, 256],
+    )
     if quick:
         samples, batches, widths, groups = samples[:2], batches[:2], widths[:2], groups[:2]
     return {
         "samples": ("samples", "Dutch", {n: partial(run, "dutch", n=n) for n in samples}),
-        "batch": ("batch size", "Adult's MLP", {b: partial(run, "adult", batch=b) for b in batches}),
-        "parameters": ("width of the MLP", "Adult", {w: partial(run, "adult", width=w) for w in widths}),
-        "groups": ("groups", "Dutch, DPSGD-F", {k: partial(run, "dutch", groups=k) for k in groups}),
+        "batch": (
+            "batch size",
+            "Adult's MLP",
+            {b: partial(run, "adult", batch=b) for b in batches},
+        ),
+        "parameters": (
+            "width of the MLP",
+            "Adult",
+            {w: partial(run, "adult", width=w) for w in widths},
+        ),
+        "groups": (
+            "groups",
+            "Dutch, DPSGD-F",
+            {k: partial(run, "dutch", groups=k) for k in groups},
+        ),
     }
 
 
-def measured(name: str, about: tuple[str, str, Points], given: argparse.Namespace, turn: float) -> dict[str, Any]:
+def measured(
+    name: str, about: tuple[str, str, Points], given: argparse.Namespace, turn: float
+) -> dict[str, Any]:
     """One axis."""
     what, where, points = about
     makes = {str(point): make for point, make in points.items()}
@@ -80,7 +112,9 @@ def measured(name: str, about: tuple[str, str, Points], given: argparse.Namespac
             for point, times in found.seconds.items()
             if first is not None
         },
-        "parameters": {str(w): sum(p.numel() for p in mlp(hidden=(w, w)).parameters()) for w in points}
+        "parameters": {
+            str(w): sum(p.numel() for p in mlp(hidden=(w, w)).parameters()) for w in points
+        }
         if name == "parameters"
         else {},
         "failed": found.failed,

@@ -1,17 +1,19 @@
-"""Step time and peak memory of private training beside plain SGD and Opacus, in one interleaved run.
+"""Step time and peak memory of private training beside plain SGD and Opacus, in one interleaved
+run.
 
     python benchmarks/step.py [--device cpu|cuda] [--models dutch adult mnist celeba vit lstm]
                               [--batch 64 256 1024 4096] [--rounds 15] [--threads 2] [--tf32]
                               [--budget 60] [--quick] [--out FILE]
 
-The whole step is timed as a user runs it; `_ways.py` lists what each way includes. The ways take turns within a round,
-so that other load on the machine affects all of them; ratios are taken within rounds, and their median and quartiles
-are printed. Peak memory is measured in a separate process; on a GPU, in one that finds everything in the compiler's
-cache, and that of the first, which compiles, is in the file too. A way that fails is a dash in the table, with the
-reason in the file, and does not stop the others.
+The whole step is timed as a user runs it; `_ways.py` lists what each way includes. The ways take
+turns within a round, so that other load on the machine affects all of them; ratios are taken within
+rounds, and their median and quartiles are printed. Peak memory is measured in a separate process;
+on a GPU, in one that finds everything in the compiler's cache, and that of the first, which
+compiles, is in the file too. A way that fails is a dash in the table, with the reason in the file,
+and does not stop the others.
 
-The compiler's cache is empty at the start: "first" is the time to the first step with compiling, then the same in a
-process that finds the cache filled.
+The compiler's cache is empty at the start: "first" is the time to the first step with compiling,
+then the same in a process that finds the cache filled.
 
 Writes benchmarks/results/step.json (step-cuda.json, step-cuda-tf32.json) with the environment.
 """
@@ -29,7 +31,17 @@ from typing import Any
 
 import torch
 from _cases import CASES, PAPER
-from _measure import arguments, in_child, interleaved, memory, prepare_torch, ratios, reason, save, spread
+from _measure import (
+    arguments,
+    in_child,
+    interleaved,
+    memory,
+    prepare_torch,
+    ratios,
+    reason,
+    save,
+    spread,
+)
 from _ways import WAYS, Setup, loop
 
 # Seconds that a process may take: a way's few steps for its memory, a model's whole row.
@@ -45,8 +57,9 @@ def row(setup: Setup, given: argparse.Namespace) -> dict[str, Any]:
     about = {**vars(setup), "threads": given.threads}
     with tempfile.TemporaryDirectory(prefix="compiled-") as cache:
         env = {"TORCHINDUCTOR_CACHE_DIR": cache}
-        # Memory first: a way that fails here takes no turn with the others. On a GPU the processes run side by side,
-        # since memory is counted by process; and twice, since compiling itself needs memory.
+        # Memory first: a way that fails here takes no turn with the others. On a GPU the processes
+        # run side by side, since memory is counted by process; and twice, since compiling itself
+        # needs memory.
         with ThreadPoolExecutor(1 if setup.device == "cpu" else len(WAYS)) as pool:
             look = partial(_look, about=about, env=env)
             peaks = cold = dict(zip(WAYS, pool.map(look, WAYS), strict=True))
@@ -54,8 +67,16 @@ def row(setup: Setup, given: argparse.Namespace) -> dict[str, Any]:
                 peaks = dict(zip(WAYS, pool.map(look, WAYS), strict=True))
         failed = {way: found["error"] for way, found in peaks.items() if "error" in found}
         left = [way for way in WAYS if way not in failed]
-        task = {"ways": left, "rounds": given.rounds, "turn": given.turn, "budget": given.budget, **about}
-        timed: dict[str, Any] = in_child(__file__, task, _ROW, env) if left else {"error": "nothing to measure"}
+        task = {
+            "ways": left,
+            "rounds": given.rounds,
+            "turn": given.turn,
+            "budget": given.budget,
+            **about,
+        }
+        timed: dict[str, Any] = (
+            in_child(__file__, task, _ROW, env) if left else {"error": "nothing to measure"}
+        )
     if "error" in timed:
         timed = {"seconds": {}, "first": {}, "failed": dict.fromkeys(left, timed["error"])}
     seconds = {way: timed["seconds"][way] for way in WAYS if way in timed["seconds"]}
@@ -68,7 +89,11 @@ def row(setup: Setup, given: argparse.Namespace) -> dict[str, Any]:
         "MiB": {way: found["MiB"] for way, found in peaks.items() if "MiB" in found},
         "held": {way: found["held"] for way, found in peaks.items() if "held" in found},
         "compiling": {way: found["MiB"] for way, found in cold.items() if "MiB" in found},
-        "first": {way: [found["first"], timed["first"].get(way)] for way, found in cold.items() if "first" in found},
+        "first": {
+            way: [found["first"], timed["first"].get(way)]
+            for way, found in cold.items()
+            if "first" in found
+        },
         "failed": failed | timed["failed"],
         "rounds": seconds,
     }
@@ -96,15 +121,22 @@ def compared(seconds: dict[str, list[float]]) -> dict[str, Any]:
     }
 
 
-def spread_to(seconds: dict[str, list[float]], reference: str) -> dict[str, tuple[float, float, float]]:
+def spread_to(
+    seconds: dict[str, list[float]], reference: str
+) -> dict[str, tuple[float, float, float]]:
     """Quartiles of the ratios to one way."""
     return {way: spread(ratios(found, seconds[reference])) for way, found in seconds.items()}
 
 
 def table(found: dict[str, Any]) -> str:
     """A row of the results, readable at 80 columns."""
-    title = f"{found['model']}, batch {found['batch']}, {found['device']}{', TF32' if found['tf32'] else ''}"
-    lines = [f"{title:<26}{'ms':>9}{'× plain':>9}{'quartiles':>13}{'× best':>8}{'MiB':>6}{'first s':>9}"]
+    title = (
+        f"{found['model']}, batch {found['batch']}, "
+        f"{found['device']}{', TF32' if found['tf32'] else ''}"
+    )
+    lines = [
+        f"{title:<26}{'ms':>9}{'× plain':>9}{'quartiles':>13}{'× best':>8}{'MiB':>6}{'first s':>9}"
+    ]
     for way in [*found["ms"], *(way for way in found["failed"] if way not in found["ms"])]:
         peak, (cold, warm) = found["MiB"].get(way), found["first"].get(way, (None, None))
         if way not in found["ms"]:
@@ -143,7 +175,13 @@ def child(task: dict[str, Any]) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats(setup.device)
         return memory(partial(loop, task["way"], setup), _STEPS, setup.device, there)
     makes = {way: partial(loop, way, setup) for way in task["ways"]}
-    found = interleaved(makes, rounds=task["rounds"], seconds=task["turn"], device=setup.device, budget=task["budget"])
+    found = interleaved(
+        makes,
+        rounds=task["rounds"],
+        seconds=task["turn"],
+        device=setup.device,
+        budget=task["budget"],
+    )
     return found._asdict()
 
 
@@ -152,8 +190,12 @@ def main() -> None:
     parser = arguments(__doc__ or "", rounds=15)
     parser.add_argument("--models", nargs="+", default=list(PAPER), choices=list(CASES))
     parser.add_argument("--batch", nargs="+", type=int, default=[256])
-    parser.add_argument("--tf32", action="store_true", help="on a GPU, operands of 11 bits on both sides")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds; a slower model has five rounds only")
+    parser.add_argument(
+        "--tf32", action="store_true", help="on a GPU, operands of 11 bits on both sides"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=60.0, help="seconds; a slower model has five rounds only"
+    )
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
@@ -172,7 +214,9 @@ def main() -> None:
         for batch in given.batch:
             rows.append(row(Setup(case, batch, given.device, given.tf32), given))
             print(table(rows[-1]) + "\n", flush=True)
-            save("step", given, {"rows": rows})  # what is measured is kept, whatever becomes of the rest
+            save(
+                "step", given, {"rows": rows}
+            )  # what is measured is kept, whatever becomes of the rest
     print(
         "ms: median step. × plain: ratio to plain SGD within a round, median and quartiles;\n"
         "× best: to the quickest plain way. MiB: peak of the steps. first: seconds to the\n"

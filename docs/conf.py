@@ -1,7 +1,8 @@
 """Sphinx: how the pages of this folder become a site (`make docs`).
 
-The pages are plain Markdown, so that they can be read on any Git host too. Links from them to files outside of this
-folder (`../results/paper/tables/adult.md`) stay as they are in the source; here they become downloads.
+The pages are plain Markdown, so that they can be read on any Git host too. Links from them to files
+outside of this folder (`../results/paper/tables/adult.md`) stay as they are in the source; here
+they become downloads.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ _log = logging.getLogger(__name__)
 
 
 def _downloads(app: Sphinx, name: str, source: list[str]) -> None:
-    """Links that lead out of this folder, as downloads; one that leads nowhere is a warning, which stops the build."""
+    """Links that lead out of this folder, as downloads; one that leads nowhere is a warning, which
+    stops the build.
+    """
     del app
 
     def replaced(found: re.Match[str]) -> str:
@@ -59,7 +62,12 @@ def _downloads(app: Sphinx, name: str, source: list[str]) -> None:
         target = HERE / path
         if target.is_dir():
             target = next(
-                (target / index for index in ("index.html", "README.md") if (target / index).exists()), target
+                (
+                    target / index
+                    for index in ("index.html", "README.md")
+                    if (target / index).exists()
+                ),
+                target,
             )
         if not target.exists():
             _log.warning("%s links to %s, which is not there", name, path)
@@ -79,8 +87,12 @@ def _present(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] = "\n".join(line for line in source[0].split("\n") if line not in missing)
 
 
-def _as_restructured(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Docstrings are Markdown in places: |γ| is no substitution, and an indented block is code or a formula."""
+def _as_restructured(
+    app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
+) -> None:
+    """Docstrings are Markdown in places: |γ| is no substitution, and an indented block is code or a
+    formula.
+    """
     del app, what, name, obj, options
     found: list[str] = []
     margin, blank, code = (
@@ -104,4 +116,6 @@ def setup(app: Sphinx) -> None:
     """What Sphinx calls."""
     app.connect("source-read", _downloads)
     app.connect("source-read", _present)
-    app.connect("autodoc-process-docstring", _as_restructured, priority=400)  # before napoleon takes it apart
+    app.connect(
+        "autodoc-process-docstring", _as_restructured, priority=400
+    )  # before napoleon takes it apart

@@ -18,9 +18,13 @@ LARGEST = 250_000  # bytes; a README is opened more often than it is read
 
 def main() -> None:
     """Take the picture of the top of a page, as large as the limit allows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("report", type=Path, help="report.html, made by `evenclip compare --out`")
-    parser.add_argument("out", type=Path, nargs="?", default=Path(__file__).parent / "_static" / "report.png")
+    parser.add_argument(
+        "out", type=Path, nargs="?", default=Path(__file__).parent / "_static" / "report.png"
+    )
     arguments = parser.parse_args()
     for scale in (1.5, 1.25, 1.0, 0.8, 0.6):
         png = picture(arguments.report, scale)
@@ -36,16 +40,24 @@ def picture(report: Path, scale: float) -> bytes:
     """The top of the page as a PNG."""
     from playwright.sync_api import sync_playwright
 
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    chromium = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         try:
             page = browser.new_page(
-                viewport={"width": WIDTH, "height": HEIGHT}, device_scale_factor=scale, color_scheme="light"
+                viewport={"width": WIDTH, "height": HEIGHT},
+                device_scale_factor=scale,
+                color_scheme="light",
             )
             page.goto(report.resolve().as_uri())
             height = min(HEIGHT, page.evaluate("document.documentElement.scrollHeight"))
-            return page.screenshot(clip={"x": 0, "y": 0, "width": WIDTH, "height": height}, full_page=True)
+            return page.screenshot(
+                clip={"x": 0, "y": 0, "width": WIDTH, "height": height}, full_page=True
+            )
         finally:
             browser.close()
 

@@ -2,8 +2,9 @@
 
     EVENCLIP_DATA=data python examples/opacus_mnist.py --epochs 2 --mode ghost
 
-needs the four files of MNIST in data/mnist and `pip install 'evenclip[opacus]'`. Same network, start, q, B and number
-of steps; each draws its own batches and noise. Prints test accuracy, that of the rare class 8, ε and seconds of both.
+needs the four files of MNIST in data/mnist and `pip install 'evenclip[opacus]'`. Same network,
+start, q, B and number of steps; each draws its own batches and noise. Prints test accuracy, that of
+the rare class 8, ε and seconds of both.
 """
 
 from __future__ import annotations
@@ -54,10 +55,14 @@ def with_opacus(
     torch.manual_seed(seed)
     engine = PrivacyEngine()
     model, optimizer, *criteria, loader = engine.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=LR), criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=B), noise_multiplier=RULE.sigma, max_grad_norm=RULE.C0,
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=LR),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=B),
+        noise_multiplier=RULE.sigma,
+        max_grad_norm=RULE.C0,
         grad_sample_mode=mode,
-    )  # fmt: skip
+    )
     optimizer = even(optimizer, RULE, *criteria)  # the one changed line
     criterion = criteria[0] if criteria else nn.CrossEntropyLoss()
     start = time.perf_counter()
@@ -70,22 +75,44 @@ def with_opacus(
     return network, float(optimizer.rule_state), engine.get_epsilon(DELTA), seconds
 
 
-def with_fit(x: torch.Tensor, y: torch.Tensor, epochs: int, seed: int) -> tuple[nn.Module, float, float, float]:
+def with_fit(
+    x: torch.Tensor, y: torch.Tensor, epochs: int, seed: int
+) -> tuple[nn.Module, float, float, float]:
     """The same with `fit`, at the q that Opacus's loader has."""
     batches = -(-len(x) // B)
     start = time.perf_counter()
     result = evenclip.fit(
-        cnn(seed=seed), (x, y), rule=RULE, q=1 / batches, epochs=epochs, batch_size=B, lr=LR, delta=DELTA, seed=seed
+        cnn(seed=seed),
+        (x, y),
+        rule=RULE,
+        q=1 / batches,
+        epochs=epochs,
+        batch_size=B,
+        lr=LR,
+        delta=DELTA,
+        seed=seed,
     )
-    return result.model, float(result.state), result.epsilon() or float("nan"), time.perf_counter() - start
+    return (
+        result.model,
+        float(result.state),
+        result.epsilon() or float("nan"),
+        time.perf_counter() - start,
+    )
 
 
-def report(name: str, model: nn.Module, Z: float, epsilon: float, seconds: float, test: Dataset) -> None:
+def report(
+    name: str, model: nn.Module, Z: float, epsilon: float, seconds: float, test: Dataset
+) -> None:
     """One line."""
     with torch.no_grad():
-        right = torch.cat([model(floats(part)).argmax(dim=1) for part in test.x.split(1000)]) == test.y
+        right = (
+            torch.cat([model(floats(part)).argmax(dim=1) for part in test.x.split(1000)]) == test.y
+        )
     accuracy, rare = 100 * right.float().mean(), 100 * right[test.y == 8].float().mean()
-    print(f"{name:16} accuracy {accuracy:.2f} %, of 8: {rare:.2f} %, Z {Z:.2f}, ε {epsilon:.3f}, {seconds:.0f} s")
+    print(
+        f"{name:16} accuracy {accuracy:.2f} %, of 8: {rare:.2f} %, Z {Z:.2f}, ε {epsilon:.3f}, "
+        f"{seconds:.0f} s"
+    )
 
 
 def floats(x: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/torchrun.py --epochs 2
     torchrun --nproc-per-node 4 examples/torchrun.py --epochs 2 --checkpoint adult.run   # once more: it goes on
 
-Every process runs this script. With the same --seed it is the same model, to rounding, however many there are; with
---sharded each process keeps a piece of the parameters. Only rank 0 prints.
+Every process runs this script. With the same --seed it is the same model, to rounding, however many
+there are; with --sharded each process keeps a piece of the parameters. Only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--seed", type=int, help="from the operating system unless given")
-    parser.add_argument("--checkpoint", help="folder; where there is a checkpoint in it, training goes on from it")
+    parser.add_argument(
+        "--checkpoint", help="folder; where there is a checkpoint in it, training goes on from it"
+    )
     parser.add_argument("--sharded", action="store_true")
     given = parser.parse_args()
 
@@ -32,16 +34,29 @@ def main() -> None:
     train, test, _ = adult()
     start = time.perf_counter()
     result = evenclip.fit(
-        mlp(seed=0), train, rule=evenclip.DPSGDGlobalAdapt(C0=0.5, sigma=1.0), epochs=given.epochs, lr=0.5,
-        seed=given.seed, checkpoint=given.checkpoint, resume=given.checkpoint is not None, device=ranks.device,
+        mlp(seed=0),
+        train,
+        rule=evenclip.DPSGDGlobalAdapt(C0=0.5, sigma=1.0),
+        epochs=given.epochs,
+        lr=0.5,
+        seed=given.seed,
+        checkpoint=given.checkpoint,
+        resume=given.checkpoint is not None,
+        device=ranks.device,
         ranks=ranks,
-    )  # fmt: skip
+    )
     if ranks.leads:
         seconds = time.perf_counter() - start
         with torch.no_grad():
             right = result.model.cpu()(test.x).argmax(dim=1) == test.y
-        print(f"{ranks.world} ranks, {len(train):,} records, {result.ledger.steps} steps in {seconds:.1f} s")
-        print(f"accuracy {100 * right.float().mean():.2f} %, Z {float(result.state):.3f}, ε {result.epsilon():.3f}")
+        print(
+            f"{ranks.world} ranks, {len(train):,} records, {result.ledger.steps} steps in "
+            f"{seconds:.1f} s"
+        )
+        print(
+            f"accuracy {100 * right.float().mean():.2f} %, Z {float(result.state):.3f}, ε "
+            f"{result.epsilon():.3f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""One thread per test process, the same hypothesis examples in every run, and skips that are listed by reason."""
+"""One thread per test process, the same hypothesis examples in every run, and skips that are listed
+by reason.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,15 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).parent))  # where tests find `pages`
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts background jobs with SIGINT ignored, and the processes that tests interrupt would inherit it.
+    # A shell starts background jobs with SIGINT ignored, and the processes that tests interrupt
+    # would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile(
-    "evenclip", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=False
+    "evenclip",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=False,
 )
 settings.load_profile("evenclip")
 
@@ -61,4 +68,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{count:4} {reason}")
     if len(reasons) > MOST_REASONS:
         rest = sum(reasons.values()) - sum(count for _, count in reasons.most_common(MOST_REASONS))
-        terminalreporter.write_line(f"{rest:4} for {len(reasons) - MOST_REASONS} other reasons; see `pytest -rs`")
+        terminalreporter.write_line(
+            f"{rest:4} for {len(reasons) - MOST_REASONS} other reasons; see `pytest -rs`"
+        )

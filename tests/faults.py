@@ -1,13 +1,16 @@
-"""Plant faults in a copy of the package, one at a time, and see that the tests named for each of them fail.
+"""Plant faults in a copy of the package, one at a time, and see that the tests named for each of
+them fail.
 
     python tests/faults.py            all faults, two at a time
     python tests/faults.py NAME...    those whose name contains one of the words
     python tests/faults.py --list     names and what is wrong
 
-A fault replaces a text that occurs exactly once in one file. It is caught if its tests fail: not if they cannot be
-imported or collected, and not if none of them runs. Exit status 1 if a fault is missed or cannot be planted.
+A fault replaces a text that occurs exactly once in one file. It is caught if its tests fail: not if
+they cannot be imported or collected, and not if none of them runs. Exit status 1 if a fault is
+missed or cannot be planted.
 
-To add one: name the file by the end of its path, copy a text that occurs once, and name the tests that should fail.
+To add one: name the file by the end of its path, copy a text that occurs once, and name the tests
+that should fail.
 """
 
 from __future__ import annotations
@@ -53,15 +56,27 @@ class NotPlanted(Exception):  # noqa: N818
     """A fault whose file or text is not there exactly once."""
 
 
-EVERY_RULE, DPSGD_F, ADAPT = "rules/test_every_rule.py", "rules/test_dpsgd_f.py", "rules/test_dpsgd_global_adapt.py"
-LAYERS, ROUNDING, MODELS = "gradients/test_layers.py", "gradients/test_rounding.py", "gradients/test_whole_models.py"
+EVERY_RULE, DPSGD_F, ADAPT = (
+    "rules/test_every_rule.py",
+    "rules/test_dpsgd_f.py",
+    "rules/test_dpsgd_global_adapt.py",
+)
+LAYERS, ROUNDING, MODELS = (
+    "gradients/test_layers.py",
+    "gradients/test_rounding.py",
+    "gradients/test_whole_models.py",
+)
 ACCOUNTING, RELEASE, SAMPLING = (
     "mechanism/test_accounting.py",
     "mechanism/test_release.py",
     "mechanism/test_sampling.py",
 )
 RESUME, RESULT, TABLE = "training/test_resume.py", "training/test_result.py", "data/test_table.py"
-STATISTICS, METRICS, TERMS = "audit/test_statistics.py", "audit/test_metrics.py", "audit/test_decomposition.py"
+STATISTICS, METRICS, TERMS = (
+    "audit/test_statistics.py",
+    "audit/test_metrics.py",
+    "audit/test_decomposition.py",
+)
 
 RULES = (
     Fault(
@@ -92,8 +107,10 @@ RULES = (
         "dpsgd-f-two-counts",
         "A sample is in two of the 2K counts, which so have sensitivity √2.",
         "rules/dpsgd_f.py",
-        "return (torch.arange(2 * len(state), device=norm.device) == place.unsqueeze(-1)).to(norm.dtype)",
-        "return (torch.arange(2 * len(state), device=norm.device) // 2 == group.unsqueeze(-1)).to(norm.dtype)",
+        "return (torch.arange(2 * len(state), device=norm.device) == "
+        "place.unsqueeze(-1)).to(norm.dtype)",
+        "return (torch.arange(2 * len(state), device=norm.device) // 2 == "
+        "group.unsqueeze(-1)).to(norm.dtype)",
         (f"{DPSGD_F}::test_each_sample_is_in_exactly_one_of_the_2K_counts",),
     ),
     Fault(
@@ -102,7 +119,10 @@ RULES = (
         "rules/dpsgd_f.py",
         "place = 2 * group + (norm > self.C0)",
         "place = 2 * group + (norm >= self.C0)",
-        (f"{DPSGD_F}::test_each_sample_is_in_exactly_one_of_the_2K_counts", f"{DPSGD_F}::test_steps"),
+        (
+            f"{DPSGD_F}::test_each_sample_is_in_exactly_one_of_the_2K_counts",
+            f"{DPSGD_F}::test_steps",
+        ),
     ),
     Fault(
         "dpsgd-f-negative-counts",
@@ -121,7 +141,10 @@ RULES = (
         "rules/dpsgd_global.py",
         "return (norm <= self.Z).to(norm.dtype) * (self.C0 / self.Z)",
         "return (norm <= 2 * self.Z).to(norm.dtype) * (self.C0 / self.Z)",
-        (f"{EVERY_RULE}::test_honest_rules_are_never_held", "rules/test_dpsgd_global.py::test_weights"),
+        (
+            f"{EVERY_RULE}::test_honest_rules_are_never_held",
+            "rules/test_dpsgd_global.py::test_weights",
+        ),
     ),
     Fault(
         "adapt-divides-by-batch",
@@ -129,7 +152,10 @@ RULES = (
         "rules/dpsgd_global_adapt.py",
         "alpha=-1 / B)",
         "alpha=-2 / B)",
-        (f"{ADAPT}::test_steps", f"{ADAPT}::test_Z_settles_where_a_fraction_eta_Z_of_the_norms_is_above_tau_Z"),
+        (
+            f"{ADAPT}::test_steps",
+            f"{ADAPT}::test_Z_settles_where_a_fraction_eta_Z_of_the_norms_is_above_tau_Z",
+        ),
     ),
     Fault(
         "adapt-weight-minimum",
@@ -216,7 +242,8 @@ GRADIENTS = (
     ),
     Fault(
         "linear-positions-apart",
-        "Positions are taken as if their gradients were orthogonal: the cross terms of the Gram form are left out.",
+        "Positions are taken as if their gradients were orthogonal: the cross terms of the Gram "
+        "form are left out.",
         "layers/linear.py",
         "return ((a @ a.mT) * (delta @ delta.mT)).sum(dim=(1, 2)).clamp(min=0.0)",
         "return ((a @ a.mT) * (delta @ delta.mT)).diagonal(dim1=1, dim2=2).sum(dim=1)",
@@ -239,7 +266,10 @@ GRADIENTS = (
         "layers/linear.py",
         "    return (norm + later * size).square()\n",
         "    return norm.square()\n",
-        (f"{ROUNDING}::test_a_norm_is_never_too_small", f"{ROUNDING}::test_products_of_fewer_bits_are_accounted_for"),
+        (
+            f"{ROUNDING}::test_a_norm_is_never_too_small",
+            f"{ROUNDING}::test_products_of_fewer_bits_are_accounted_for",
+        ),
     ),
     Fault(
         "linear-reduced-operands",
@@ -274,7 +304,10 @@ GRADIENTS = (
         "layers/convolution.py",
         "[..., ::stride]",
         "[..., :size]",
-        (f"{LAYERS}::test_every_way_through_a_convolution", f"{LAYERS}::test_every_layer_with_a_formula"),
+        (
+            f"{LAYERS}::test_every_way_through_a_convolution",
+            f"{LAYERS}::test_every_layer_with_a_formula",
+        ),
     ),
     Fault(
         "convolution-no-dilation",
@@ -282,7 +315,10 @@ GRADIENTS = (
         "layers/convolution.py",
         "(size - 1) * stride + 1, module.dilation[axis])",
         "(size - 1) * stride + 1, 1)",
-        (f"{LAYERS}::test_every_way_through_a_convolution", f"{LAYERS}::test_every_layer_with_a_formula"),
+        (
+            f"{LAYERS}::test_every_way_through_a_convolution",
+            f"{LAYERS}::test_every_layer_with_a_formula",
+        ),
     ),
     Fault(
         "convolution-one-place-off",
@@ -290,7 +326,10 @@ GRADIENTS = (
         "layers/convolution.py",
         "module, view = self.module, self.a\n",
         "module, view = self.module, self.a.roll(-1, dims=2)\n",
-        (f"{LAYERS}::test_every_way_through_a_convolution", f"{LAYERS}::test_every_layer_with_a_formula"),
+        (
+            f"{LAYERS}::test_every_way_through_a_convolution",
+            f"{LAYERS}::test_every_layer_with_a_formula",
+        ),
     ),
     Fault(
         "convolution-sum-no-dilation",
@@ -298,7 +337,10 @@ GRADIENTS = (
         "layers/convolution.py",
         "module.stride, none, module.dilation, False,",
         "module.stride, none, [1 for _ in none], False,",
-        (f"{LAYERS}::test_every_way_through_a_convolution", f"{LAYERS}::test_every_layer_with_a_formula"),
+        (
+            f"{LAYERS}::test_every_way_through_a_convolution",
+            f"{LAYERS}::test_every_layer_with_a_formula",
+        ),
     ),
     Fault(
         "convolution-no-bias-in-norm",
@@ -306,7 +348,10 @@ GRADIENTS = (
         "layers/convolution.py",
         "            total = total + sum_square_norms(shifts.delta.flatten(2).mT)\n",
         "            pass\n",
-        (f"{LAYERS}::test_every_layer_with_a_formula", f"{LAYERS}::test_every_way_through_a_convolution"),
+        (
+            f"{LAYERS}::test_every_layer_with_a_formula",
+            f"{LAYERS}::test_every_way_through_a_convolution",
+        ),
     ),
     Fault(
         "convolution-one-group",
@@ -314,7 +359,10 @@ GRADIENTS = (
         "layers/convolution.py",
         "total = each.reshape(shifts.n, shifts.g).sum(dim=1)",
         "total = each.reshape(shifts.n, shifts.g)[:, -1]",
-        (f"{LAYERS}::test_every_layer_with_a_formula", f"{LAYERS}::test_every_way_through_a_convolution"),
+        (
+            f"{LAYERS}::test_every_layer_with_a_formula",
+            f"{LAYERS}::test_every_way_through_a_convolution",
+        ),
     ),
     Fault(
         "convolution-padding",
@@ -370,7 +418,9 @@ GRADIENTS = (
         "layers/layer.py",
         "return torch.where(keep.view(-1, *(1 for _ in x.shape[1:])), x, 0.0)",
         "return x * keep.view(-1, *(1 for _ in x.shape[1:]))",
-        ("gradients/test_not_finite.py::test_a_sample_that_is_not_kept_contributes_exactly_nothing",),
+        (
+            "gradients/test_not_finite.py::test_a_sample_that_is_not_kept_contributes_exactly_nothing",
+        ),
     ),
     Fault(
         "lstm-gates",
@@ -400,7 +450,8 @@ GRADIENTS = (
         "plan-trusts-formulas",
         "A model is taken apart without comparing the result with autograd.",
         "gradients/plan.py",
-        "    return torch.allclose(each, expected, rtol=0.0, atol=off) and bool(norms_agree.all())\n",
+        "    return torch.allclose(each, expected, rtol=0.0, atol=off) and "
+        "bool(norms_agree.all())\n",
         "    return True\n",
         (f"{MODELS}::test_a_layer_whose_formula_is_wrong_is_taken_as_a_whole",),
     ),
@@ -510,7 +561,10 @@ LEDGER = (
         "mechanism/accounting.py",
         "gaussian = library.GaussianDpEvent(part.multiplier)",
         "gaussian = library.GaussianDpEvent(1.01 * part.multiplier)",
-        (f"{ACCOUNTING}::test_the_published_epsilons_come_out", f"{ACCOUNTING}::test_opacus_agrees"),
+        (
+            f"{ACCOUNTING}::test_the_published_epsilons_come_out",
+            f"{ACCOUNTING}::test_opacus_agrees",
+        ),
     ),
     Fault(
         "accounting-one-step",
@@ -598,7 +652,8 @@ SAMPLES = (
         "Batches have a fixed size: they are not Poisson samples.",
         "mechanism/sampling.py",
         "        return self._batches[self._at - 1]\n",
-        "        return torch.from_numpy(self._random.permutation(self._n)[: round(self._n * self._rate)])\n",
+        "        return torch.from_numpy(self._random.permutation(self._n)[: round(self._n * "
+        "self._rate)])\n",
         (
             f"{SAMPLING}::test_batch_sizes_are_binomial",
             f"{SAMPLING}::test_every_set_of_records_has_its_own_probability",
@@ -617,7 +672,8 @@ SAMPLES = (
         "The last record of the data is never drawn.",
         "mechanism/sampling.py",
         "places = self._successes(self._n * self._steps)",
-        "places = self._successes(self._n * self._steps)\n        places = places[places % self._n < self._n - 1]",
+        "places = self._successes(self._n * self._steps)\n        places = places[places % "
+        "self._n < self._n - 1]",
         (f"{SAMPLING}::test_each_record_is_in_a_batch_with_probability_q",),
     ),
     Fault(
@@ -693,13 +749,17 @@ BOUNDS = (
         HELD,
         "        raw = raw.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)\n",
         "",
-        ("rules/test_bounds.py", f"{EVERY_RULE}::test_leaving_one_sample_out_moves_the_sum_by_at_most_S"),
+        (
+            "rules/test_bounds.py",
+            f"{EVERY_RULE}::test_leaving_one_sample_out_moves_the_sum_by_at_most_S",
+        ),
     ),
     Fault(
         "bounds-long-statistic",
         "A statistic longer than 1 is let through.",
         HELD,
-        "            each = each / torch.linalg.vector_norm(each, dim=1, keepdim=True).clamp(min=1.0)\n",
+        "            each = each / torch.linalg.vector_norm(each, dim=1, "
+        "keepdim=True).clamp(min=1.0)\n",
         "",
         (f"{EVERY_RULE}::test_leaving_one_sample_out_moves_the_statistics_by_at_most_1",),
     ),
@@ -850,7 +910,8 @@ TABLES = (
         "table-hides-the-encoder",
         "The encoder fitted on training rows is not listed among what ε does not cover.",
         "data/table.py",
-        'uncovered = ["the encoder (columns used, categories, means and deviations), fitted on the training rows"]',
+        'uncovered = ["the encoder (columns used, categories, means and deviations), fitted on '
+        'the training rows"]',
         "uncovered: list[str] = []",
         (f"{TABLE}::test_what_epsilon_does_not_cover_is_listed",),
     ),
@@ -864,7 +925,8 @@ TABLES = (
     ),
     Fault(
         "fingerprint-shape-only",
-        "Two datasets of as many records have one fingerprint, and so their runs share batches and noise.",
+        "Two datasets of as many records have one fingerprint, and so their runs share batches "
+        "and noise.",
         "data/streamed.py",
         'return f"{dtype} {list(shape)} {bits.sums}"',
         'return f"{dtype} {list(shape)}"',
@@ -931,7 +993,8 @@ AUDIT = (
         "bound-of-clipping",
         "The bound of clipping leaves the shares' difference out.",
         "audit/bounds.py",
-        "first = share_a * norm_a**2 - share_b * norm_b**2 - abs(share_a - share_b) * norm_a * norm_b",
+        "first = share_a * norm_a**2 - share_b * norm_b**2 - abs(share_a - share_b) * norm_a * "
+        "norm_b",
         "first = share_a * norm_a**2 - share_b * norm_b**2",
         (
             "audit/test_bounds.py::test_the_bound_of_clipping_is_never_violated_in_expectation",
@@ -1078,10 +1141,18 @@ RANKS = (
     ),
 )
 
-STEP, GRAPH, NEIGHBOURS = "training/test_step.py", "training/test_graph.py", "training/test_neighbours.py"
+STEP, GRAPH, NEIGHBOURS = (
+    "training/test_step.py",
+    "training/test_graph.py",
+    "training/test_neighbours.py",
+)
 ALGORITHM_2 = f"{STEP}::test_a_step_is_algorithm_2"
 MANY_STEPS = f"{STEP}::test_fit_is_algorithm_2_over_many_steps"
-NOT_FINITE, STREAMS, OPACUS = "training/test_non_finite.py", "training/test_noise_streams.py", "opacus/test_opacus.py"
+NOT_FINITE, STREAMS, OPACUS = (
+    "training/test_non_finite.py",
+    "training/test_noise_streams.py",
+    "opacus/test_opacus.py",
+)
 
 CORE = (
     Fault(
@@ -1257,14 +1328,16 @@ CORE = (
         "The traced step adds no noise.",
         "training/graph.py",
         "[chunk], self._B, Release(noise))\n        seen",
-        "[chunk], self._B, Release({name: 0 * part for name, part in noise.items()}))\n        seen",
+        "[chunk], self._B, Release({name: 0 * part for name, part in noise.items()}))\n        "
+        "seen",
         (f"{GRAPH}::test_the_traced_step_is_the_step_for_every_rule",),
     ),
     Fault(
         "opacus-forgets-a-piece",
         "Only the last piece of a logical batch is counted.",
         "opacus/clipping.py",
-        "self._count = count if self._count is None else self._count + count.to(self._count.device)",
+        "self._count = count if self._count is None else self._count + "
+        "count.to(self._count.device)",
         "self._count = count",
         (f"{OPACUS}::test_a_logical_batch_in_pieces_is_one_release",),
     ),
@@ -1297,33 +1370,58 @@ CORE = (
 CUSTOM = "mechanism/test_custom_rules.py"
 CUSTOM_RULES = (
     Fault(
-        "state-changed-in-place", "A custom rule's observe changes the state that the step clips with.",
-        "mechanism/mechanism.py", "given = state.clone()", "given = state", (CUSTOM,),
+        "state-changed-in-place",
+        "A custom rule's observe changes the state that the step clips with.",
+        "mechanism/mechanism.py",
+        "given = state.clone()",
+        "given = state",
+        (CUSTOM,),
     ),
     Fault(
-        "bound-changed-in-place", "A custom rule's sensitivity changes what the step clips with.",
-        "mechanism/mechanism.py", "S: Any = self.rule.sensitivity(now.clone())",
-        "S: Any = self.rule.sensitivity(now)", (CUSTOM,),
+        "bound-changed-in-place",
+        "A custom rule's sensitivity changes what the step clips with.",
+        "mechanism/mechanism.py",
+        "S: Any = self.rule.sensitivity(now.clone())",
+        "S: Any = self.rule.sensitivity(now)",
+        (CUSTOM,),
     ),
     Fault(
-        "opacus-reads-bound-again", "Inside Opacus, noise is for another S than the one that was enforced.",
-        "opacus/clipping.py", "if self._bound is None or self._bound[0] is not self.state:", "if True:",
-        ("opacus/test_opacus.py::test_noise_is_for_the_bound_that_was_enforced_and_for_the_multiplier_that_is_accounted",),
+        "opacus-reads-bound-again",
+        "Inside Opacus, noise is for another S than the one that was enforced.",
+        "opacus/clipping.py",
+        "if self._bound is None or self._bound[0] is not self.state:",
+        "if True:",
+        (
+            "opacus/test_opacus.py::test_noise_is_for_the_bound_that_was_enforced_and_for_the_multiplier_that_is_accounted",
+        ),
     ),
     Fault(
-        "step-without-recording", "A step outside of listening() trains on noise alone.",
-        "training/run.py", "        if not self._is_listening:\n", "        if False:\n", (CUSTOM,),
+        "step-without-recording",
+        "A step outside of listening() trains on noise alone.",
+        "training/run.py",
+        "        if not self._is_listening:\n",
+        "        if False:\n",
+        (CUSTOM,),
     ),
     Fault(
-        "infinite-bound", "A rule with noise may claim no bound and still get an ε.",
-        "mechanism/mechanism.py", "or (math.isinf(value) and self.sigma)", "or False", (CUSTOM,),
+        "infinite-bound",
+        "A rule with noise may claim no bound and still get an ε.",
+        "mechanism/mechanism.py",
+        "or (math.isinf(value) and self.sigma)",
+        "or False",
+        (CUSTOM,),
     ),
     Fault(
-        "trace-on-another-branch", "A compiled step is used for sizes that the trace does not hold for.",
-        "training/graph.py", "return n >= 2 and self._fits(n)", "return n >= 2",
-        ("training/test_graph.py::test_a_batch_on_another_branch_of_the_model_than_the_traced_one_takes_the_plain_step",),
+        "trace-on-another-branch",
+        "A compiled step is used for sizes that the trace does not hold for.",
+        "training/graph.py",
+        "return n >= 2 and self._fits(n)",
+        "return n >= 2",
+        (
+            "training/test_graph.py::test_a_batch_on_another_branch_of_the_model_than_the_traced_one_takes_the_plain_step",
+        ),
     ),
-)  # fmt: skip
+)
 
 FAULTS = (
     *CUSTOM_RULES,
@@ -1347,12 +1445,17 @@ def planted(fault: Fault, root: Path) -> None:
     Raises:
         NotPlanted: the file or the text is not there exactly once.
     """
-    files = [path for path in sorted(root.rglob("*.py")) if path.as_posix().endswith(f"/{fault.file}")]
+    files = [
+        path for path in sorted(root.rglob("*.py")) if path.as_posix().endswith(f"/{fault.file}")
+    ]
     if len(files) != 1:
         raise NotPlanted(f"{len(files)} files end in {fault.file}")
     text = files[0].read_text(encoding="utf-8")
     if text.count(fault.old) != 1 or not fault.old:
-        raise NotPlanted(f"the text occurs {text.count(fault.old)} times in {fault.file}: {fault.old.strip()[:60]!r}")
+        raise NotPlanted(
+            f"the text occurs {text.count(fault.old)} times in {fault.file}: "
+            f"{fault.old.strip()[:60]!r}"
+        )
     files[0].write_text(text.replace(fault.old, fault.new), encoding="utf-8")
 
 
@@ -1362,10 +1465,16 @@ def run_tests(fault: Fault, source: Path) -> tuple[int, str]:
     options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
     options += [f"--rootdir={ROOT}", "-c", str(ROOT / "pyproject.toml")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *places], cwd=ROOT, text=True, check=False, timeout=TIMEOUT,
-        env=os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [sys.executable, "-m", "pytest", *options, *places],
+        cwd=ROOT,
+        text=True,
+        check=False,
+        timeout=TIMEOUT,
+        env=os.environ
+        | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     return done.returncode, done.stdout
 
 
@@ -1399,7 +1508,11 @@ def main() -> None:
     given = parser.parse_args()
     names = [fault.name for fault in FAULTS]
     assert len(set(names)) == len(names), "two faults have one name"
-    chosen = [fault for fault in FAULTS if not given.names or any(word in fault.name for word in given.names)]
+    chosen = [
+        fault
+        for fault in FAULTS
+        if not given.names or any(word in fault.name for word in given.names)
+    ]
     if not chosen:
         parser.error(f"no fault has a name with {' or '.join(given.names)}; see --list")
     if given.list:

@@ -1,8 +1,9 @@
 """Read the fenced blocks of the documentation's pages and run them, as a reader would.
 
-A block is run after the blocks before it, in one namespace and in the current folder. A Python block whose first line
-is a comment with the name of a file is written to that file, too. Commands that start with `evenclip` are run with few
-seeds and epochs. A block that cannot be run in seconds has the reason in a comment before it,
+A block is run after the blocks before it, in one namespace and in the current folder. A Python
+block whose first line is a comment with the name of a file is written to that file, too. Commands
+that start with `evenclip` are run with few seeds and epochs. A block that cannot be run in seconds
+has the reason in a comment before it,
 
     <!-- not run: the reason -->
 
@@ -25,7 +26,9 @@ from evenclip.cli import app, main
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(r"^(?P<fence>`{3,})(?P<language>[\w{}-]*)[^\n]*\n(?P<text>.*?)^(?P=fence)\s*$", re.M | re.S)
+FENCE = re.compile(
+    r"^(?P<fence>`{3,})(?P<language>[\w{}-]*)[^\n]*\n(?P<text>.*?)^(?P=fence)\s*$", re.M | re.S
+)
 REASON = re.compile(r"<!-- not run: (.+?) -->\s*\Z")
 SHELL = ("sh", "console", "bash")
 # So that a command takes seconds; the last of two options counts.
@@ -49,7 +52,11 @@ class Block:
     def commands(self) -> list[list[str]]:
         """The commands of a shell block, as words."""
         lines = self.text.replace("\\\n", " ").splitlines()
-        return [words for line in lines if (words := shlex.split(line.removeprefix("$ "), comments=True))]
+        return [
+            words
+            for line in lines
+            if (words := shlex.split(line.removeprefix("$ "), comments=True))
+        ]
 
 
 def blocks(page: Path) -> list[Block]:

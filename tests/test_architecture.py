@@ -42,21 +42,28 @@ def part_of(path: Path) -> str:
 
 
 def imports_of(path: Path) -> list[tuple[int, str]]:
-    """(line, dotted name) of every import, inside functions too, but not those for type checkers only."""
+    """(line, dotted name) of every import, inside functions too, but not those for type checkers
+    only.
+    """
     found = []
     for node in statements(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
-            # `from evenclip import check` names a part, `from evenclip.rules import Rule` lies in one
+            # `from evenclip import check` names a part, `from evenclip.rules import Rule` lies in
+            # one
             found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
     return found
 
 
 def imported(path: Path) -> list[tuple[int, str]]:
     """(line, room) of every import from the package."""
-    return [(line, name.split(".")[1]) for line, name in imports_of(path) if name.startswith("evenclip.")]
+    return [
+        (line, name.split(".")[1])
+        for line, name in imports_of(path)
+        if name.startswith("evenclip.")
+    ]
 
 
 def statements(tree: ast.AST):
@@ -100,7 +107,14 @@ def test_the_search_for_imports_finds_them(tmp_path):
         "def later():\n"
         "    from evenclip.training.run import Run\n"
     )
-    expected = [(2, "training"), (3, "check"), (3, "models"), (4, "rules"), (8, "data"), (10, "training")]
+    expected = [
+        (2, "training"),
+        (3, "check"),
+        (3, "models"),
+        (4, "rules"),
+        (8, "data"),
+        (10, "training"),
+    ]
     assert imported(path) == expected
 
 
@@ -110,7 +124,9 @@ def module_name(path: Path) -> str:
 
 
 def cycles(graph: dict[str, set[str]]) -> list[str]:
-    """The modules that are part of a cycle or lead to one: what is left when leaves are taken away again and again."""
+    """The modules that are part of a cycle or lead to one: what is left when leaves are taken away
+    again and again.
+    """
     left = {module: set(needs) for module, needs in graph.items()}
     while leaves := {module for module, needs in left.items() if not needs}:
         left = {module: needs - leaves for module, needs in left.items() if module not in leaves}
@@ -129,14 +145,20 @@ def test_no_module_imports_itself_in_a_circle():
 
 
 def test_there_are_no_utils():
-    assert not [path for path in modules() if path.stem in ("utils", "util", "helpers", "common", "misc")]
+    assert not [
+        path for path in modules() if path.stem in ("utils", "util", "helpers", "common", "misc")
+    ]
     assert not [path for path in ROOT.rglob("utils") if path.is_dir()]
 
 
 def run(code: str) -> str:
     """What a fresh Python prints."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False, env=environment()
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -161,7 +183,10 @@ def test_importing_the_package_is_quick_and_imports_nothing_heavy():
 
 
 def test_importing_the_package_alone_does_not_even_import_torch():
-    assert run("import sys, evenclip; print('torch' in sys.modules, 'numpy' in sys.modules)") == "False False\n"
+    assert (
+        run("import sys, evenclip; print('torch' in sys.modules, 'numpy' in sys.modules)")
+        == "False False\n"
+    )
 
 
 def test_every_public_name_is_there():
@@ -182,7 +207,8 @@ def test_training_needs_torch_and_numpy_only():
         "from evenclip.rules import RULES\n"
         "for rule in RULES.values():\n"
         "    with tempfile.TemporaryDirectory() as folder:\n"
-        "        result = evenclip.fit(torch.nn.Linear(3, 2), (x, y, y), rule=rule(), batch_size=5,\n"
+        "        result = evenclip.fit(torch.nn.Linear(3, 2), (x, y, y), rule=rule(), "
+        "batch_size=5,\n"
         "            checkpoint=folder, observers=[lambda step: {'loss': step.losses.sum()}])\n"
         "    print(result.ledger.steps)\n"
     )
@@ -201,4 +227,6 @@ def test_epsilon_without_its_library_says_what_to_install():
         "except ImportError as error:\n"
         "    print(error)\n"
     )
-    assert printed.startswith("ε is computed by dp-accounting, which is not installed; run `pip install ")
+    assert printed.startswith(
+        "ε is computed by dp-accounting, which is not installed; run `pip install "
+    )

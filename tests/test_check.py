@@ -14,9 +14,15 @@ NATURAL = "a is {}; it must be a whole number of at least 1."
 FRACTION = "a is {}; it must lie above 0 and at most at 1."
 
 REFUSED = [
-    *((check.positive, v, POSITIVE) for v in (0, 0.0, -0.0, -1, -5e-324, math.nan, math.inf, -math.inf)),
+    *(
+        (check.positive, v, POSITIVE)
+        for v in (0, 0.0, -0.0, -1, -5e-324, math.nan, math.inf, -math.inf)
+    ),
     *((check.natural, v, NATURAL) for v in (0, -1, 1.5, True, False, "3")),
-    *((check.fraction, v, FRACTION) for v in (0, 0.0, -0.1, 1.0000000000000002, 2, math.nan, math.inf, -math.inf)),
+    *(
+        (check.fraction, v, FRACTION)
+        for v in (0, 0.0, -0.1, 1.0000000000000002, 2, math.nan, math.inf, -math.inf)
+    ),
 ]
 TAKEN = [
     *((check.positive, v) for v in (5e-324, 1, 1.5, 1e308, np.float32(0.5))),
@@ -25,7 +31,9 @@ TAKEN = [
 ]
 
 
-@pytest.mark.parametrize(("test", "value", "text"), REFUSED, ids=[f"{t.__name__}-{v!r}" for t, v, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("test", "value", "text"), REFUSED, ids=[f"{t.__name__}-{v!r}" for t, v, _ in REFUSED]
+)
 def test_refused(test, value, text):
     with pytest.raises(ValueError) as refused:  # noqa: PT011  # the whole text is compared
         test(a=value)

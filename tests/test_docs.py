@@ -1,4 +1,6 @@
-"""The documentation runs: every block of Python, every command, the notebook; and it has every public name."""
+"""The documentation runs: every block of Python, every command, the notebook; and it has every
+public name.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def names(path: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder to work in with a cache of its own, on a machine with one core: one process for all runs."""
+    """An empty folder to work in with a cache of its own, on a machine with one core: one process
+    for all runs.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EVENCLIP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "100")
@@ -55,13 +59,17 @@ def test_few_blocks_are_not_run_and_each_says_why():
     shell = [block for block in left_out if block.language in SHELL]
     python = [block for block in left_out if block.language == "python"]
     assert {"python": len(python), "shell": len(shell)} == NOT_RUN
-    assert len(python) + len(shell) == len(left_out), "a comment stands before a block that is never run"
+    assert len(python) + len(shell) == len(left_out), (
+        "a comment stands before a block that is never run"
+    )
 
 
 def test_every_block_says_what_it_is():
     """So that none is passed over because nobody said that it is Python."""
     known = {"python", *SHELL, "text", "json", "{toctree}", "{eval-rst}"}
-    assert not [f"{b.page.name}:{b.line}: {b.language!r}" for b in every_block() if b.language not in known]
+    assert not [
+        f"{b.page.name}:{b.line}: {b.language!r}" for b in every_block() if b.language not in known
+    ]
     assert sum(block.language == "python" for block in every_block()) > 30
 
 
@@ -78,7 +86,9 @@ def test_the_step_times_beside_the_neighbours_are_those_of_the_table():
     (row,) = re.findall(r"^\| one step, Adult's MLP.*$", text, re.M)
     (measured,) = re.findall(r"^\| Adult, MLP 256-256 .*$", text, re.M)
     said = re.findall(r"\d+\.\d+", row)
-    assert said == re.findall(r"\d+\.\d+", measured)[-len(said) :]  # the last columns: ours, Opacus's two
+    assert (
+        said == re.findall(r"\d+\.\d+", measured)[-len(said) :]
+    )  # the last columns: ours, Opacus's two
 
 
 def test_the_picture_of_the_report_is_small():
@@ -98,7 +108,8 @@ def test_a_mistake_in_a_page_is_found(tmp_path, folder):
     run_page(page, folder)
 
 
-# The rules of docs/rule.md --------------------------------------------------------------------------------------------
+# The rules of docs/rule.md
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -109,21 +120,32 @@ def own_rules(folder):
     for block in blocks(ROOT / "docs" / "rule.md"):
         if block.language == "python" and block.text.startswith("# "):
             run_python(block, folder, module)
-    found = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, Rule) and c is not Rule]
+    found = [
+        c
+        for c in vars(module).values()
+        if isinstance(c, type) and issubclass(c, Rule) and c is not Rule
+    ]
     yield [rule() for rule in found]
     del sys.modules[module.__name__]
 
 
 def test_the_rules_of_the_page_never_exceed_their_sensitivity(own_rules):
-    """One sample's weighted gradient itself, of random networks on random inputs of every size, at random states."""
+    """One sample's weighted gradient itself, of random networks on random inputs of every size, at
+    random states.
+    """
     assert [rule.name for rule in own_rules] == ["automatic", "quantile"]
     generator = torch.Generator().manual_seed(0)
     for rule in own_rules:
         for scale in (1e-6, 1e-2, 1.0, 1e2, 1e6):
             torch.manual_seed(0)
-            model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)).double()
+            model = torch.nn.Sequential(
+                torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)
+            ).double()
             x = scale * torch.randn(40, 5, generator=generator, dtype=torch.float64)
-            y, group = torch.randint(3, (40,), generator=generator), torch.randint(2, (40,), generator=generator)
+            y, group = (
+                torch.randint(3, (40,), generator=generator),
+                torch.randint(2, (40,), generator=generator),
+            )
             gradients = per_sample_gradients(model, torch.nn.functional.cross_entropy, x, y)
             state = rule.init(2) * float(torch.rand(1, generator=generator) * 3 + 0.01)
             counts = Mechanism(rule).count(gradients.norms(), group, state, None)
@@ -139,7 +161,8 @@ def test_a_rule_that_is_no_longer_than_a_page_says():
     assert len(rule.text.splitlines()) <= 30
 
 
-# The notebook ---------------------------------------------------------------------------------------------------------
+# The notebook
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_notebook_runs_from_top_to_bottom(folder, capsys):
@@ -154,19 +177,25 @@ def test_the_notebook_runs_from_top_to_bottom(folder, capsys):
     assert "This model was trained by dpsgd-global-adapt (sound) and is (ε," in printed
 
 
-# The reference --------------------------------------------------------------------------------------------------------
+# The reference
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "package", [evenclip, evenclip.audit, logs, sklearn, opacus], ids=lambda package: package.__name__
+    "package",
+    [evenclip, evenclip.audit, logs, sklearn, opacus],
+    ids=lambda package: package.__name__,
 )
 def test_the_reference_has_every_public_name(package):
     text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
-    documented = re.findall(rf"^\.\. auto(?:class|function|exception|data):: {package.__name__}\.(\w+)$", text, re.M)
+    documented = re.findall(
+        rf"^\.\. auto(?:class|function|exception|data):: {package.__name__}\.(\w+)$", text, re.M
+    )
     assert sorted(documented) == sorted(package.__all__)
 
 
-# Names that nobody calls: what others are made of or say, and what needs a package that is not a part of this one.
+# Names that nobody calls: what others are made of or say, and what needs a package that is not a
+# part of this one.
 WITHOUT_EXAMPLE = {
     "NAMES",
     "PRIVATE",
@@ -180,11 +209,15 @@ WITHOUT_EXAMPLE = {
 
 
 @pytest.mark.parametrize(
-    "package", [evenclip, evenclip.audit, logs, sklearn, opacus], ids=lambda package: package.__name__
+    "package",
+    [evenclip, evenclip.audit, logs, sklearn, opacus],
+    ids=lambda package: package.__name__,
 )
 def test_every_public_name_has_an_example_that_is_run(package):
     """In its docstring, or in a block of the reference, which the tests above run."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), re.S)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), re.S
+    )
     shown = set(re.findall(r"\w+", " ".join(blocks)))
     without = {
         name for name in package.__all__

@@ -1,4 +1,5 @@
-"""What a GPU must not change. Every test also runs on the CPU, so that it is known to work where there is no GPU.
+"""What a GPU must not change. Every test also runs on the CPU, so that it is known to work where
+there is no GPU.
 
 Ranks on GPUs are not in here: two processes with nccl have never been tried.
 """
@@ -20,7 +21,8 @@ from evenclip.models import cnn, mlp
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=on_cuda)]
 RULES = [evenclip.NonPrivate(), evenclip.DPSGD(), evenclip.DPSGDF(), evenclip.DPSGDGlobalAdapt()]
-# Twenty steps of lr 0.1 along gradients of length about 1, each off by some 1e-6 of it: sums in another order.
+# Twenty steps of lr 0.1 along gradients of length about 1, each off by some 1e-6 of it: sums in
+# another order.
 ROUNDING = 1e-5
 
 
@@ -38,14 +40,26 @@ def tabular(device, rule, **more):
     x, y = torch.randn(2000, 98, generator=random), torch.randint(0, 2, (2000,), generator=random)
     group = torch.randint(0, 2, (2000,), generator=random)
     return evenclip.fit(
-        mlp(hidden=(32,), seed=0), (x, y, group), rule=rule, steps=20, batch_size=128, seed=0, device=device, **more
+        mlp(hidden=(32,), seed=0),
+        (x, y, group),
+        rule=rule,
+        steps=20,
+        batch_size=128,
+        seed=0,
+        device=device,
+        **more,
     )
 
 
 def images(device, rule, **more):
     random = torch.Generator().manual_seed(0)
-    x, y = torch.rand(300, 1, 28, 28, generator=random), torch.randint(0, 10, (300,), generator=random)
-    return evenclip.fit(cnn(seed=0), (x, y), rule=rule, steps=5, batch_size=64, seed=0, device=device, **more)
+    x, y = (
+        torch.rand(300, 1, 28, 28, generator=random),
+        torch.randint(0, 10, (300,), generator=random),
+    )
+    return evenclip.fit(
+        cnn(seed=0), (x, y), rule=rule, steps=5, batch_size=64, seed=0, device=device, **more
+    )
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
@@ -63,7 +77,10 @@ def test_images_are_images_on_the_cpu(device):
 
 @pytest.mark.parametrize(
     "performance",
-    [Performance(chunk=32), pytest.param(Performance(compile="reduce-overhead"), id="compiled", marks=on_cuda)],
+    [
+        Performance(chunk=32),
+        pytest.param(Performance(compile="reduce-overhead"), id="compiled", marks=on_cuda),
+    ],
 )
 def test_performance_settings_change_nothing(device, performance):
     for train in (tabular, images):
@@ -74,9 +91,14 @@ def test_performance_settings_change_nothing(device, performance):
 
 def test_looking_changes_nothing(device):
     def look(step):
-        return {"g_B": float(step.weighted_sum(torch.ones_like(step.weights)).norm()), "loss": float(step.losses.sum())}
+        return {
+            "g_B": float(step.weighted_sum(torch.ones_like(step.weights)).norm()),
+            "loss": float(step.losses.sum()),
+        }
 
-    alone, watched = (tabular(device, evenclip.DPSGDF(), observers=observers) for observers in ([], [look]))
+    alone, watched = (
+        tabular(device, evenclip.DPSGDF(), observers=observers) for observers in ([], [look])
+    )
     assert torch.allclose(parameters(alone), parameters(watched), rtol=0, atol=ROUNDING)
     assert len(watched.records) == 20
 
@@ -103,13 +125,17 @@ def test_a_sample_that_is_not_finite_contributes_nothing(device):
     x = torch.randn(64, 98)
     x[3] = 1e30
     data = (x, torch.zeros(64, dtype=torch.int64))
-    result = evenclip.fit(mlp(hidden=(8,)), data, rule=evenclip.DPSGD(), steps=5, batch_size=64, device=device)
+    result = evenclip.fit(
+        mlp(hidden=(8,)), data, rule=evenclip.DPSGD(), steps=5, batch_size=64, device=device
+    )
     assert torch.isfinite(parameters(result)).all()
 
 
-# --- products of fewer bits -------------------------------------------------------------------------------------------
+# --- products of fewer bits ---------------------------------------------------------------------
 
-LAYERS = {  # how it is made, one sample's input, one sample's output, axes of the output that run over positions
+# how it is made, one sample's input, one sample's output, axes of the output that run over
+# positions
+LAYERS = {
     "Linear, one position": (lambda: nn.Linear(70, 50), (70,), (50,), ()),
     "Linear, Gram": (lambda: nn.Linear(64, 64), (32, 64), (32, 64), (1,)),
     "Linear, formed": (lambda: nn.Linear(32, 32), (300, 32), (300, 32), (1,)),
@@ -129,16 +155,22 @@ def against(output, y):
 def test_a_norm_is_never_too_small(device, name, wiggle, precision):
     make, inputs, outputs, positions = LAYERS[name]
     random = torch.Generator().manual_seed(0)
-    a = torch.randn(8, *(1 for _ in inputs), generator=random) + wiggle * torch.randn(8, *inputs, generator=random)
+    a = torch.randn(8, *(1 for _ in inputs), generator=random) + wiggle * torch.randn(
+        8, *inputs, generator=random
+    )
     delta = torch.randn(8, *outputs, generator=random)
     delta = delta - delta.mean(dim=positions, keepdim=True) if positions else delta
     a, delta, model = a.to(device), delta.to(device), make().to(device)
     before = torch.get_float32_matmul_precision()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch advises against mixing its two settings of precision
+        warnings.simplefilter(
+            "ignore"
+        )  # torch advises against mixing its two settings of precision
         torch.set_float32_matmul_precision(precision)
         try:
-            with plan(model, against, torch.randn(3, *inputs, device=device), delta[:3]).listening() as tape:
+            with plan(
+                model, against, torch.randn(3, *inputs, device=device), delta[:3]
+            ).listening() as tape:
                 found = tape(a, delta)
                 norms, added = found.norms(), found.per_sample().double().norm(dim=1)
         finally:
@@ -162,7 +194,17 @@ def test_tf32_on_request_has_norms_no_shorter_than_what_is_summed():
 
 def test_the_generators_are_left_alone(device):
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.PReLU(), nn.Linear(4, 3)).to(device)
-    generators = [torch.default_generator, *(torch.cuda.default_generators if device == "cuda" else ())]
+    generators = [
+        torch.default_generator,
+        *(torch.cuda.default_generators if device == "cuda" else ()),
+    ]
     before = [generator.get_state() for generator in generators]
-    plan(model, F.cross_entropy, torch.ones(4, 4, device=device), torch.zeros(4, dtype=torch.int64, device=device))
-    assert all(torch.equal(state, g.get_state()) for state, g in zip(before, generators, strict=True))
+    plan(
+        model,
+        F.cross_entropy,
+        torch.ones(4, 4, device=device),
+        torch.zeros(4, dtype=torch.int64, device=device),
+    )
+    assert all(
+        torch.equal(state, g.get_state()) for state, g in zip(before, generators, strict=True)
+    )

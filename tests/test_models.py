@@ -84,7 +84,10 @@ def test_loss_of_sigmoid_then_softmax_stays_above_its_floor(classes):
     [
         (lambda: mlp(0), "inputs is 0; it must be a whole number of at least 1."),
         (lambda: mlp(hidden=(256, 0)), "hidden is 0; it must be a whole number of at least 1."),
-        (lambda: cnn(side=4), "side is 4; two 3×3 convolutions without padding need at least 5 pixels."),
+        (
+            lambda: cnn(side=4),
+            "side is 4; two 3×3 convolutions without padding need at least 5 pixels.",
+        ),
         (lambda: mlp(seed=-1), "seed is -1; it must be a whole number of at least 0."),
     ],
 )

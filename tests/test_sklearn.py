@@ -1,4 +1,6 @@
-"""The estimator: scikit-learn's own checks, what ε it spends, what it keeps to itself, the tools it works in."""
+"""The estimator: scikit-learn's own checks, what ε it spends, what it keeps to itself, the tools it
+works in.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ from evenclip.rules import RULES, Rule
 from evenclip.sklearn import EXPECTED_FAILED_CHECKS, PrivateClassifier, TuningWarning
 
 DOCS = Path(__file__).parents[1] / "docs" / "sklearn.md"
-ENCODED = "the encoder (kinds, categories, means, deviations and gaps of the columns), fitted on the training rows"
+ENCODED = (
+    "the encoder (kinds, categories, means, deviations and gaps of the columns), fitted on "
+    "the training rows"
+)
 FOUND = "the classes, which are those found in y"
 
 
@@ -49,7 +54,9 @@ def deep(inputs, classes):
     return nn.Sequential(nn.Linear(inputs, 4), nn.Linear(4, classes))
 
 
-Quick = partial(PrivateClassifier, epochs=2, model=small)  # few rows are one batch, whose ε is found at once
+Quick = partial(
+    PrivateClassifier, epochs=2, model=small
+)  # few rows are one batch, whose ε is found at once
 
 
 def people(n=200, seed=0):
@@ -61,7 +68,8 @@ def people(n=200, seed=0):
             "job": stream.choice(["baker", "miller"], n),
             "member": stream.random(n) < 0.5,
             "region": pd.Categorical(stream.choice(["north", "south", "west"], n)),
-            "since": pd.Timestamp("2020-01-01") + pd.to_timedelta(stream.integers(0, 999, n), unit="D"),
+            "since": pd.Timestamp("2020-01-01")
+            + pd.to_timedelta(stream.integers(0, 999, n), unit="D"),
         }
     )
     hired = np.where(frame["age"] > 45 + 10 * (frame["job"] == "baker"), "yes", "no")
@@ -94,34 +102,43 @@ class Silent(Rule):
         return (1.0 / norm).clamp(max=1.0)
 
 
-# --- scikit-learn's checks -------------------------------------------------------------------------------------------
+# --- scikit-learn's checks ----------------------------------------------------------------------
 
 
 def test_scikit_learn_accepts_the_estimator():
     """As it is, with its default ε, model and rule."""
     found = estimator_checks.check_estimator(
-        PrivateClassifier(), expected_failed_checks=EXPECTED_FAILED_CHECKS, on_skip=None, on_fail=None
+        PrivateClassifier(),
+        expected_failed_checks=EXPECTED_FAILED_CHECKS,
+        on_skip=None,
+        on_fail=None,
     )
     status = {result["check_name"]: result["status"] for result in found}
     wrong = {r["check_name"]: r["exception"] for r in found if r["status"] == "failed"}
     assert not wrong
     assert len(status) > 40
     assert {name for name, result in status.items() if result == "skipped"} <= {
-        "check_pipeline_consistency",  # wants two fits to score the same; the tag says that they do not
+        # wants two fits to score the same; the tag says that they do not
+        "check_pipeline_consistency",
         "check_array_api_input",  # runs only where SCIPY_ARRAY_API is set
     }
-    assert {name for name, result in status.items() if result == "xfail"} == set(EXPECTED_FAILED_CHECKS)
+    assert {name for name, result in status.items() if result == "xfail"} == set(
+        EXPECTED_FAILED_CHECKS
+    )
 
 
 def test_few_failures_are_declared_and_each_says_why():
     assert len(EXPECTED_FAILED_CHECKS) <= 5
-    assert all(reason.endswith("the noise of each fit is fresh, or it protects nobody") for reason in
+    assert all(reason.endswith("the noise of each fit is fresh, or it protects "
+                               "nobody") for reason in
                EXPECTED_FAILED_CHECKS.values())  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXPECTED_FAILED_CHECKS)
 def test_a_declared_failure_fails_because_of_the_noise(name):
-    """It fails as it is, and does not where the noise is a function of the seed: so nothing else is wrong."""
+    """It fails as it is, and does not where the noise is a function of the seed: so nothing else is
+    wrong.
+    """
     check = getattr(estimator_checks, name)
     with pytest.raises(AssertionError, match=r"Mismatched elements|Not equal to tolerance"):
         check("PrivateClassifier", PrivateClassifier())
@@ -136,31 +153,43 @@ def test_the_tags_are_true():
 
 
 def test_the_answer_for_a_row_does_not_depend_on_its_neighbours():
-    """scikit-learn leaves this check out for estimators whose fits differ. To rounding: products are in float32."""
+    """scikit-learn leaves this check out for estimators whose fits differ. To rounding: products
+    are in float32.
+    """
     X, y = numbers()
     classifier = Quick().fit(X, y)
     one_by_one = np.concatenate([classifier.predict_proba(X[i : i + 1]) for i in range(20)])
     np.testing.assert_allclose(classifier.predict_proba(X)[:20], one_by_one, rtol=1e-5)
-    np.testing.assert_allclose(classifier.predict_proba(X[::-1])[::-1], classifier.predict_proba(X), rtol=1e-5)
+    np.testing.assert_allclose(
+        classifier.predict_proba(X[::-1])[::-1], classifier.predict_proba(X), rtol=1e-5
+    )
 
 
-# --- privacy ---------------------------------------------------------------------------------------------------------
+# --- privacy ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", ["dpsgd", "dpsgd-f", "dpsgd-global", "dpsgd-global-adapt"])
 def test_epsilon_is_what_the_mechanism_costs(rule):
     """By dp-accounting from the noise that was added, without the ledger; and by the ledger."""
     X, y = numbers(250)
-    classifier = Quick(epsilon=1.5, rule=rule, epochs=10, batch_size=64).fit(X, y, sensitive_features=y)
+    classifier = Quick(epsilon=1.5, rule=rule, epochs=10, batch_size=64).fit(
+        X, y, sensitive_features=y
+    )
     noise = [m for m in (classifier.rule_.sigma, classifier.rule_.sigma_count) if m is not None]
     joint = float(sum(m**-2 for m in noise) ** -0.5)
     accountant = dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-3)
-    accountant.compose(dp_accounting.PoissonSampledDpEvent(64 / 250, dp_accounting.GaussianDpEvent(joint)), 10 * 4)
+    accountant.compose(
+        dp_accounting.PoissonSampledDpEvent(64 / 250, dp_accounting.GaussianDpEvent(joint)), 10 * 4
+    )
     assert classifier.delta_ == 1e-3  # 1/(2·250) = 2e-3
     assert classifier.epsilon_ == pytest.approx(accountant.get_epsilon(1e-3), rel=2e-3)
     assert 1.5 * 0.9995 <= classifier.epsilon_ <= 1.5
     report = classifier.privacy_report_
-    assert report["epsilon"] == classifier.epsilon_ == accounting.epsilon(Ledger.from_json(report["ledger"]), 1e-3)
+    assert (
+        report["epsilon"]
+        == classifier.epsilon_
+        == accounting.epsilon(Ledger.from_json(report["ledger"]), 1e-3)
+    )
     assert report["steps"] == 40
     assert report["target_epsilon"] == 1.5
 
@@ -180,11 +209,15 @@ def test_the_noise_of_two_fits_differs_and_the_start_does_not():
     assert fits[0].privacy_report_["seed"] == "from the operating system, not kept"
 
 
-@pytest.mark.parametrize("model", [None, lambda _, classes: nn.LazyLinear(classes)], ids=["default", "lazy"])
+@pytest.mark.parametrize(
+    "model", [None, lambda _, classes: nn.LazyLinear(classes)], ids=["default", "lazy"]
+)
 def test_other_models_start_from_the_seed_too(model):
     X, y = numbers(60)
     still = [
-        PrivateClassifier(lr=1e-12, epochs=1, random_state=seed, model=model).fit(X, y).predict_proba(X)
+        PrivateClassifier(lr=1e-12, epochs=1, random_state=seed, model=model)
+        .fit(X, y)
+        .predict_proba(X)
         for seed in (0, 0, 1)
     ]
     np.testing.assert_allclose(still[0], still[1], atol=1e-6)
@@ -195,9 +228,14 @@ def test_noise_that_can_be_repeated_must_be_asked_for_and_is_reported():
     X, y = numbers(100)
     first, second = (Quick(random_state=7, deterministic_noise=True).fit(X, y) for _ in range(2))
     assert torch.equal(first.model_.weight, second.model_.weight)
-    assert first.privacy_report_["seed"].startswith("a given one, not told here: reproducible, so not private")
+    assert first.privacy_report_["seed"].startswith(
+        "a given one, not told here: reproducible, so not private"
+    )
     said = refusal(ValueError, lambda: Quick(deterministic_noise=True).fit(X, y))
-    assert said == "deterministic_noise is True and random_state is None; give the seed as random_state."
+    assert (
+        said
+        == "deterministic_noise is True and random_state is None; give the seed as random_state."
+    )
 
 
 def test_without_a_target_the_rules_own_noise_is_used():
@@ -213,12 +251,17 @@ def test_without_a_target_the_rules_own_noise_is_used():
 @pytest.mark.parametrize("rule", ["non-private", "fairlens", Silent()], ids=str)
 def test_where_no_epsilon_is_valid_none_is_stated_and_a_warning_says_so(rule):
     X, y = numbers(100)
-    with pytest.warns(UserWarning, match="has no valid ε .*: epsilon=3.0 is not reached, and epsilon_ is None. Choose"):
+    with pytest.warns(
+        UserWarning,
+        match="has no valid ε .*: epsilon=3.0 is not reached, and epsilon_ is None. Choose",
+    ):
         classifier = Quick(rule=rule).fit(X, y, sensitive_features=y)
     assert classifier.epsilon_ is None
     assert classifier.privacy_report_["epsilon"] is None
     assert "has no valid ε" in statement.paragraph(classifier.privacy_report_)
-    quiet = Quick(rule=rule, epsilon=None).fit(X, y, sensitive_features=y)  # a warning would be an error here
+    quiet = Quick(rule=rule, epsilon=None).fit(
+        X, y, sensitive_features=y
+    )  # a warning would be an error here
     assert quiet.epsilon_ is None
 
 
@@ -229,7 +272,10 @@ def test_non_private_training_learns():
 
 def test_the_learning_rate_makes_the_matched_step():
     X, y = numbers(100)
-    fitted = [Quick(rule=rule).fit(X, y, sensitive_features=y).lr_ for rule in (DPSGD(C0=0.5), DPSGDF(C0=0.5))]
+    fitted = [
+        Quick(rule=rule).fit(X, y, sensitive_features=y).lr_
+        for rule in (DPSGD(C0=0.5), DPSGDF(C0=0.5))
+    ]
     assert fitted == [0.1 / 0.5, 0.1 / 1.0]  # E[S] is 2·C0 for DPSGD-F
     assert Quick(lr=0.03).fit(X, y).lr_ == 0.03
     assert Quick(None, rule="non-private").fit(X, y).lr_ == 0.1
@@ -264,35 +310,60 @@ def test_what_is_read_from_the_data_is_listed_and_public_values_replace_it():
         "age", "age=(missing)", "job=baker", "job=miller", "job=smith", "job=(missing)"
     )  # fmt: skip
     other, labels, _ = people(seed=1)
-    assert Quick(schema=schema, classes=["no", "yes"]).fit(other, labels).encoder_ == public.encoder_
+    assert (
+        Quick(schema=schema, classes=["no", "yes"]).fit(other, labels).encoder_ == public.encoder_
+    )
 
 
 def test_the_columns_of_an_array_have_names_in_a_schema(tmp_path):
     X, y = numbers()
     path = tmp_path / "schema.json"
-    path.write_text(json.dumps({"evenclip_schema": 1, "columns": {"x1": {"kind": "number", "range": [-9, 9]}}}))
+    path.write_text(
+        json.dumps({"evenclip_schema": 1, "columns": {"x1": {"kind": "number", "range": [-9, 9]}}})
+    )
     assert Quick(schema=path).fit(X, y).encoder_.features == ("x1", "x1=(missing)")
-    path.write_text(json.dumps({"evenclip_schema": 1, "columns": {"x1": {"kind": "number", "range": [0, 9]}}}))
-    with pytest.warns(UserWarning, match="values of 'x1' lie outside of the schema's range and count as its nearer"):
+    path.write_text(
+        json.dumps({"evenclip_schema": 1, "columns": {"x1": {"kind": "number", "range": [0, 9]}}})
+    )
+    with pytest.warns(
+        UserWarning,
+        match="values of 'x1' lie outside of the schema's range and count as its nearer",
+    ):
         Quick(schema=path).fit(X, y)
 
 
 def test_a_fitted_estimator_keeps_no_private_values():
-    """Nothing in its pickle but what is public or listed: no value of a row, no trace, no count of batches."""
+    """Nothing in its pickle but what is public or listed: no value of a row, no trace, no count of
+    batches.
+    """
     X = np.random.default_rng(0).normal(size=(200, 2))
     y = (X[:, 0] > 0).astype(int)
     classifier = Quick().fit(X, y)
     kept = {name for name in vars(classifier) if name not in classifier.get_params()}
     assert kept == {
-        "classes_", "delta_", "encoder_", "epsilon_", "lr_", "model_", "n_features_in_", "privacy_report_", "rule_"
-    }  # fmt: skip
+        "classes_",
+        "delta_",
+        "encoder_",
+        "epsilon_",
+        "lr_",
+        "model_",
+        "n_features_in_",
+        "privacy_report_",
+        "rule_",
+    }
     packed = pickle.dumps(classifier)
-    assert not [value for value in X.ravel() if value.tobytes() in packed or value.astype("f4").tobytes() in packed]
-    assert not {"empty_batches", "non_finite_samples", "clamped_weights", "trace"} & set(classifier.privacy_report_)
+    assert not [
+        value
+        for value in X.ravel()
+        if value.tobytes() in packed or value.astype("f4").tobytes() in packed
+    ]
+    assert not {"empty_batches", "non_finite_samples", "clamped_weights", "trace"} & set(
+        classifier.privacy_report_
+    )
     json.dumps(classifier.privacy_report_)
 
 
-# --- what goes in ----------------------------------------------------------------------------------------------------
+# --- what goes in -------------------------------------------------------------------------------
 
 
 def test_a_table_of_every_kind_is_learnt():
@@ -302,8 +373,15 @@ def test_a_table_of_every_kind_is_learnt():
     assert classifier.feature_names_in_.tolist() == list(frame.columns)
     assert classifier.n_features_in_ == 5
     assert classifier.encoder_.features == (
-        "age", "job=baker", "job=miller", "member", "region=north", "region=south", "region=west", "since"
-    )  # fmt: skip
+        "age",
+        "job=baker",
+        "job=miller",
+        "member",
+        "region=north",
+        "region=south",
+        "region=west",
+        "since",
+    )
 
 
 def test_unknown_categories_and_gaps_are_predicted_as_neither():
@@ -327,9 +405,13 @@ def test_gaps_in_the_training_rows_have_an_indicator():
 
 
 def test_every_column_that_is_given_is_used():
-    """Also those that the tables of this package leave out by themselves: which ones would depend on the data."""
+    """Also those that the tables of this package leave out by themselves: which ones would depend
+    on the data.
+    """
     _, y = numbers()
-    frame = pd.DataFrame({"id": range(200), "one": 1.0, "name": [f"person {i}" for i in range(200)]})
+    frame = pd.DataFrame(
+        {"id": range(200), "one": 1.0, "name": [f"person {i}" for i in range(200)]}
+    )
     classifier = Quick().fit(frame, y)
     assert classifier.encoder_.features == ("id", "one", "name=(other)")
     assert np.isfinite(classifier.predict_proba(frame)).all()
@@ -338,13 +420,20 @@ def test_every_column_that_is_given_is_used():
 def test_what_the_encoder_has_to_say_is_a_warning():
     _, y = numbers()
     frame = pd.DataFrame({"age": [str(i % 60) for i in range(199)] + ["unknown"]})
-    with pytest.warns(UserWarning, match="'age' holds numbers and 'unknown', which count as missing"):
+    with pytest.warns(
+        UserWarning, match="'age' holds numbers and 'unknown', which count as missing"
+    ):
         Quick().fit(frame, y)
 
 
 def test_labels_of_any_kind_come_back():
     X, y = numbers(120)
-    for labels in (y.astype(bool), np.where(y, "b", "a"), y - 1, pd.Series(np.where(y, "b", "a"), dtype="category")):
+    for labels in (
+        y.astype(bool),
+        np.where(y, "b", "a"),
+        y - 1,
+        pd.Series(np.where(y, "b", "a"), dtype="category"),
+    ):
         classifier = Quick().fit(X, labels)
         assert classifier.classes_.tolist() == sorted(set(labels))
         assert set(classifier.predict(X).tolist()) <= set(labels)
@@ -355,55 +444,84 @@ def test_a_rule_that_needs_groups_gets_them():
     frame, hired, sex = people()
     said = refusal(ValueError, lambda: Quick(rule="dpsgd-f").fit(frame, hired))
     assert said == (
-        "dpsgd-f needs every row's group; pass fit(X, y, sensitive_features=...), or choose a rule that does not use "
+        "dpsgd-f needs every row's group; pass fit(X, y, sensitive_features=...), or choose a "
+        "rule that does not use "
         "groups, such as 'dpsgd-global-adapt'."
     )
     classifier = Quick(rule="dpsgd-f").fit(frame, hired, sensitive_features=sex)
     assert classifier.privacy_report_["group_labels_entered_training"]
-    assert "sound here, unsound as published" in statement.paragraph(classifier.privacy_report_).replace("\n", " ")
-    assert refusal(ValueError, lambda: Quick(rule="dpsgd-f").fit(frame, hired, sensitive_features=sex[:9])) == (
-        "X has 200 rows and sensitive_features has 9; give each row its group."
-    )
+    assert "sound here, unsound as published" in statement.paragraph(
+        classifier.privacy_report_
+    ).replace("\n", " ")
     assert refusal(
-        ValueError, lambda: Quick(rule="fairlens").fit(frame, hired, sensitive_features=frame["region"])
-    ).startswith("fairlens is not for these data: it is for two groups and two classes, and there are 3 and 2.")
+        ValueError, lambda: Quick(rule="dpsgd-f").fit(frame, hired, sensitive_features=sex[:9])
+    ) == ("X has 200 rows and sensitive_features has 9; give each row its group.")
+    assert refusal(
+        ValueError,
+        lambda: Quick(rule="fairlens").fit(frame, hired, sensitive_features=frame["region"]),
+    ).startswith(
+        "fairlens is not for these data: it is for two groups and two classes, and there are 3 "
+        "and 2."
+    )
 
 
 X, Y = numbers(60)
 FRAME = pd.DataFrame(X, columns=["a", "b", "c"])
 REFUSED = [
-    (TypeError, {}, (sparse.csr_array(X), Y), "Sparse data was passed for X, but dense data is required."),
+    (TypeError, {}, (sparse.csr_array(X), Y), "Sparse data was passed for X, but dense data is "
+                                              "required."),
     (ValueError, {}, (np.where(X > 0, np.inf, X), Y), "Input X contains infinity"),
-    (ValueError, {}, (FRAME.assign(b=np.inf), Y), "Column 'b' of X holds infinity; replace it by a number, or by NaN"),
-    (ValueError, {}, (np.array([["u", "v"]] * 60), Y), "X holds the text 'u' and is not a DataFrame; give a pandas"),
-    (ValueError, {}, ([[1, "v"]] * 60, Y), "X holds the text 'v' and is not a DataFrame; give a pandas DataFrame,"),
-    (TypeError, {}, (FRAME.assign(b=[[1]] * 60), Y), "Column 'b' of X holds neither numbers nor texts nor dates"),
-    (ValueError, {}, (FRAME.set_axis(["a", "b", "a"], axis=1), Y), "X has two columns 'a'; rename one of them."),
+    (ValueError, {}, (FRAME.assign(b=np.inf), Y), "Column 'b' of X holds infinity; replace it by "
+                                                  "a number, or by NaN"),
+    (ValueError, {}, (np.array([["u", "v"]] * 60), Y), "X holds the text 'u' and is not a "
+                                                       "DataFrame; give a pandas"),
+    (ValueError, {}, ([[1, "v"]] * 60, Y), "X holds the text 'v' and is not a DataFrame; give a "
+                                           "pandas DataFrame,"),
+    (TypeError, {}, (FRAME.assign(b=[[1]] * 60), Y), "Column 'b' of X holds neither numbers nor "
+                                                     "texts nor dates"),
+    (ValueError, {}, (FRAME.set_axis(["a", "b", "a"], axis=1), Y), "X has two columns 'a'; rename "
+                                                                   "one of them."),
     (ValueError, {}, (FRAME[:0], Y[:0]), "X has 0 rows and 3 columns; give at least one of each."),
     (ValueError, {}, (X, Y[:-1]), "X has 60 rows and y has 59; give each row of X its class."),
-    (ValueError, {}, (X, np.zeros(60)), "There is one class only, [0.0]; there must be two or more to tell apart."),
+    (ValueError, {}, (X, np.zeros(60)), "There is one class only, [0.0]; there must be two or "
+                                        "more to tell apart."),
     (ValueError, {}, (X, [None, "a"] * 30), "30 of 60 rows have no class in y; leave them out."),
-    (TypeError, {}, (X, np.array(["a", 1] * 30, dtype=object)), "The classes are of different kinds ("),
+    (TypeError, {}, (X, np.array(["a", 1] * 30, dtype=object)), "The classes are of different "
+                                                                "kinds ("),
     (ValueError, {}, (X, X[:, 0]), "Unknown label type: continuous."),
-    (ValueError, {"classes": [0, 2]}, (X, Y), "y holds the class 1, which is not one of 0, 2; leave these rows out"),
-    (ValueError, {"rule": "sgd"}, (X, Y), "rule is 'sgd'; give one of non-private, dpsgd, dpsgd-f, dpsgd-global, dp"),
-    (ValueError, {"rule": DPSGD}, (X, Y), "rule is <class 'evenclip.rules.dpsgd.DPSGD'>; give one of non-private,"),
+    (ValueError, {"classes": [0, 2]}, (X, Y), "y holds the class 1, which is not one of 0, 2; "
+                                              "leave these rows out"),
+    (ValueError, {"rule": "sgd"}, (X, Y), "rule is 'sgd'; give one of non-private, dpsgd, "
+                                          "dpsgd-f, dpsgd-global, dp"),
+    (ValueError, {"rule": DPSGD}, (X, Y), "rule is <class 'evenclip.rules.dpsgd.DPSGD'>; give one "
+                                          "of non-private,"),
     (ValueError, {"epsilon": 0}, (X, Y), "epsilon is 0; it must be a finite number above 0."),
-    (ValueError, {"delta": 1.0}, (X, Y), "delta is 1.0; it must lie above 0 and below 1, well below 1/n for n"),
+    (ValueError, {"delta": 1.0}, (X, Y), "delta is 1.0; it must lie above 0 and below 1, well "
+                                         "below 1/n for n"),
     (ValueError, {"epochs": 0}, (X, Y), "epochs is 0; it must be a whole number of at least 1."),
-    (ValueError, {"batch_size": 0.5}, (X, Y), "batch_size is 0.5; it must be a whole number of at least 1."),
+    (ValueError, {"batch_size": 0.5}, (X, Y), "batch_size is 0.5; it must be a whole number of at "
+                                              "least 1."),
     (ValueError, {"lr": -1}, (X, Y), "lr is -1; it must be a finite number above 0."),
-    (TypeError, {"model": nn.Linear(3, 2)}, (X, Y), "model is an object of class Linear; give a function that makes a"),
-    (TypeError, {"model": lambda f, c: 1}, (X, Y), "model(3, 2) returned a int; it must return a torch.nn.Module."),
-    (ValueError, {"model": lambda f, c: 1 / 0}, (X, Y), "model(3, 2) failed: ZeroDivisionError: division by zero"),
-    (ValueError, {"model": lambda f, c: nn.Linear(4, c)}, (X, Y), "The module of model(3, 2) does not take features ["),
-    (ValueError, {"model": lambda f, c: nn.Linear(f, 3)}, (X, Y), "For 2 samples the module of model(3, 2) answers [2"),
-    (ValueError, {"schema": {"columns": {}}}, (X, Y), 'The schema has "evenclip_schema": null; this version of evenc'),
-    (ValueError, {"schema": {"evenclip_schema": 1, "columns": {}}}, (X, Y), "The schema leaves no column of X to"),
+    (TypeError, {"model": nn.Linear(3, 2)}, (X, Y), "model is an object of class Linear; give a "
+                                                    "function that makes a"),
+    (TypeError, {"model": lambda f, c: 1}, (X, Y), "model(3, 2) returned a int; it must return a "
+                                                   "torch.nn.Module."),
+    (ValueError, {"model": lambda f, c: 1 / 0}, (X, Y), "model(3, 2) failed: ZeroDivisionError: "
+                                                        "division by zero"),
+    (ValueError, {"model": lambda f, c: nn.Linear(4, c)}, (X, Y), "The module of model(3, 2) does "
+                                                                  "not take features ["),
+    (ValueError, {"model": lambda f, c: nn.Linear(f, 3)}, (X, Y), "For 2 samples the module of "
+                                                                  "model(3, 2) answers [2"),
+    (ValueError, {"schema": {"columns": {}}}, (X, Y), 'The schema has "evenclip_schema": null; '
+                                                      'this version of evenc'),
+    (ValueError, {"schema": {"evenclip_schema": 1, "columns": {}}}, (X, Y), "The schema leaves no "
+                                                                            "column of X to"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("error", "settings", "data", "said"), REFUSED, ids=[row[-1] for row in REFUSED])
+@pytest.mark.parametrize(
+    ("error", "settings", "data", "said"), REFUSED, ids=[row[-1] for row in REFUSED]
+)
 def test_refusals_say_what_to_do(error, settings, data, said):
     assert refusal(error, lambda: Quick(**settings).fit(*data)).startswith(said)
 
@@ -411,10 +529,16 @@ def test_refusals_say_what_to_do(error, settings, data, said):
 def test_predicting_is_refused_before_training_and_for_other_columns():
     frame, hired, _ = people()
     for method in ("predict", "predict_proba"):
-        assert "is not fitted yet" in refusal(NotFittedError, lambda name=method: getattr(Quick(), name)(frame))
+        assert "is not fitted yet" in refusal(
+            NotFittedError, lambda name=method: getattr(Quick(), name)(frame)
+        )
     classifier = Quick().fit(frame, hired)
-    assert "now missing:\n- age" in refusal(ValueError, lambda: classifier.predict(frame.drop(columns="age")))
-    assert refusal(ValueError, lambda: classifier.predict(frame.to_numpy())).startswith("X holds the text 'baker' and")
+    assert "now missing:\n- age" in refusal(
+        ValueError, lambda: classifier.predict(frame.drop(columns="age"))
+    )
+    assert refusal(ValueError, lambda: classifier.predict(frame.to_numpy())).startswith(
+        "X holds the text 'baker' and"
+    )
 
 
 def test_a_model_that_ended_nowhere_says_so():
@@ -425,7 +549,7 @@ def test_a_model_that_ended_nowhere_says_so():
     )
 
 
-# --- audit -----------------------------------------------------------------------------------------------------------
+# --- audit --------------------------------------------------------------------------------------
 
 
 def test_the_audit_is_what_the_predictions_say():
@@ -434,8 +558,21 @@ def test_the_audit_is_what_the_predictions_say():
     table = classifier.audit(frame, hired, sensitive_features=sex)
     assert list(table.index) == ["f", "m"]
     assert table.index.name == "sex"
-    assert list(table.columns) == ["n", "accuracy", "loss", "selection_rate", "tpr", "fpr", "auc", "calibration_error"]
-    proba, predicted, truth = classifier.predict_proba(frame), classifier.predict(frame), hired == "yes"
+    assert list(table.columns) == [
+        "n",
+        "accuracy",
+        "loss",
+        "selection_rate",
+        "tpr",
+        "fpr",
+        "auc",
+        "calibration_error",
+    ]
+    proba, predicted, truth = (
+        classifier.predict_proba(frame),
+        classifier.predict(frame),
+        hired == "yes",
+    )
     for group in "fm":
         mine = (sex == group).to_numpy()
         yes = predicted[mine] == "yes"
@@ -454,7 +591,9 @@ def test_the_audit_of_several_attributes_of_more_classes_and_of_everybody():
     frame, _, sex = people()
     jobs = frame["region"].astype(str)
     classifier = Quick().fit(frame[["age"]], jobs)
-    both = classifier.audit(frame[["age"]], jobs, sensitive_features=pd.DataFrame({"sex": sex, "job": frame["job"]}))
+    both = classifier.audit(
+        frame[["age"]], jobs, sensitive_features=pd.DataFrame({"sex": sex, "job": frame["job"]})
+    )
     assert list(both.index) == ["f × baker", "f × miller", "m × baker", "m × miller"]
     assert both.index.name == "sex × job"
     assert list(both.columns) == ["n", "accuracy", "loss", "calibration_error"]
@@ -473,15 +612,15 @@ def test_the_audit_of_several_attributes_of_more_classes_and_of_everybody():
 def test_the_audit_refuses_what_it_cannot_judge():
     frame, hired, sex = people()
     classifier = Quick().fit(frame, hired)
-    assert refusal(ValueError, lambda: classifier.audit(frame, hired, sensitive_features=sex[:5])) == (
-        "X has 200 rows and sensitive_features has 5; give each row its group."
-    )
+    assert refusal(
+        ValueError, lambda: classifier.audit(frame, hired, sensitive_features=sex[:5])
+    ) == ("X has 200 rows and sensitive_features has 5; give each row its group.")
     assert refusal(ValueError, lambda: classifier.audit(frame, ["perhaps"] * 200)).startswith(
         "y holds the class 'perhaps', which is not one of 'no', 'yes';"
     )
 
 
-# --- scikit-learn's and Fairlearn's tools ----------------------------------------------------------------------------
+# --- scikit-learn's and Fairlearn's tools -------------------------------------------------------
 
 
 def test_it_is_pickled_with_its_predictions():
@@ -520,18 +659,24 @@ def test_a_search_warns_once(inside, refit):
     said = [warning for warning in caught if warning.category is TuningWarning]
     assert len(said) == 1
     assert str(said[0].message) == (
-        "GridSearchCV trains many private models on the same rows and chooses by figures that are not private: "
-        "neither epsilon_ of the best one nor the sum of all ε covers the choice. Tune on public data."
+        "GridSearchCV trains many private models on the same rows and chooses by figures that are "
+        "not private: "
+        "neither epsilon_ of the best one nor the sum of all ε covers the choice. Tune on public "
+        "data."
     )
     assert said[0].filename == __file__  # whoever called the search, not scikit-learn
     assert search.cv_results_["mean_test_score"].shape == (2,)
 
 
 def test_a_search_warns_where_it_was_called_and_before_any_fit():
-    """So that it is heard wherever the fits run, in other processes too, and that nothing is spent where it stops."""
+    """So that it is heard wherever the fits run, in other processes too, and that nothing is spent
+    where it stops.
+    """
     X, y = numbers(60)
     made = []
-    search = GridSearchCV(Quick(model=lambda f, c: made.append(f) or small(f, c)), {"lr": [0.1]}, cv=2)
+    search = GridSearchCV(
+        Quick(model=lambda f, c: made.append(f) or small(f, c)), {"lr": [0.1]}, cv=2
+    )
     for _ in range(2):  # a warning that stopped a search is given again
         with pytest.raises(TuningWarning):  # warnings are errors here
             search.fit(X, y)
@@ -549,14 +694,20 @@ def test_nothing_else_warns():
 
 
 def test_sensitive_features_are_routed():
-    """Through a pipeline and a search, by scikit-learn's metadata routing, each fold with its own rows."""
+    """Through a pipeline and a search, by scikit-learn's metadata routing, each fold with its own
+    rows.
+    """
     frame, hired, sex = people(120)
     with sklearn.config_context(enable_metadata_routing=True):
         classifier = Quick(rule="dpsgd-f", epochs=1).set_fit_request(sensitive_features=True)
-        pipeline = make_pipeline(StandardScaler(), classifier).fit(frame[["age"]], hired, sensitive_features=sex)
+        pipeline = make_pipeline(StandardScaler(), classifier).fit(
+            frame[["age"]], hired, sensitive_features=sex
+        )
         assert pipeline[-1].epsilon_ <= 3
         with pytest.warns(TuningWarning):
-            search = GridSearchCV(classifier, {"epsilon": [2.0]}, cv=2).fit(frame, hired, sensitive_features=sex)
+            search = GridSearchCV(classifier, {"epsilon": [2.0]}, cv=2).fit(
+                frame, hired, sensitive_features=sex
+            )
         assert search.best_estimator_.epsilon_ <= 2
 
 
@@ -564,20 +715,27 @@ def test_fairlearn_takes_its_predictions():
     frame, hired, sex = people()
     classifier = Quick().fit(frame, hired)
     found = MetricFrame(
-        metrics=accuracy_score, y_true=hired, y_pred=classifier.predict(frame), sensitive_features=sex
+        metrics=accuracy_score,
+        y_true=hired,
+        y_pred=classifier.predict(frame),
+        sensitive_features=sex,
     ).by_group
     table = classifier.audit(frame, hired, sensitive_features=sex)
     np.testing.assert_allclose(found.to_numpy(), table["accuracy"].to_numpy())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pandas', matplotlib's and Fairlearn's, of each other
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # pandas', matplotlib's and Fairlearn's, of each other
 def test_fairlearn_plots_its_predictions():
     """Where somebody draws classifiers beside each other, ours is one of them."""
     import matplotlib
 
     matplotlib.use("Agg")
     frame, hired, sex = people()
-    predicted = {f"ε = {epsilon}": Quick(epsilon).fit(frame, hired).predict(frame) for epsilon in (1.0, 3.0)}
+    predicted = {
+        f"ε = {epsilon}": Quick(epsilon).fit(frame, hired).predict(frame) for epsilon in (1.0, 3.0)
+    }
     codes = (hired == "yes").astype(int)
     predicted = {name: (found == "yes").astype(int) for name, found in predicted.items()}
     axes = plot_model_comparison(
@@ -598,7 +756,7 @@ def test_every_rule_has_its_name_here():
         assert Quick(None, rule=name, epochs=1).fit(X, y, sensitive_features=y).rule_.name == name
 
 
-# --- documentation ---------------------------------------------------------------------------------------------------
+# --- documentation ------------------------------------------------------------------------------
 
 
 def test_the_page_lists_the_failures():

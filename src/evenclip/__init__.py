@@ -1,11 +1,10 @@
 """evenclip: differentially private training that is fair to every group, with the proof.
 
-    import evenclip
-    result = evenclip.fit(model, (x, y), rule=evenclip.DPSGDGlobalAdapt(C0=1.0, sigma=1.0), epochs=20, lr=0.1)
-    result.epsilon()
+    import evenclip result = evenclip.fit(model, (x, y), rule=evenclip.DPSGDGlobalAdapt(C0=1.0,
+    sigma=1.0), epochs=20, lr=0.1) result.epsilon()
 
-Names are loaded when they are first used, so that importing the package costs little and the core runs where only
-torch and numpy are installed.
+Names are loaded when they are first used, so that importing the package costs little and the core
+runs where only torch and numpy are installed.
 """
 
 from __future__ import annotations

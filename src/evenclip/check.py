@@ -1,4 +1,6 @@
-"""Small named checks; each raises a sentence that says what was given, what is expected, what to do."""
+"""Small named checks; each raises a sentence that says what was given, what is expected, what to
+do.
+"""
 
 from __future__ import annotations
 
@@ -38,4 +40,8 @@ def fraction(**named: float) -> None:
 
 def _number(value: object) -> bool:
     """Whether this is a finite number, Python's or numpy's."""
-    return isinstance(value, SupportsFloat) and not isinstance(value, str) and math.isfinite(float(value))
+    return (
+        isinstance(value, SupportsFloat)
+        and not isinstance(value, str)
+        and math.isfinite(float(value))
+    )

@@ -1,7 +1,9 @@
-"""The paper's networks, as ordinary modules that return one score per class, for softmax cross-entropy.
+"""The paper's networks, as ordinary modules that return one score per class, for softmax
+cross-entropy.
 
-Weights start as PyTorch's layers start them, on the CPU, from a stream that the seed alone decides. The
-global generators are left as they were, and no other use of the same seed draws the same numbers.
+Weights start as PyTorch's layers start them, on the CPU, from a stream that the seed alone decides.
+The global generators are left as they were, and no other use of the same seed draws the same
+numbers.
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ __all__ = ["TABULAR", "cnn", "mlp", "seeded", "sigmoid_then_softmax"]
 STREAM = int.from_bytes(b"init", "big")
 
 
-def mlp(inputs: int = 98, classes: int = 2, hidden: Sequence[int] = (256, 256), *, seed: int = 0) -> nn.Sequential:
-    """Linear layers with tanh between them, [sample, inputs] -> [sample, classes]; the default is Adult's.
+def mlp(
+    inputs: int = 98, classes: int = 2, hidden: Sequence[int] = (256, 256), *, seed: int = 0
+) -> nn.Sequential:
+    """Linear layers with tanh between them, [sample, inputs] -> [sample, classes]; the default is
+    Adult's.
 
     >>> sum(p.numel() for p in mlp().parameters())  # 98·256+256 + 256·256+256 + 256·2+2; App. B: N = 91650
     91650
@@ -38,12 +43,13 @@ def mlp(inputs: int = 98, classes: int = 2, hidden: Sequence[int] = (256, 256), 
 
 
 def sigmoid_then_softmax(inputs: int = 59, classes: int = 2, *, seed: int = 0) -> nn.Sequential:
-    """Logistic regression with a sigmoid on its scores, [sample, inputs] -> [sample, classes]; for Dutch.
+    """Logistic regression with a sigmoid on its scores, [sample, inputs] -> [sample, classes]; for
+    Dutch.
 
-    The softmax of the cross-entropy comes on top, so the scores are squashed twice: they differ by less than
-    1, the loss stays above log(1 + (classes − 1)·e⁻¹), 0.313 for two classes, and it is not convex. The model
-    exists because the paper's Dutch losses come out only with it; for your own data take `mlp(hidden=())`,
-    which is plain softmax regression.
+    The softmax of the cross-entropy comes on top, so the scores are squashed twice: they differ by
+    less than 1, the loss stays above log(1 + (classes − 1)·e⁻¹), 0.313 for two classes, and it is
+    not convex. The model exists because the paper's Dutch losses come out only with it; for your
+    own data take `mlp(hidden=())`, which is plain softmax regression.
 
     >>> sum(p.numel() for p in sigmoid_then_softmax().parameters())  # 59·2+2; App. B: N = 120
     120
@@ -54,11 +60,12 @@ def sigmoid_then_softmax(inputs: int = 59, classes: int = 2, *, seed: int = 0) -
 
 
 def cnn(channels: int = 1, side: int = 28, classes: int = 10, *, seed: int = 0) -> nn.Sequential:
-    """Two 3×3 convolutions (32, 16 channels), each with tanh, then a linear layer; no padding, no pooling.
+    """Two 3×3 convolutions (32, 16 channels), each with tanh, then a linear layer; no padding, no
+    pooling.
 
-    [sample, channels, side, side] -> [sample, classes]. The default is MNIST's; CelebA's is `cnn(3, 64, 2)`.
-    Differs from the paper: App. B prints N = 80522 for MNIST, which belongs to a net of four convolutions
-    (32-32-16-16); the two of its text make 97114.
+    [sample, channels, side, side] -> [sample, classes]. The default is MNIST's; CelebA's is `cnn(3,
+    64, 2)`. Differs from the paper: App. B prints N = 80522 for MNIST, which belongs to a net of
+    four convolutions (32-32-16-16); the two of its text make 97114.
 
     >>> sum(p.numel() for p in cnn().parameters())
     97114
@@ -67,7 +74,9 @@ def cnn(channels: int = 1, side: int = 28, classes: int = 10, *, seed: int = 0) 
     """
     check.natural(channels=channels, side=side, classes=classes)
     if side < 5:
-        raise ValueError(f"side is {side}; two 3×3 convolutions without padding need at least 5 pixels.")
+        raise ValueError(
+            f"side is {side}; two 3×3 convolutions without padding need at least 5 pixels."
+        )
     with seeded(seed):
         return nn.Sequential(
             nn.Conv2d(channels, 32, 3),
@@ -91,5 +100,8 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-TABULAR: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "sigmoid-then-softmax": sigmoid_then_softmax}
+TABULAR: dict[str, Callable[..., nn.Module]] = {
+    "mlp": mlp,
+    "sigmoid-then-softmax": sigmoid_then_softmax,
+}
 """Networks for the columns of a table, by name; each takes `inputs` and `classes` besides its options."""

@@ -1,4 +1,6 @@
-"""The bounds: reached where they can be, never violated where their conditions hold, violated where they do not."""
+"""The bounds: reached where they can be, never violated where their conditions hold, violated where
+they do not.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ class Problem:
 
     def _hessian(self, random, d, indefinite):
         basis = np.linalg.qr(random.normal(size=(d, d)))[0]
-        values = random.choice([-1, 0, 1], d) if indefinite else random.uniform(0, 1, d) * random.choice([0, 1], d)
+        values = (
+            random.choice([-1, 0, 1], d)
+            if indefinite
+            else random.uniform(0, 1, d) * random.choice([0, 1], d)
+        )
         return basis @ np.diag(values / self.lr) @ basis.T
 
     @property
@@ -71,7 +77,10 @@ class Problem:
         for sign, k in ((1, 0), (-1, 1)):
             forms = []
             for each in (self.each, self.clipped):
-                mean, own = each.mean(axis=0), np.einsum("ni,ij,nj->n", each, self.H[k], each).mean()
+                mean, own = (
+                    each.mean(axis=0),
+                    np.einsum("ni,ij,nj->n", each, self.H[k], each).mean(),
+                )
                 forms.append(mean @ self.H[k] @ mean + (1 - self.q) / self.B * own)
             first = self.g[k] @ (self.each - self.clipped).mean(axis=0)
             total += sign * (self.lr * first + self.lr**2 / 2 * (forms[1] - forms[0]))
@@ -106,10 +115,18 @@ def test_without_convexity_they_are_violated_and_the_other_is_not():
         found = p.difference("dir")
         values = np.linalg.eigvalsh(p.H[0] - p.H[1])
         always = unconditional_bound(
-            p.slopes(0), p.slopes(1), p.rho, p.clipped_norms, p.lr, (float(values[0]), float(values[-1]))
+            p.slopes(0),
+            p.slopes(1),
+            p.rho,
+            p.clipped_norms,
+            p.lr,
+            (float(values[0]), float(values[-1])),
         )
         assert slack(found, always, p) >= 0, seed
-        violated += slack(found, direction_bound(p.slopes(0), p.slopes(1), p.rho, p.clipped_norms, p.lr), p) < 0
+        violated += (
+            slack(found, direction_bound(p.slopes(0), p.slopes(1), p.rho, p.clipped_norms, p.lr), p)
+            < 0
+        )
     assert violated > 10
 
 
@@ -128,20 +145,27 @@ def test_the_bound_of_clipping_is_never_violated_in_expectation():
         p = Problem(seed)
         shares = float(np.mean(~p.group)), float(np.mean(p.group))
         spread = (1 - p.q) / p.B
-        square = float(np.linalg.norm(p.each.mean(axis=0)) ** 2 + spread * np.mean(np.linalg.norm(p.each, axis=1) ** 2))
+        square = float(
+            np.linalg.norm(p.each.mean(axis=0)) ** 2
+            + spread * np.mean(np.linalg.norm(p.each, axis=1) ** 2)
+        )
         norms = [float(np.linalg.norm(g)) for g in p.g]
         bound = clipping_bound(*norms, *shares, p.S, square, spread, p.lr)
         assert slack(p.expected_clip(), bound, p) >= 0, seed
 
 
 def test_the_bound_of_clipping_can_be_come_near():
-    """It is no empty statement: equal but for a small step where all gradients are one and nothing is clipped."""
+    """It is no empty statement: equal but for a small step where all gradients are one and nothing
+    is clipped.
+    """
     bound = clipping_bound(1.0, 0.0, 1.0, 0.0, 0.0, 1e-9, 0.0, 0.5)
     assert bound == pytest.approx(0.5)
 
 
 def test_proposition_3_is_reached():
-    """g_B along one axis, ḡ_B along another; group a is curved along the first only, group b along the second."""
+    """g_B along one axis, ḡ_B along another; group a is curved along the first only, group b along
+    the second.
+    """
     lr, length = 0.25, 0.5
     rho, g_a, g_b = np.array([length]), np.array([0.3, -0.2]), np.array([-0.1, 0.4])
     g_B, clipped = np.array([1.0, 0.0]), np.array([0.0, length])
@@ -152,7 +176,9 @@ def test_proposition_3_is_reached():
         """R_dir_a − R_dir_b, and its bound."""
         found = []
         for g, H in ((g_a, H_a), (g_b, H_b)):
-            values = (np.array([v]) for v in (g @ g_B, g_B @ H @ g_B, g @ clipped, clipped @ H @ clipped))
+            values = (
+                np.array([v]) for v in (g @ g_B, g_B @ H @ g_B, g @ clipped, clipped @ H @ clipped)
+            )
             found.append(terms(*values, rho, eta)["dir"][0])
         return found[0] - found[1], direction_bound(*slopes, rho, np.array([length]), eta)
 

@@ -19,7 +19,9 @@ TABLES = arrays(
 
 
 def test_the_published_costs_of_adult():
-    """The paper's table of Adult (men, women), DPSGD: printed to one digit each, so a difference is off by 0.1."""
+    """The paper's table of Adult (men, women), DPSGD: printed to one digit each, so a difference is
+    off by 0.1.
+    """
     cost = privacy_cost([[80.5, 92.2]], [[69.9, 88.5]])
     np.testing.assert_allclose(cost, [[10.6, 3.6]], atol=0.11)
     np.testing.assert_allclose(gap(cost), [6.9], atol=0.11)
@@ -29,7 +31,10 @@ def test_the_published_costs_of_adult():
 
 
 def test_a_cost_is_what_is_lost_and_a_risk_is_what_is_gained():
-    reference, private = np.array([[90.0, 80.0], [91.0, 79.0]]), np.array([[85.0, 81.0], [91.0, 70.0]])
+    reference, private = (
+        np.array([[90.0, 80.0], [91.0, 79.0]]),
+        np.array([[85.0, 81.0], [91.0, 70.0]]),
+    )
     np.testing.assert_array_equal(privacy_cost(reference, private), [[5.0, -1.0], [0.0, 9.0]])
     np.testing.assert_array_equal(excessive_risk(reference, private), [[-5.0, 1.0], [0.0, -9.0]])
 
@@ -59,7 +64,9 @@ def test_none_is_nan_and_is_said(table):
     listed = [[None if math.isnan(value) else value for value in row] for row in table]
     np.testing.assert_array_equal(gap(listed), gap(table))
     np.testing.assert_array_equal(privacy_cost(listed, np.zeros_like(table)), table)
-    assert left_out(listed) == [k for k in range(table.shape[1]) if any(math.isnan(v) for v in table[:, k])]
+    assert left_out(listed) == [
+        k for k in range(table.shape[1]) if any(math.isnan(v) for v in table[:, k])
+    ]
 
 
 @given(TABLES)
@@ -83,16 +90,21 @@ def test_an_infinite_loss_is_not_left_out():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(
         ValueError,
-        match=r"^reference is \[1, 2\] and private is \[2, 2\], \[seed, group\]; they must be of the same seeds "
+        match=r"^reference is \[1, 2\] and private is \[2, 2\], \[seed, group\]; they must be of "
+        r"the same seeds "
         r"and groups: train the reference with every seed\.$",
     ):
         privacy_cost([[1.0, 2.0]], [[1.0, 2.0], [3.0, 4.0]])
     with pytest.raises(ValueError, match=r"^reference is \[1, 2\] and private is \[2, 2\]"):
         excessive_risk([[1.0, 2.0]], [[1.0, 2.0], [3.0, 4.0]])
-    with pytest.raises(ValueError, match=r"^values is \[2\]; expected \[seed, group\]: give one row for each seed\.$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^values is \[2\]; expected \[seed, group\]: give one row for each seed\.$",
+    ):
         gap([1.0, 2.0])
     for pair in ((0, 2), (-1, 0), (1, 1)):
         with pytest.raises(
-            ValueError, match=rf"^pair is \({pair[0]}, {pair[1]}\) and there are 2 groups; give two diff"
+            ValueError,
+            match=rf"^pair is \({pair[0]}, {pair[1]}\) and there are 2 groups; give two diff",
         ):
             gap([[1.0, 2.0]], pair)

@@ -38,7 +38,10 @@ def full_hessian(model, loss, x, y):
 
     def mean_loss(vector):
         pieces = torch.split(vector, [math.prod(shape) for shape in shapes])
-        moved = {name: piece.view(shape) for name, piece, shape in zip(names, pieces, shapes, strict=True)}
+        moved = {
+            name: piece.view(shape)
+            for name, piece, shape in zip(names, pieces, shapes, strict=True)
+        }
         return per_sample(loss)(functional_call(model, moved, (x,)), y).mean()
 
     return hessian(mean_loss)(start)
@@ -57,7 +60,9 @@ def test_of_a_quadratic_loss():
     found, expected = Curvature(model, F.mse_loss, x, y), 2 * x.T @ x / 50
     vectors = numbers(3, 7, 6)
     torch.testing.assert_close(found.products(vectors), vectors @ expected)
-    torch.testing.assert_close(found.forms(vectors), ((vectors @ expected) * vectors).sum(dim=1, keepdim=True).T)
+    torch.testing.assert_close(
+        found.forms(vectors), ((vectors @ expected) * vectors).sum(dim=1, keepdim=True).T
+    )
     assert found.exact_trace() == pytest.approx(float(expected.trace()))
     values = torch.linalg.eigvalsh(expected)
     assert found.extremes() == pytest.approx((float(values[0]), float(values[-1])))
@@ -69,11 +74,16 @@ def test_of_a_quadratic_loss():
 def test_against_the_full_hessian(monkeypatch, rows):
     monkeypatch.setattr("evenclip.audit.curvature._ROWS", rows)
     model, x, y = seeded(mlp), numbers(1, 30, 4), classes(2, 30)
-    found, expected = Curvature(model, F.cross_entropy, x, y), full_hessian(model, F.cross_entropy, x, y)
+    found, expected = (
+        Curvature(model, F.cross_entropy, x, y),
+        full_hessian(model, F.cross_entropy, x, y),
+    )
     torch.testing.assert_close(found.products(torch.eye(43, dtype=torch.float64)), expected)
     assert found.exact_trace() == pytest.approx(float(expected.trace()))
     values = torch.linalg.eigvalsh(expected)
-    assert found.extremes() == pytest.approx((float(values[0]), float(values[-1])), rel=1e-3, abs=1e-3)
+    assert found.extremes() == pytest.approx(
+        (float(values[0]), float(values[-1])), rel=1e-3, abs=1e-3
+    )
     assert float(found.sizes.sum()) == 30
     assert found.forms(numbers(3, 2, 43)).shape == (math.ceil(30 / rows), 2)
 
@@ -84,7 +94,9 @@ def test_however_many_vectors_pass_at_once(monkeypatch, at_once):
     model, x, y = seeded(mlp), numbers(1, 30, 4), classes(2, 30)
     vectors = numbers(3, 5, 43)
     expected = full_hessian(model, F.cross_entropy, x, y)
-    torch.testing.assert_close(Curvature(model, F.cross_entropy, x, y).products(vectors), vectors @ expected)
+    torch.testing.assert_close(
+        Curvature(model, F.cross_entropy, x, y).products(vectors), vectors @ expected
+    )
 
 
 def test_trace_of_softmax_regression_has_a_formula():
@@ -102,7 +114,9 @@ def test_trace_by_signs_is_right_within_its_error():
     for seed in range(5):
         estimate = found.trace(signs(400, 43, seed))
         assert abs(estimate.value - exact) < 4.5 * estimate.se
-    assert found.trace(signs(1600, 43)).se == pytest.approx(found.trace(signs(400, 43)).se / 2, rel=0.15)
+    assert found.trace(signs(1600, 43)).se == pytest.approx(
+        found.trace(signs(400, 43)).se / 2, rel=0.15
+    )
     assert found.trace(signs(1, 43)).se == math.inf
 
 
@@ -135,7 +149,11 @@ def test_signs_are_signs():
 
 
 def test_signs_are_exact_where_the_hessian_is_diagonal():
-    model, x, y = seeded(lambda: nn.Linear(6, 1, bias=False)), torch.eye(6, dtype=torch.float64), numbers(2, 6, 1)
+    model, x, y = (
+        seeded(lambda: nn.Linear(6, 1, bias=False)),
+        torch.eye(6, dtype=torch.float64),
+        numbers(2, 6, 1),
+    )
     found = Curvature(model, F.mse_loss, x, y).trace(signs(9, 6))
     assert found == (pytest.approx(2.0), pytest.approx(0.0, abs=1e-12))
 
@@ -164,18 +182,26 @@ class Two(nn.Module):
 
 MODELS = {
     "convolution": (
-        lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3)), numbers(1, 9, 2, 5, 5)),
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3)),
+        numbers(1, 9, 2, 5, 5),
+    ),
     "transformer": (
         lambda: nn.Sequential(
             nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, activation="gelu", batch_first=True),
-            nn.Flatten(), nn.Linear(12, 3)),
-        numbers(1, 9, 3, 4)),
+            nn.Flatten(),
+            nn.Linear(12, 3),
+        ),
+        numbers(1, 9, 3, 4),
+    ),
     "recurrent": (Recurrent, numbers(1, 9, 5, 3)),
     "embedding": (
-        lambda: nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Flatten(), nn.Tanh(), nn.Linear(12, 3)),
-        classes(1, 27, 7).view(9, 3)),
+        lambda: nn.Sequential(
+            nn.Embedding(7, 4), nn.LayerNorm(4), nn.Flatten(), nn.Tanh(), nn.Linear(12, 3)
+        ),
+        classes(1, 27, 7).view(9, 3),
+    ),
     "two inputs": (Two, (numbers(1, 9, 4), numbers(2, 9, 2))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -206,7 +232,10 @@ def test_the_gradient_is_that_of_autograd(name):
     wanted = [p for p in model.parameters() if p.requires_grad]
     each = torch.autograd.grad(F.cross_entropy(output, y), wanted, allow_unused=True)
     expected = torch.cat(
-        [(torch.zeros_like(p) if g is None else g).reshape(-1) for p, g in zip(wanted, each, strict=True)]
+        [
+            (torch.zeros_like(p) if g is None else g).reshape(-1)
+            for p, g in zip(wanted, each, strict=True)
+        ]
     )
     torch.testing.assert_close(Curvature(model, F.cross_entropy, x, y).gradient(), expected)
 
@@ -237,7 +266,11 @@ def test_dropout_is_left_out_and_put_back():
         return nn.Sequential(nn.Linear(4, 8), nn.Dropout(p), mixing, nn.Linear(8, 3))
 
     with_it, without = seeded(lambda: make(0.5)), seeded(lambda: make(0.0))
-    x, y, v = numbers(1, 9, 1, 4), classes(2, 9), numbers(3, 2, sum(p.numel() for p in without.parameters()))
+    x, y, v = (
+        numbers(1, 9, 1, 4),
+        classes(2, 9),
+        numbers(3, 2, sum(p.numel() for p in without.parameters())),
+    )
 
     def loss(output, y):
         return F.cross_entropy(output[:, 0], y, reduction="none")

@@ -1,4 +1,6 @@
-"""What a step costs each group: identities, the loss that really comes of it, and that looking changes nothing."""
+"""What a step costs each group: identities, the loss that really comes of it, and that looking
+changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,12 @@ from evenclip.audit.decomposition import Batches, RiskTerms, terms
 
 FLOATS = arrays(np.float64, 4, elements=st.floats(-100, 100))
 RULES = [
-    NonPrivate(), DPSGD(C0=0.3, sigma=0.5), DPSGDF(C0=0.3, sigma=0.5), DPSGDGlobal(C0=0.3, sigma=0.5, Z=2.0),
+    NonPrivate(),
+    DPSGD(C0=0.3, sigma=0.5),
+    DPSGDF(C0=0.3, sigma=0.5),
+    DPSGDGlobal(C0=0.3, sigma=0.5, Z=2.0),
     DPSGDGlobalAdapt(C0=0.3, sigma=0.5, Z0=1.0),
-]  # fmt: skip
+]
 named = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 
 
@@ -30,7 +35,9 @@ def toy(n=120, seed=0):
     """Two groups of different size; the smaller one has longer and other samples.  (x, y, group)"""
     random = torch.Generator().manual_seed(seed)
     group = (torch.arange(n) % 4 == 0).long()
-    x = torch.randn(n, 3, generator=random, dtype=torch.float64) * (1 + 2 * group.unsqueeze(1)) + group.unsqueeze(1)
+    x = torch.randn(n, 3, generator=random, dtype=torch.float64) * (
+        1 + 2 * group.unsqueeze(1)
+    ) + group.unsqueeze(1)
     return x, torch.randint(2, (n,), generator=random), group
 
 
@@ -43,7 +50,14 @@ def model(seed=0):
 # --- identities ---
 
 
-@given(FLOATS, FLOATS, FLOATS, FLOATS, arrays(np.float64, 4, elements=st.floats(0.01, 100)), st.floats(0.001, 10))
+@given(
+    FLOATS,
+    FLOATS,
+    FLOATS,
+    FLOATS,
+    arrays(np.float64, 4, elements=st.floats(0.01, 100)),
+    st.floats(0.001, 10),
+)
 @settings(derandomize=True, deadline=None, database=None)
 def test_magnitude_and_direction_make_up_clipping(s, f, clipped_s, clipped_f, rho, lr):
     found = terms(s, f, clipped_s, clipped_f, rho, lr)
@@ -57,7 +71,9 @@ def test_magnitude_and_direction_make_up_clipping(s, f, clipped_s, clipped_f, rh
 def test_scaling_alone_turns_nothing(s, f, scale, lr):
     found = terms(s, f, scale * s, scale**2 * f, np.full(4, scale), lr)
     for name in ("dir", "dir_star"):
-        assert np.abs(found[name]).max() <= 1e-9 * (lr * np.abs(s).max() + lr**2 * np.abs(f).max() + 1)
+        assert np.abs(found[name]).max() <= 1e-9 * (
+            lr * np.abs(s).max() + lr**2 * np.abs(f).max() + 1
+        )
 
 
 def test_turning_alone_changes_no_length():
@@ -80,7 +96,14 @@ def observed(rule, *, lr=0.1, steps=5, data=None, **options):
     data = toy() if data is None else data
     options = {"every": 2, "probes": 8, **options}
     return fit(
-        model(), data, rule=rule, batch_size=20, steps=steps, lr=lr, seed=1, observers=[RiskTerms(data, lr, **options)]
+        model(),
+        data,
+        rule=rule,
+        batch_size=20,
+        steps=steps,
+        lr=lr,
+        seed=1,
+        observers=[RiskTerms(data, lr, **options)],
     )
 
 
@@ -111,7 +134,10 @@ def test_every_rule_has_its_terms(rule):
 def test_looking_changes_nothing(rule):
     seen = observed(rule, batches=3, eigenvalues=True)
     alone = fit(model(), toy(), rule=rule, batch_size=20, steps=5, lr=0.1, seed=1)
-    assert all(torch.equal(a, b) for a, b in zip(seen.model.parameters(), alone.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(seen.model.parameters(), alone.model.parameters(), strict=True)
+    )
     assert seen.ledger == alone.ledger
     assert seen.trace == alone.trace
 
@@ -126,22 +152,35 @@ def test_a_rule_that_scales_all_alike_turns_nothing():
 
 
 def after_a_step(start, data, rule, lr, q, draws):
-    """Each group's loss after a step of DPSGD, many times over from the same start.  # [draw, group]"""
+    """Each group's loss after a step of DPSGD, many times over from the same start.  # [draw,
+    group]
+    """
     x, y, group = data
-    names, B, random = list(dict(start.named_parameters())), q * len(y), torch.Generator().manual_seed(5)
+    names, B, random = (
+        list(dict(start.named_parameters())),
+        q * len(y),
+        torch.Generator().manual_seed(5),
+    )
     theta = torch.nn.utils.parameters_to_vector(start.parameters()).detach()
 
     def split(vector):
         pieces = torch.split(vector, [p.numel() for p in start.parameters()])
-        return {name: piece.view(p.shape) for name, piece, p in zip(names, pieces, start.parameters(), strict=True)}
+        return {
+            name: piece.view(p.shape)
+            for name, piece, p in zip(names, pieces, start.parameters(), strict=True)
+        }
 
     def loss(vector, x, y):
-        return cross_entropy(functional_call(start, split(vector), (x.unsqueeze(0),)), y.unsqueeze(0))
+        return cross_entropy(
+            functional_call(start, split(vector), (x.unsqueeze(0),)), y.unsqueeze(0)
+        )
 
     each = vmap(grad(loss), in_dims=(None, 0, 0))(theta, x, y)
     each = each * (rule.C0 / each.norm(dim=1, keepdim=True)).clamp(max=1)
     picked = (torch.rand(draws, len(y), generator=random) < q).double()
-    noise = rule.sigma * rule.C0 * torch.randn(draws, len(theta), generator=random, dtype=torch.float64)
+    noise = (
+        rule.sigma * rule.C0 * torch.randn(draws, len(theta), generator=random, dtype=torch.float64)
+    )
     moved = theta - lr * (picked @ each + noise) / B
     losses = vmap(vmap(loss, in_dims=(None, 0, 0)), in_dims=(0, None, None))(moved, x, y)
     return torch.stack([losses[:, group == k].mean(dim=1) for k in (0, 1)], dim=1).numpy()
@@ -152,18 +191,23 @@ def test_the_prediction_is_the_loss_that_comes_of_it():
     data, rule, lr, start = toy(), DPSGD(C0=0.1, sigma=1.0), 0.2, model()
     x, y, group = data
     looking = RiskTerms(data, lr, batches=600, probes=1000, every=1)
-    (record,) = fit(start, data, rule=rule, batch_size=20, steps=1, lr=lr, seed=0, observers=[looking]).records
+    (record,) = fit(
+        start, data, rule=rule, batch_size=20, steps=1, lr=lr, seed=0, observers=[looking]
+    ).records
     losses = after_a_step(start, data, rule, lr, 20 / len(y), 6_000)
     before = cross_entropy(start(x), y, reduction="none").detach()
     for k, found in enumerate(record["risk"]):
         step = {name: found["terms"][name] for name in ("non_private", "clip", "noise")}
         predicted = float(before[group == k].mean()) + sum(value for value, _ in step.values())
         spread = losses[:, k].std() / math.sqrt(len(losses))
-        # The first two are of the same batches: what varies in their sum is η⟨g_a, ḡ_B⟩, far less than either.
+        # The first two are of the same batches: what varies in their sum is η⟨g_a, ḡ_B⟩, far less
+        # than either.
         batches = lr * float(np.std(found["clipped_slopes"])) / math.sqrt(600)
         error = math.hypot(batches, step["noise"][1], spread)
         assert abs(losses[:, k].mean() - predicted) < 3 * error
-        assert abs(step["clip"][0]) > 4 * error  # it can tell: without clipping's part it would fail
+        assert (
+            abs(step["clip"][0]) > 4 * error
+        )  # it can tell: without clipping's part it would fail
 
 
 def test_the_noise_term_is_what_noise_does_to_the_loss():
@@ -171,9 +215,13 @@ def test_the_noise_term_is_what_noise_does_to_the_loss():
     data, rule, lr, start = toy(), DPSGD(C0=0.1, sigma=2.0), 0.2, model()
     x, y, group = data
     looking = RiskTerms(data, lr, probes=300, every=1)
-    (record,) = fit(start, data, rule=rule, batch_size=20, steps=1, lr=lr, seed=0, observers=[looking]).records
+    (record,) = fit(
+        start, data, rule=rule, batch_size=20, steps=1, lr=lr, seed=0, observers=[looking]
+    ).records
     theta = torch.nn.utils.parameters_to_vector(start.parameters()).detach()
-    half = torch.randn(500, len(theta), dtype=theta.dtype, generator=torch.Generator().manual_seed(3))
+    half = torch.randn(
+        500, len(theta), dtype=theta.dtype, generator=torch.Generator().manual_seed(3)
+    )
     half *= rule.sigma * rule.C0 / 20
     losses = []  # [draw, group]
     moved = model()
@@ -192,10 +240,14 @@ def test_the_noise_term_is_what_noise_does_to_the_loss():
 
 def test_a_sample_of_a_group_is_right_within_its_error():
     data = toy(4000)
-    whole = observed(DPSGD(C0=0.3, sigma=0.5), data=data, steps=1, every=1, probes=0).records[0]["risk"]
+    whole = observed(DPSGD(C0=0.3, sigma=0.5), data=data, steps=1, every=1, probes=0).records[0][
+        "risk"
+    ]
     far = []
     for seed in range(12):
-        some = observed(DPSGD(C0=0.3, sigma=0.5), data=data, steps=1, every=1, probes=0, sample=256, seed=seed)
+        some = observed(
+            DPSGD(C0=0.3, sigma=0.5), data=data, steps=1, every=1, probes=0, sample=256, seed=seed
+        )
         for group, exact in zip(some.records[0]["risk"], whole, strict=True):
             assert group["n"] == 256
             assert group["of"] == exact["of"]

@@ -14,7 +14,11 @@ fairlearn_metrics = pytest.importorskip("fairlearn.metrics", reason="Fairlearn i
 def problem(classes=2, n=300):
     random = np.random.default_rng(5)
     s = torch.from_numpy(random.normal(size=(n, classes)))
-    return s, torch.from_numpy(random.integers(0, classes, n)), torch.from_numpy(random.integers(0, 3, n))
+    return (
+        s,
+        torch.from_numpy(random.integers(0, classes, n)),
+        torch.from_numpy(random.integers(0, 3, n)),
+    )
 
 
 def test_the_frame_is_our_table_in_shares():
@@ -31,7 +35,11 @@ def test_the_frame_is_our_table_in_shares():
 def test_fairlearn_agrees():
     s, y, group = problem()
     frame = metric_frame(s, y, group, ("a", "b", "c"))
-    given = {"y_true": y.numpy(), "y_pred": s.argmax(1).numpy(), "sensitive_features": group.numpy()}
+    given = {
+        "y_true": y.numpy(),
+        "y_pred": s.argmax(1).numpy(),
+        "sensitive_features": group.numpy(),
+    }
     theirs = fairlearn_metrics.MetricFrame(
         metrics={
             "selection_rate": fairlearn_metrics.selection_rate,
@@ -62,7 +70,9 @@ def test_more_than_two_classes_have_an_accuracy_only():
     s, y, group = problem(classes=3)
     frame = metric_frame(s, y, group, ("a", "b", "c"))
     assert list(frame.by_group.columns) == ["accuracy"]
-    assert (100 * frame.by_group["accuracy"]).tolist() == pytest.approx(by_group(s, y, group, 3)["accuracy"])
+    assert (100 * frame.by_group["accuracy"]).tolist() == pytest.approx(
+        by_group(s, y, group, 3)["accuracy"]
+    )
 
 
 def test_scores_that_are_not_finite_are_wrong_here_too():
@@ -73,9 +83,14 @@ def test_scores_that_are_not_finite_are_wrong_here_too():
 
 def test_what_does_not_fit_is_refused():
     s, y, group = problem()
-    with pytest.raises(ValueError, match=r"^group has codes 0 to 2 and group_names has 2 names; name every group\.$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^group has codes 0 to 2 and group_names has 2 names; name every group\.$",
+    ):
         metric_frame(s, y, group, ("a", "b"))
-    with pytest.raises(ValueError, match=r"^group is \[7\] and there are 300 samples; give one for each\.$"):
+    with pytest.raises(
+        ValueError, match=r"^group is \[7\] and there are 300 samples; give one for each\.$"
+    ):
         metric_frame(s, y, group[:7], ("a", "b", "c"))
 
 
@@ -83,6 +98,7 @@ def test_without_fairlearn_the_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "fairlearn.metrics", None)
     with pytest.raises(
         ImportError,
-        match=r"^A MetricFrame is Fairlearn's, which is not installed; run `pip install 'evenclip\[fairlearn\]'`\.$",
+        match=r"^A MetricFrame is Fairlearn's, which is not installed; run `pip install "
+        r"'evenclip\[fairlearn\]'`\.$",
     ):
         metric_frame(*problem(), ("a", "b", "c"))

@@ -64,7 +64,9 @@ def test_scikit_learn_agrees_on_two_classes(seed, coarse):
         assert table["selection_rate"][k] == pytest.approx(100 * predicted.mean())
         assert table["tpr"][k] == pytest.approx(100 * tp / (tp + fn))
         assert table["fpr"][k] == pytest.approx(100 * fp / (fp + tn))
-        assert table["auc"][k] == pytest.approx(oracle.roc_auc_score(target, mine[:, 1] - mine[:, 0]), rel=1e-12)
+        assert table["auc"][k] == pytest.approx(
+            oracle.roc_auc_score(target, mine[:, 1] - mine[:, 0]), rel=1e-12
+        )
 
 
 @given(problems)
@@ -92,21 +94,34 @@ def test_calibration_error_is_its_definition_and_bounded(given):
             error += inside.mean() * abs(right[inside].mean() - confidence[inside].mean())
     found = overall(s, y)["calibration_error"]
     assert found == pytest.approx(error, abs=1e-12)
-    # Bins can hide an error but not make one: between |accuracy − mean confidence| and one bin of its own for each.
-    assert abs(right.mean() - confidence.mean()) - 1e-12 <= found <= np.abs(right - confidence).mean() + 1e-12 <= 1
+    # Bins can hide an error but not make one: between |accuracy − mean confidence| and one bin of
+    # its own for each.
+    assert (
+        abs(right.mean() - confidence.mean()) - 1e-12
+        <= found
+        <= np.abs(right - confidence).mean() + 1e-12
+        <= 1
+    )
 
 
 def test_calibration_error_by_hand():
-    # Confidence 0.8 four times, right three times; confidence 0.6 twice, right once: 4/6·0.05 + 2/6·0.1
+    # Confidence 0.8 four times, right three times; confidence 0.6 twice, right once: 4/6·0.05 +
+    # 2/6·0.1
     margins = torch.tensor([math.log(4)] * 4 + [math.log(1.5)] * 2, dtype=torch.float64)
     s = torch.stack([margins, torch.zeros(6)], dim=1)
     y = torch.tensor([0, 0, 0, 1, 0, 1])
-    assert overall(s, y)["calibration_error"] == pytest.approx(4 / 6 * 0.05 + 2 / 6 * 0.1, abs=1e-12)
+    assert overall(s, y)["calibration_error"] == pytest.approx(
+        4 / 6 * 0.05 + 2 / 6 * 0.1, abs=1e-12
+    )
 
 
 def test_a_confidence_of_one_lies_in_the_last_bin_with_those_just_below():
-    s = torch.tensor([[1000.0, 0.0], [math.log(19), 0.0]], dtype=torch.float64)  # confidence 1, wrong; 0.95, right
-    assert overall(s, torch.tensor([1, 0]))["calibration_error"] == pytest.approx((1 - 0.05) / 2, abs=1e-12)
+    s = torch.tensor(
+        [[1000.0, 0.0], [math.log(19), 0.0]], dtype=torch.float64
+    )  # confidence 1, wrong; 0.95, right
+    assert overall(s, torch.tensor([1, 0]))["calibration_error"] == pytest.approx(
+        (1 - 0.05) / 2, abs=1e-12
+    )
 
 
 def test_loss_is_summed_in_double_precision():
@@ -144,7 +159,9 @@ def test_groups_merge_by_their_weights(given):
             assert parts[name] == [None] * 5
             continue
         known = [(w, v) for w, v in zip(weight, parts[name], strict=True) if w]
-        assert whole[name] == pytest.approx(sum(w * v for w, v in known) / sum(weight), rel=1e-9, abs=1e-9)
+        assert whole[name] == pytest.approx(
+            sum(w * v for w, v in known) / sum(weight), rel=1e-9, abs=1e-9
+        )
 
 
 @given(problems)
@@ -165,7 +182,9 @@ def test_swapping_the_classes_mirrors_the_rates():
     s, y, group = problem(3)
     one, other = by_group(s, y, group, 3), by_group(s.flip(1), 1 - y, group, 3)
     assert [100 - value for value in one["tpr"]] == pytest.approx(other["fpr"])
-    assert [100 - value for value in one["selection_rate"]] == pytest.approx(other["selection_rate"])
+    assert [100 - value for value in one["selection_rate"]] == pytest.approx(
+        other["selection_rate"]
+    )
     assert one["auc"] == pytest.approx(other["auc"])  # mirrored twice: the classes and their scores
     assert one["accuracy"] == other["accuracy"]
 
@@ -187,7 +206,11 @@ def test_a_group_with_one_class_lacks_what_needs_the_other(only, defined, undefi
     line = overall(s, torch.full((200,), only))
     assert line[undefined] is None
     assert line["auc"] is None
-    assert line[defined] == line["selection_rate"] == pytest.approx(100 * float((s[:, 1] > s[:, 0]).double().mean()))
+    assert (
+        line[defined]
+        == line["selection_rate"]
+        == pytest.approx(100 * float((s[:, 1] > s[:, 0]).double().mean()))
+    )
 
 
 def test_more_than_two_classes_have_no_rates():
@@ -198,7 +221,9 @@ def test_more_than_two_classes_have_no_rates():
     for k in range(3):
         rows = group == k
         probability = s[rows].double().softmax(1).numpy()
-        assert table["loss"][k] == pytest.approx(oracle.log_loss(y[rows].numpy(), probability, labels=range(4)))
+        assert table["loss"][k] == pytest.approx(
+            oracle.log_loss(y[rows].numpy(), probability, labels=range(4))
+        )
 
 
 def test_a_tie_is_predicted_as_the_first_class():
@@ -262,7 +287,9 @@ class Tower(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+        self.body = nn.Sequential(
+            nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)
+        )
 
     def forward(self, x):
         assert not any(part.training for part in self.modules())
@@ -331,14 +358,16 @@ def test_data_that_are_read_when_needed_and_models_with_several_inputs():
 def test_a_model_that_does_not_classify_is_refused():
     with pytest.raises(
         ValueError,
-        match=r"^For 37 samples the model answered \[37, 1\]; expected scores \[37, class\] with at least two classes: "
+        match=r"^For 37 samples the model answered \[37, 1\]; expected scores \[37, class\] with "
+        r"at least two classes: "
         r"give a classifier with one output for each class\.$",
     ):
         scores(nn.Linear(3, 1), data_of())
     with pytest.raises(ValueError, match=r"^rows is 0; it must be a whole number of at least 1\.$"):
         scores(nn.Linear(3, 2), data_of(), rows=0)
     with pytest.raises(
-        ValueError, match=r"^The model is on cpu and device is meta; give the device that the model is on\.$"
+        ValueError,
+        match=r"^The model is on cpu and device is meta; give the device that the model is on\.$",
     ):
         scores(nn.Linear(3, 2), data_of(), device="meta")
 
@@ -346,13 +375,35 @@ def test_a_model_that_does_not_classify_is_refused():
 def test_tables_that_do_not_fit_are_refused():
     s, y, group = problem(0, n=4)
     wrong = [
-        ((s[:, 0], y, group, 3), r"^scores is \[4\]; expected \[sample, class\] with at least two classes: give one"),
-        ((s, y[:3], group, 3), r"^y is \[3\] and scores is \[4, 2\]; give one class for each row of scores\.$"),
-        ((s, y.double(), group, 3), r"^y is of torch.float64; expected classes as whole numbers: metrics here"),
-        ((s, torch.tensor([0, 1, 2, 0]), group, 3), r"^y has classes 0 to 2 and there are scores for 2, 0 to 1; give"),
-        ((s, y, None, 3), r"^group is None and K is 3; give each sample's group, or K = 1 for everybody as one\.$"),
-        ((s, y, group[:3], 3), r"^group is \[3\] and there are 4 samples; give one group for each sample\.$"),
-        ((s, y, torch.tensor([0, 1, 5, 0]), 3), r"^group has codes 0 to 5 and K is 3; expected codes 0 to 2\.$"),
+        (
+            (s[:, 0], y, group, 3),
+            r"^scores is \[4\]; expected \[sample, class\] with at least two classes: give one",
+        ),
+        (
+            (s, y[:3], group, 3),
+            r"^y is \[3\] and scores is \[4, 2\]; give one class for each row of scores\.$",
+        ),
+        (
+            (s, y.double(), group, 3),
+            r"^y is of torch.float64; expected classes as whole numbers: metrics here",
+        ),
+        (
+            (s, torch.tensor([0, 1, 2, 0]), group, 3),
+            r"^y has classes 0 to 2 and there are scores for 2, 0 to 1; give",
+        ),
+        (
+            (s, y, None, 3),
+            r"^group is None and K is 3; give each sample's group, or K = 1 for everybody as "
+            r"one\.$",
+        ),
+        (
+            (s, y, group[:3], 3),
+            r"^group is \[3\] and there are 4 samples; give one group for each sample\.$",
+        ),
+        (
+            (s, y, torch.tensor([0, 1, 5, 0]), 3),
+            r"^group has codes 0 to 5 and K is 3; expected codes 0 to 2\.$",
+        ),
         ((s, y, group, 0), r"^K is 0; it must be a whole number of at least 1\.$"),
     ]
     for arguments, sentence in wrong:

@@ -1,4 +1,6 @@
-"""A sample whose gradient is not finite takes no part in training, and none in the audit of training."""
+"""A sample whose gradient is not finite takes no part in training, and none in the audit of
+training.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,24 @@ def records(bad: bool, rule, **more):
     with torch.no_grad():
         model[0].weight.abs_().add_(0.5)  # so that four times 3e38 overflows
     observer = RiskTerms(data(bad), 0.1, every=1, batches=4, probes=4, **more)
-    result = fit(model, data(bad), rule=rule, batch_size=40, q=0.7, steps=5, lr=0.1, seed=0, observers=[observer])
+    result = fit(
+        model,
+        data(bad),
+        rule=rule,
+        batch_size=40,
+        q=0.7,
+        steps=5,
+        lr=0.1,
+        seed=0,
+        observers=[observer],
+    )
     assert all(torch.isfinite(p).all() for p in result.model.parameters())
     return [record for record in result.records if "risk" in record]
 
 
-@pytest.mark.parametrize("rule", [NonPrivate(), DPSGD(), DPSGDF(), DPSGDGlobalAdapt()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule", [NonPrivate(), DPSGD(), DPSGDF(), DPSGDGlobalAdapt()], ids=lambda rule: rule.name
+)
 def test_the_audit_is_finite_where_training_is(rule):
     found = records(bad=True, rule=rule)
     assert len(found) == 5

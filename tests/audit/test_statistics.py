@@ -10,7 +10,16 @@ import scipy.stats
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from evenclip.audit import Paired, bootstrap_interval, holm, mean_se, paired, smallest_p, t_interval, wilcoxon
+from evenclip.audit import (
+    Paired,
+    bootstrap_interval,
+    holm,
+    mean_se,
+    paired,
+    smallest_p,
+    t_interval,
+    wilcoxon,
+)
 
 # Whole numbers, so that ties and zeros are common and sums exact.
 DIFFERENCES = st.lists(st.integers(-6, 6).map(float), min_size=1, max_size=9)
@@ -67,17 +76,23 @@ def coverage(interval, n, rounds, draw):
     return hits / rounds
 
 
-@pytest.mark.parametrize(("n", "expected"), [(3, 0.75), (4, 0.87), (5, 0.93), (8, 0.95), (20, 0.95)])
+@pytest.mark.parametrize(
+    ("n", "expected"), [(3, 0.75), (4, 0.87), (5, 0.93), (8, 0.95), (20, 0.95)]
+)
 def test_the_bootstrap_covers_what_the_module_says(n, expected):
     random = np.random.default_rng(n)
-    found = coverage(lambda v: bootstrap_interval(v, draws=500), n, 1200, lambda n: random.normal(size=n))
+    found = coverage(
+        lambda v: bootstrap_interval(v, draws=500), n, 1200, lambda n: random.normal(size=n)
+    )
     assert found == pytest.approx(expected, abs=0.03)  # three standard deviations and more
 
 
 @pytest.mark.parametrize("n", [3, 5, 8])
 def test_the_t_interval_keeps_its_level(n):
     random = np.random.default_rng(n)
-    assert coverage(t_interval, n, 4000, lambda n: random.normal(size=n)) == pytest.approx(0.95, abs=0.012)
+    assert coverage(t_interval, n, 4000, lambda n: random.normal(size=n)) == pytest.approx(
+        0.95, abs=0.012
+    )
     skewed = coverage(t_interval, n, 4000, lambda n: random.exponential(size=n) - 1)
     assert 0.86 < skewed < 0.92
 
@@ -116,16 +131,22 @@ def by_enumeration(differences, alternative):
     d = [value for value in differences if value]
     ranks = scipy.stats.rankdata(np.abs(d)) if d else []
     seen = sum(rank for rank, value in zip(ranks, d, strict=True) if value > 0)
-    sums = [sum(itertools.compress(ranks, signs)) for signs in itertools.product([0, 1], repeat=len(d))]
+    sums = [
+        sum(itertools.compress(ranks, signs)) for signs in itertools.product([0, 1], repeat=len(d))
+    ]
     less = sum(s <= seen for s in sums) / len(sums)
     greater = sum(s >= seen for s in sums) / len(sums)
-    return {"less": less, "greater": greater, "two-sided": min(1, 2 * min(less, greater))}[alternative]
+    return {"less": less, "greater": greater, "two-sided": min(1, 2 * min(less, greater))}[
+        alternative
+    ]
 
 
 @pytest.mark.parametrize("alternative", ["less", "greater", "two-sided"])
 @given(differences=DIFFERENCES)
 def test_wilcoxon_is_the_enumeration_of_all_signs(alternative, differences):
-    assert wilcoxon(differences, alternative) == pytest.approx(by_enumeration(differences, alternative), rel=1e-12)
+    assert wilcoxon(differences, alternative) == pytest.approx(
+        by_enumeration(differences, alternative), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("alternative", ["less", "greater", "two-sided"])
@@ -170,7 +191,9 @@ def test_zeros_are_left_out_before_ranking():
 
 
 def test_wilcoxon_keeps_its_level():
-    """Under symmetric differences p ≤ α at most as often as α, and for α = 1/16 with six seeds nearly as often."""
+    """Under symmetric differences p ≤ α at most as often as α, and for α = 1/16 with six seeds
+    nearly as often.
+    """
     random = np.random.default_rng(0)
     p = np.array([wilcoxon(random.normal(size=6)) for _ in range(4000)])
     for k in (1, 2, 4, 8):
@@ -179,7 +202,9 @@ def test_wilcoxon_keeps_its_level():
 
 
 def test_an_unknown_alternative_is_refused():
-    with pytest.raises(ValueError, match=r"^alternative is 'lower'; it must be one of less, greater, two-sided\.$"):
+    with pytest.raises(
+        ValueError, match=r"^alternative is 'lower'; it must be one of less, greater, two-sided\.$"
+    ):
         wilcoxon([1.0], "lower")
 
 
@@ -218,7 +243,8 @@ def test_holm_by_hand():
     assert holm({}) == {}
     assert holm({"a": 0.2}) == {"a": 0.2}
     with pytest.raises(
-        ValueError, match=r"^The p of a is nan; it must lie between 0 and 1: leave out what has no p\.$"
+        ValueError,
+        match=r"^The p of a is nan; it must lie between 0 and 1: leave out what has no p\.$",
     ):
         holm({"a": math.nan})
     with pytest.raises(ValueError, match=r"^The p of a is 1\.5; it must lie between 0 and 1"):
@@ -252,7 +278,9 @@ def test_the_words_follow_the_interval(pairs):
         assert found.reads == "no difference shown"
     else:
         assert found.reads.startswith("smaller by" if found.mean < 0 else "larger by")
-        number, low, _, high = found.reads.split(" by ")[1].replace("(", "").replace(")", "").split()
+        number, low, _, high = (
+            found.reads.split(" by ")[1].replace("(", "").replace(")", "").split()
+        )
         assert 0 < float(low) <= float(number) <= float(high)
 
 
@@ -290,15 +318,25 @@ def test_a_run_that_diverged_is_said():
 
 
 def test_mistakes_are_refused():
-    with pytest.raises(ValueError, match=r"^a is \[2\] and b is \[3\]; give both for the same seeds, in order\.$"):
+    with pytest.raises(
+        ValueError, match=r"^a is \[2\] and b is \[3\]; give both for the same seeds, in order\.$"
+    ):
         paired([1.0, 2.0], [1.0, 2.0, 3.0])
-    with pytest.raises(ValueError, match=r"^values is \[1, 2\]; expected one value for each seed: give \[seed\]\.$"):
+    with pytest.raises(
+        ValueError, match=r"^values is \[1, 2\]; expected one value for each seed: give \[seed\]\.$"
+    ):
         mean_se([[1.0, 2.0]])
     for interval in (t_interval, bootstrap_interval):
         for level in (0.0, 1.0, 95, math.nan):
-            with pytest.raises(ValueError, match=rf"^level is {level}; it must lie above 0 and below 1, 0\.95 as a"):
+            with pytest.raises(
+                ValueError, match=rf"^level is {level}; it must lie above 0 and below 1, 0\.95 as a"
+            ):
                 interval([1.0, 2.0, 3.0], level)
-    with pytest.raises(ValueError, match=r"^draws is 0; it must be a whole number of at least 1\.$"):
+    with pytest.raises(
+        ValueError, match=r"^draws is 0; it must be a whole number of at least 1\.$"
+    ):
         bootstrap_interval([1.0, 2.0, 3.0], draws=0)
-    with pytest.raises(ValueError, match=r"^seed is -1; it must be a whole number of at least 0\.$"):
+    with pytest.raises(
+        ValueError, match=r"^seed is -1; it must be a whole number of at least 0\.$"
+    ):
         bootstrap_interval([1.0, 2.0, 3.0], seed=-1)

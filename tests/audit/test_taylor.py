@@ -32,21 +32,29 @@ MODELS = {
     "linear": lambda: mlp(4, 3, (), seed=1).double(),
     "sigmoid": lambda: sigmoid_then_softmax(4, 3, seed=1).double(),
     "relu, flattened, nested, without a bias": lambda: nn.Sequential(
-        nn.Flatten(), nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Dropout(0.5)), nn.Linear(6, 5, bias=False),
-        nn.Sigmoid(), nn.Identity(), nn.Linear(5, 3),
+        nn.Flatten(),
+        nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Dropout(0.5)),
+        nn.Linear(6, 5, bias=False),
+        nn.Sigmoid(),
+        nn.Identity(),
+        nn.Linear(5, 3),
     ).double(),
     "frozen parts": frozen,
-}  # fmt: skip
+}
 IMAGES = {
     "the paper's": lambda: nn.Sequential(
         nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
     ).double(),
     "strided, padded, dilated, without a bias": lambda: nn.Sequential(
-        nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 2, padding="same", dilation=2, bias=False),
-        nn.Sigmoid(), nn.Flatten(), nn.Linear(18, 3),
+        nn.Conv2d(2, 3, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(3, 2, 2, padding="same", dilation=2, bias=False),
+        nn.Sigmoid(),
+        nn.Flatten(),
+        nn.Linear(18, 3),
     ).double(),
     "a frozen weight and a frozen bias": frozen_convolution,
-}  # fmt: skip
+}
 
 
 def batch(n=9, seed=0, shape=(4,)):
@@ -56,7 +64,9 @@ def batch(n=9, seed=0, shape=(4,)):
 
 
 @pytest.mark.parametrize("name", [*MODELS, *IMAGES])
-@pytest.mark.parametrize("loss", [cross_entropy, nn.CrossEntropyLoss(label_smoothing=0.2)], ids=["plain", "smoothed"])
+@pytest.mark.parametrize(
+    "loss", [cross_entropy, nn.CrossEntropyLoss(label_smoothing=0.2)], ids=["plain", "smoothed"]
+)
 def test_forms_are_those_of_the_hessian(name, loss):
     torch.manual_seed(0)
     model = {**MODELS, **IMAGES}[name]()
@@ -71,11 +81,15 @@ def test_forms_are_those_of_the_hessian(name, loss):
         return loss(functional_call(model, parameters, (x,)), y)
 
     H = hessian(total)(torch.cat([p.flatten() for p in own.values()]))
-    vectors = torch.randn(7, len(H), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    vectors = torch.randn(
+        7, len(H), generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     found = Curvature(model, loss, x, y, parts=2)
     assert found._jets
     means = found.sizes @ found.forms(vectors) / found.n
-    torch.testing.assert_close(means, torch.einsum("vi,ij,vj->v", vectors, H, vectors), rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(
+        means, torch.einsum("vi,ij,vj->v", vectors, H, vectors), rtol=1e-10, atol=1e-11
+    )
 
 
 def test_they_are_those_of_products():
@@ -85,7 +99,10 @@ def test_they_are_those_of_products():
     by_jets = found.forms(vectors)
     found._jets = False
     torch.testing.assert_close(by_jets, found.forms(vectors), rtol=1e-10, atol=1e-12)
-    assert found.forms(vectors[:0]).shape == Curvature(model, cross_entropy, x, y).forms(vectors[:0]).shape
+    assert (
+        found.forms(vectors[:0]).shape
+        == Curvature(model, cross_entropy, x, y).forms(vectors[:0]).shape
+    )
 
 
 def test_a_loss_that_cannot_be_carried_forwards_has_products(monkeypatch):
@@ -114,8 +131,19 @@ def test_what_they_are_not_for():
         warnings.simplefilter("ignore")
         old = nn.utils.weight_norm(nn.Linear(4, 3))
     new = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
-    chains = ([Own(4, 3)], [shared, nn.Tanh(), shared], [tied[0], nn.Tanh(), tied[1]], [hooked], [old], [new])
-    for model in (nn.Sequential(nn.MaxPool2d(2)), nn.Linear(4, 3), *(nn.Sequential(*chain) for chain in chains)):
+    chains = (
+        [Own(4, 3)],
+        [shared, nn.Tanh(), shared],
+        [tied[0], nn.Tanh(), tied[1]],
+        [hooked],
+        [old],
+        [new],
+    )
+    for model in (
+        nn.Sequential(nn.MaxPool2d(2)),
+        nn.Linear(4, 3),
+        *(nn.Sequential(*chain) for chain in chains),
+    ):
         assert not taylor.takes(model)
 
 
@@ -137,7 +165,10 @@ def test_parts_are_the_samples_in_their_order():
 )
 def test_other_convolutions_have_products(layer):
     size = layer(torch.zeros(1, 2, 6, 6)).numel()
-    model, (x, y) = nn.Sequential(layer, nn.Flatten(), nn.Linear(size, 3)).double(), batch(shape=(2, 6, 6))
+    model, (x, y) = (
+        nn.Sequential(layer, nn.Flatten(), nn.Linear(size, 3)).double(),
+        batch(shape=(2, 6, 6)),
+    )
     found = Curvature(model, cross_entropy, x, y)
     vectors = torch.randn(4, found.layout.size, dtype=torch.float64)
     forms = found.sizes @ found.forms(vectors) / found.n

@@ -1,6 +1,7 @@
 """report.html in a real browser: nothing is asked for, nothing complains, nothing hinders a reader.
 
-`make browser` installs what these need (Playwright and axe-core; Chromium comes from the system) and runs them.
+`make browser` installs what these need (Playwright and axe-core; Chromium comes from the system)
+and runs them.
 """
 
 import os
@@ -9,11 +10,21 @@ from pathlib import Path
 
 import pytest
 
-playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed; run `make browser`")
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="Playwright is not installed; run `make browser`"
+)
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-AXE = Path(os.environ.get("EVENCLIP_AXE", Path(__file__).parents[2] / ".browser/node_modules/axe-core/axe.min.js"))
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium; install it (Debian: chromium)")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+AXE = Path(
+    os.environ.get(
+        "EVENCLIP_AXE", Path(__file__).parents[2] / ".browser/node_modules/axe-core/axe.min.js"
+    )
+)
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="there is no Chromium; install it (Debian: chromium)"
+)
 SCREENS = {"desk": (1000, 800), "phone": (360, 740)}
 
 

@@ -31,39 +31,71 @@ def typed(capsys):
 
 
 def test_results_are_written_and_a_table_printed(typed, tmp_path):
-    status, out, err = typed(*QUICK, "--seeds", 2, "--rules", "dpsgd,dpsgd-global-adapt", "--out", tmp_path / "out")
+    status, out, err = typed(
+        *QUICK, "--seeds", 2, "--rules", "dpsgd,dpsgd-global-adapt", "--out", tmp_path / "out"
+    )
     assert status == 0, err
     assert max(map(len, out.replace(str(tmp_path), "").splitlines())) <= 80
     plain = json.loads((tmp_path / "out" / "results.json").read_text())
     assert list(plain["table"]) == ["non-private", "dpsgd", "dpsgd-global-adapt"]
     assert plain["seeds"] == [0, 1]
     assert "1/6 " in err
-    assert (tmp_path / "out" / "report.html").read_text() == page(plain)  # the page has nothing that the file has not
+    assert (tmp_path / "out" / "report.html").read_text() == page(
+        plain
+    )  # the page has nothing that the file has not
     again, out_again, err_again = typed(
-        *QUICK, "--seeds", 2, "--rules", "dpsgd,dpsgd-global-adapt", "--out", tmp_path / "out", "--json"
+        *QUICK,
+        "--seeds",
+        2,
+        "--rules",
+        "dpsgd,dpsgd-global-adapt",
+        "--out",
+        tmp_path / "out",
+        "--json",
     )
     assert (again, err_again) == (0, "")  # nothing was trained again
     assert json.loads(out_again) == plain
 
 
 BAD = {
-    "evenclip: nowhere.csv is not there; give the path of a CSV, TSV, Parquet or Feather file.":
-        ("nowhere.csv", "--target", "y", "--group", "g"),
-    "evenclip: There is no dataset 'adlut'; choose among adult, dutch, mnist, celeba, digits, toy, or give a file.":
-        ("adlut",),
+    "evenclip: nowhere.csv is not there; give the path of a CSV, TSV, Parquet or Feather file.": (
+        "nowhere.csv",
+        "--target",
+        "y",
+        "--group",
+        "g",
+    ),
+    "evenclip: There is no dataset 'adlut'; choose among adult, dutch, mnist, celeba, digits, "
+    "toy, or give a file.": ("adlut",),
     "evenclip: epsilon is 0.0; it must be a finite number above 0.": (*QUICK, "--epsilon", "0"),
     "evenclip: seeds is 0; it must be a whole number of at least 1.": (*QUICK, "--seeds", "0"),
-    "evenclip: --rules is empty; give names separated by commas, or leave it out for all five.":
-        (*QUICK, "--rules", " "),
-    "evenclip: 'toy' is a dataset of its own, whose target is fixed; leave --target out.": (*QUICK, "--target", "y"),
+    "evenclip: --rules is empty; give names separated by commas, or leave it out for all five.": (
+        *QUICK,
+        "--rules",
+        " ",
+    ),
+    "evenclip: 'toy' is a dataset of its own, whose target is fixed; leave --target out.": (
+        *QUICK,
+        "--target",
+        "y",
+    ),
     "evenclip: --keep is not for adult; it is for tables.": ("adult", "--keep", "x"),
     "evenclip: --allow-partial is not for toy; it is for celeba.": (*QUICK, "--allow-partial"),
     "evenclip: --group is g; toy has groups of its own: leave it out.": (*QUICK, "--group", "g"),
-    "evenclip: --group is ['sex', 'race']; adult has the groups sex, race and age: choose one.":
-        ("adult", "--group", "sex", "--group", "race"),
+    "evenclip: --group is ['sex', 'race']; adult has the groups sex, race and age: choose one.": (
+        "adult",
+        "--group",
+        "sex",
+        "--group",
+        "race",
+    ),
     "evenclip: device is 'abacus'; give cpu, cuda or cuda:NUMBER.": (*QUICK, "--device", "abacus"),
-    "evenclip: workers is -1; it must be a whole number of at least 1.": (*QUICK, "--workers", "-1"),
-}  # fmt: skip
+    "evenclip: workers is -1; it must be a whole number of at least 1.": (
+        *QUICK,
+        "--workers",
+        "-1",
+    ),
+}
 
 
 @pytest.mark.parametrize("says", BAD)
@@ -74,7 +106,9 @@ def test_mistakes_are_one_sentence(says, typed):
 def test_a_table_needs_target_and_group(typed, tmp_path):
     path = tmp_path / "loans.csv"
     path.write_text("a,b\n1,2\n")
-    assert typed(path)[2] == "evenclip: A table needs --target: the name of the column to predict.\n"
+    assert (
+        typed(path)[2] == "evenclip: A table needs --target: the name of the column to predict.\n"
+    )
     assert typed(path, "--target", "a")[2] == (
         "evenclip: A table needs --group: the name of the column whose groups are compared.\n"
     )
@@ -84,16 +118,30 @@ def test_where_results_cannot_be_kept(typed, tmp_path):
     (tmp_path / "file").write_text("")
     status, _, err = typed(*QUICK, "--out", tmp_path / "file" / "out")
     assert status == 2
-    assert err == f"evenclip: {tmp_path}/file/out cannot be made (Not a directory); choose another --out.\n"
+    assert (
+        err == f"evenclip: {tmp_path}/file/out cannot be made (Not a directory); choose another "
+        "--out.\n"
+    )
 
 
 def test_runs_that_fail_are_status_1(typed, tmp_path):
     (tmp_path / "net.py").write_text(
-        "import torch\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n        raise ValueError('I am tired')\n"
+        "import torch\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n        raise "
+        "ValueError('I am tired')\n"
         "def make(x, classes):\n    return Net(x.shape[1], classes)\n"
     )
     status, out, err = typed(
-        "toy", "--epochs", 1, "--lr", 0.1, "--seeds", 1, "--workers", 1, "--model", f"{tmp_path}/net.py:make"
+        "toy",
+        "--epochs",
+        1,
+        "--lr",
+        0.1,
+        "--seeds",
+        1,
+        "--workers",
+        1,
+        "--model",
+        f"{tmp_path}/net.py:make",
     )
     assert (status, out) == (1, "")
     assert "Traceback" not in err

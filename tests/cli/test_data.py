@@ -80,7 +80,8 @@ def test_a_directory_that_is_none_is_one_sentence(capsys, tmp_path):
     status, out, err = run(capsys, "--data-dir", tmp_path / "absent")
     assert (status, out) == (2, "")
     assert err == (
-        f"evenclip: The data directory {tmp_path / 'absent'} (as given) is not a folder; name one with --data-dir or "
+        f"evenclip: The data directory {tmp_path / 'absent'} (as given) is not a folder; name one "
+        "with --data-dir or "
         "the environment variable EVENCLIP_DATA.\n"
     )
 
@@ -98,7 +99,9 @@ def test_help_has_an_example(capsys):
 @pytest.fixture
 def table(tmp_path):
     path = tmp_path / "loans.csv"
-    path.write_text("age,sex,late\n" + "".join(f"{20 + i},{'fm'[i % 2]},{i % 3 % 2}\n" for i in range(30)))
+    path.write_text(
+        "age,sex,late\n" + "".join(f"{20 + i},{'fm'[i % 2]},{i % 3 % 2}\n" for i in range(30))
+    )
     return path
 
 
@@ -126,12 +129,18 @@ def test_a_schema_is_written_and_not_written_over(capsys, table, tmp_path):
     path.write_text("edited")
     status, _, err = run(capsys, "schema", table, "--out", path)
     assert (status, path.read_text()) == (2, "edited")
-    assert err == f"evenclip: --out is {path}, which is already there; remove it, or name another file.\n"
+    assert (
+        err
+        == f"evenclip: --out is {path}, which is already there; remove it, or name another file.\n"
+    )
 
 
 def test_a_target_that_is_no_column_is_one_sentence(capsys, table):
     status, _, err = run(capsys, "schema", table, "--target", "lat")
-    assert (status, err) == (2, "evenclip: --target is 'lat'; the columns of the table are 'age', 'sex', 'late'.\n")
+    assert (status, err) == (
+        2,
+        "evenclip: --target is 'lat'; the columns of the table are 'age', 'sex', 'late'.\n",
+    )
 
 
 def test_a_table_that_is_not_there_is_one_sentence(capsys, tmp_path):

@@ -38,11 +38,25 @@ def test_json_has_every_number(capsys):
     status, out, _ = run(capsys, *ADULT, "--sigma", "1", "--sigma-count", "10", "--json")
     facts = json.loads(out)
     assert status == 0
-    assert set(facts) == {"rdp", "pld", "sigma", "sigma_count", "joint_multiplier", "rate", "steps", "delta"}
+    assert set(facts) == {
+        "rdp",
+        "pld",
+        "sigma",
+        "sigma_count",
+        "joint_multiplier",
+        "rate",
+        "steps",
+        "delta",
+    }
     assert facts["rdp"] == pytest.approx(3.444, abs=0.002)
     assert facts["pld"] == pytest.approx(3.135, abs=0.002)
     assert facts["joint_multiplier"] == pytest.approx((1 + 0.01) ** -0.5)
-    assert (facts["sigma"], facts["sigma_count"], facts["steps"], facts["delta"]) == (1.0, 10.0, 1840, 1e-6)
+    assert (facts["sigma"], facts["sigma_count"], facts["steps"], facts["delta"]) == (
+        1.0,
+        10.0,
+        1840,
+        1e-6,
+    )
 
 
 def test_json_says_null_where_there_is_no_count(capsys):
@@ -55,7 +69,9 @@ def test_the_curve_falls_with_delta_and_fits_the_terminal(capsys):
     assert all(len(line) <= 80 for line in out.splitlines())
     _, out, _ = run(capsys, *ADULT, "--sigma", "1", "--curve", "--json")
     rows = json.loads(out)["curve"]
-    assert [row["delta"] for row in rows] == pytest.approx([1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3])
+    assert [row["delta"] for row in rows] == pytest.approx(
+        [1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3]
+    )
     for column in ("rdp", "pld"):
         values = [row[column] for row in rows]
         assert values == sorted(values, reverse=True)
@@ -63,9 +79,22 @@ def test_the_curve_falls_with_delta_and_fits_the_terminal(capsys):
 
 def test_the_curve_leaves_out_what_is_not_a_delta(capsys):
     _, out, _ = run(
-        capsys, "epsilon", "--rate", "1", "--steps", "1", "--delta", "0.01", "--sigma", "2", "--curve", "--json"
+        capsys,
+        "epsilon",
+        "--rate",
+        "1",
+        "--steps",
+        "1",
+        "--delta",
+        "0.01",
+        "--sigma",
+        "2",
+        "--curve",
+        "--json",
     )
-    assert [row["delta"] for row in json.loads(out)["curve"]] == pytest.approx([1e-5, 1e-4, 1e-3, 1e-2, 0.1])
+    assert [row["delta"] for row in json.loads(out)["curve"]] == pytest.approx(
+        [1e-5, 1e-4, 1e-3, 1e-2, 0.1]
+    )
 
 
 @pytest.mark.parametrize("sigma_count", [None, 10.0, 1.1])
@@ -75,27 +104,58 @@ def test_the_sigma_that_is_found_costs_the_target(capsys, sigma_count):
     facts = json.loads(out)
     assert status == 0
     assert 0.9995 * 3 <= facts["pld"] <= 3
-    # The six digits that are printed are the whole number: whoever types them again gets no more than the target.
+    # The six digits that are printed are the whole number: whoever types them again gets no more
+    # than the target.
     assert facts["sigma"] == float(f"{facts['sigma']:.6g}")
-    assert facts["joint_multiplier"] >= scale_for({"joint": 1.0}, epsilon=3.0, delta=1e-6, q=1 / 92, steps=1840)
-    multipliers = {"gradient": facts["sigma"]} | ({} if sigma_count is None else {"count": sigma_count})
-    assert 0.9995 * 3 <= epsilon(Ledger([Entry(1 / 92, tuple(multipliers.items()), 1840)]), 1e-6) <= 3
+    assert facts["joint_multiplier"] >= scale_for(
+        {"joint": 1.0}, epsilon=3.0, delta=1e-6, q=1 / 92, steps=1840
+    )
+    multipliers = {"gradient": facts["sigma"]} | (
+        {} if sigma_count is None else {"count": sigma_count}
+    )
+    assert (
+        0.9995 * 3 <= epsilon(Ledger([Entry(1 / 92, tuple(multipliers.items()), 1840)]), 1e-6) <= 3
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         ([*ADULT], "--sigma or --target-epsilon: neither given; give exactly one of them."),
-        ([*ADULT, "--sigma", "1", "--target-epsilon", "3"], "--sigma or --target-epsilon: both given; give exactly"),
+        (
+            [*ADULT, "--sigma", "1", "--target-epsilon", "3"],
+            "--sigma or --target-epsilon: both given; give exactly",
+        ),
         ([*ADULT, "--sigma", "0"], "--sigma is 0.0; it must be a finite number above 0."),
         ([*ADULT, "--sigma", "nan"], "--sigma is nan; it must be a finite number above 0."),
-        ([*ADULT, "--sigma", "1", "--sigma-count", "-1"], "--sigma-count is -1.0; it must be a finite number above 0."),
-        ([*ADULT, "--target-epsilon", "-3"], "--target-epsilon is -3.0; it must be a finite number above 0."),
-        ([*ADULT, "--sigma", "1", "--rate", "1.5"], "--rate is 1.5; it must lie above 0 and at most at 1."),
-        ([*ADULT, "--sigma", "1", "--rate", "0"], "--rate is 0.0; it must lie above 0 and at most at 1."),
-        ([*ADULT, "--sigma", "1", "--steps", "0"], "--steps is 0; it must be a whole number of at least 1."),
-        ([*ADULT, "--sigma", "1", "--delta", "1"], "--delta is 1.0; it must lie above 0 and below 1"),
-        ([*ADULT, "--sigma", "1", "--delta", "1e-15"], "delta is 1e-15; PLD in double precision is a bound only above"),
+        (
+            [*ADULT, "--sigma", "1", "--sigma-count", "-1"],
+            "--sigma-count is -1.0; it must be a finite number above 0.",
+        ),
+        (
+            [*ADULT, "--target-epsilon", "-3"],
+            "--target-epsilon is -3.0; it must be a finite number above 0.",
+        ),
+        (
+            [*ADULT, "--sigma", "1", "--rate", "1.5"],
+            "--rate is 1.5; it must lie above 0 and at most at 1.",
+        ),
+        (
+            [*ADULT, "--sigma", "1", "--rate", "0"],
+            "--rate is 0.0; it must lie above 0 and at most at 1.",
+        ),
+        (
+            [*ADULT, "--sigma", "1", "--steps", "0"],
+            "--steps is 0; it must be a whole number of at least 1.",
+        ),
+        (
+            [*ADULT, "--sigma", "1", "--delta", "1"],
+            "--delta is 1.0; it must lie above 0 and below 1",
+        ),
+        (
+            [*ADULT, "--sigma", "1", "--delta", "1e-15"],
+            "delta is 1e-15; PLD in double precision is a bound only above",
+        ),
         (
             [*ADULT, "--target-epsilon", "3", "--sigma-count", "1"],
             "--sigma-count is 1; the count alone then costs",
@@ -110,7 +170,9 @@ def test_a_mistake_is_one_sentence(capsys, arguments, sentence):
     assert err.endswith(".\n")
 
 
-@pytest.mark.parametrize("arguments", [["epsilon", "--sigma", "much"], ["epsilon", "--sigma", "1"], ["nonsense"]])
+@pytest.mark.parametrize(
+    "arguments", [["epsilon", "--sigma", "much"], ["epsilon", "--sigma", "1"], ["nonsense"]]
+)
 def test_a_command_that_cannot_be_read_is_no_traceback(capsys, arguments):
     status, out, err = run(capsys, *arguments)
     assert (status, out) == (2, "")

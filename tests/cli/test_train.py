@@ -25,7 +25,9 @@ def run(capsys, *arguments):
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """Semicolons, decimal commas, umlauts, an unnamed index, an identifier, dates, missing values, a rare group."""
+    """Semicolons, decimal commas, umlauts, an unnamed index, an identifier, dates, missing values,
+    a rare group.
+    """
     stream, n = np.random.default_rng(1), 900
     frame = pd.DataFrame(
         {
@@ -68,7 +70,10 @@ def test_training_says_what_was_done(capsys, file, tmp_path):
     assert "accuracy of test rows (not differentially private)" in out
     assert "d (" in out
     assert ", too few)" in out
-    assert "the encoder (columns used, categories, means and deviations), fitted on the training rows" in words
+    assert (
+        "the encoder (columns used, categories, means and deviations), fitted on the training rows"
+        in words
+    )
     assert max(len(line) for line in out.replace(str(tmp_path), "").splitlines()) <= 80
     assert "note: 7 of 900 rows have no 'credit' and are left out.\n" in err
     assert "note: Column 'customer id' looks like an identifier" in err
@@ -78,9 +83,22 @@ def test_training_says_what_was_done(capsys, file, tmp_path):
 
 def test_training_in_json(capsys, file, tmp_path):
     status, out, _ = run(
-        capsys, "train", file, *ASK, *FAST, "--out", tmp_path / "m", "--seed", "4", "--json", "--exclude-group",
-        "--rule", "dpsgd", "--drop", "since",
-    )  # fmt: skip
+        capsys,
+        "train",
+        file,
+        *ASK,
+        *FAST,
+        "--out",
+        tmp_path / "m",
+        "--seed",
+        "4",
+        "--json",
+        "--exclude-group",
+        "--rule",
+        "dpsgd",
+        "--drop",
+        "since",
+    )
     facts = json.loads(out)
     assert status == 0
     assert 0.9995 * 2 <= facts["epsilon"] <= 2
@@ -120,7 +138,11 @@ def test_predicting_new_rows_into_a_file(capsys, model, tmp_path):
 def test_a_model_that_is_there_is_refused_before_training(capsys, file, model):
     status, out, err = run(capsys, "train", file, *ASK, "--out", model)
     assert (status, out) == (2, "")
-    assert err == f"evenclip: {model} already holds a model; give another folder, or --force to replace it.\n"
+    assert (
+        err
+        == f"evenclip: {model} already holds a model; give another folder, or --force to replace "
+        "it.\n"
+    )
     status, _, _ = run(capsys, "train", file, *ASK, *FAST, "--out", model, "--force")
     assert status == 0
 
@@ -138,7 +160,9 @@ def test_a_schema_from_its_file(capsys, file, tmp_path):
             }
         )
     )
-    status, out, _ = run(capsys, "train", file, *ASK, *FAST, "--schema", schema, "--out", tmp_path / "m")
+    status, out, _ = run(
+        capsys, "train", file, *ASK, *FAST, "--schema", schema, "--out", tmp_path / "m"
+    )
     assert status == 0
     assert "  the encoder" not in out
     assert "  a check that the rows fit the schema, which only ever stops training" in out
@@ -148,7 +172,8 @@ MISTAKES = {
     "no file": (["train", "none.csv", *ASK], "none.csv is not there; give a file."),
     "no column": (
         ["train", "FILE", "--target", "credits", "--group", "sex"],
-        "There is no column 'credits' in kunden.csv; did you mean 'credit'? its columns are 'Unnamed: 0', "
+        "There is no column 'credits' in kunden.csv; did you mean 'credit'? its columns are "
+        "'Unnamed: 0', "
         "'customer id', 'income', 'since', 'job', 'const', 'sex', 'credit'.",
     ),
     "target is group": (
@@ -165,7 +190,8 @@ MISTAKES = {
     ),
     "no model": (
         ["predict", "nowhere", "FILE"],
-        "nowhere holds no model (model.safetensors is not there); give the folder that `evenclip train --out` wrote.",
+        "nowhere holds no model (model.safetensors is not there); give the folder that `evenclip "
+        "train --out` wrote.",
     ),
     "no rows": (["predict", "MODEL", "none.csv"], "none.csv is not there; give a file."),
     "kept": (

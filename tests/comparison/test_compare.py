@@ -43,14 +43,25 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(splits, root, here):
     return evenclip.compare(
-        splits, seeds=3, epochs=2, batch_size=60, epsilon=3.0, delta=1e-4, model="mlp:8", store=root, on=here
+        splits,
+        seeds=3,
+        epochs=2,
+        batch_size=60,
+        epsilon=3.0,
+        delta=1e-4,
+        model="mlp:8",
+        store=root,
+        on=here,
     )
 
 
 def results(root, **wanted):
     """The stored results and specifications with those settings."""
-    every = [json.loads((path.parent / "spec.json").read_text()) | {"result": json.loads(path.read_text())}
-             for path in root.glob("*/result.json")]  # fmt: skip
+    every = [
+        json.loads((path.parent / "spec.json").read_text())
+        | {"result": json.loads(path.read_text())}
+        for path in root.glob("*/result.json")
+    ]
     return [one for one in every if all(one.get(name) == value for name, value in wanted.items())]
 
 
@@ -63,8 +74,16 @@ def test_every_private_rule_has_the_epsilon_asked_for(found):
 
 
 def test_all_rules_of_a_seed_start_from_one_model_and_one_split(found, root):
-    """And have noise and batches of their own: with lr → 0 the models would be equal, the ledgers' streams not."""
-    assert [o.name for o in found.outcomes] == ["non-private", "dpsgd", "dpsgd-f", "dpsgd-global", "dpsgd-global-adapt"]
+    """And have noise and batches of their own: with lr → 0 the models would be equal, the ledgers'
+    streams not.
+    """
+    assert [o.name for o in found.outcomes] == [
+        "non-private",
+        "dpsgd",
+        "dpsgd-f",
+        "dpsgd-global",
+        "dpsgd-global-adapt",
+    ]
     for seed in found.seeds:
         some = [one for one in results(root, seed=seed) if not one["data"].get("hold_out")]
         assert len({json.dumps(one["data"]) for one in some}) == 1
@@ -91,10 +110,14 @@ def test_costs_are_paired_by_seed(found, root):
     rates = dict(zip(found.seeds, found.reference.lr, strict=True))
     every = [one for one in results(root) if one["rule"]["name"] == "non-private"]
     reference = {one["seed"]: one["result"] for one in every if one["lr"] == rates[one["seed"]]}
-    private = {one["seed"]: one["result"] for one in results(root) if one["rule"]["name"] == "dpsgd"}
+    private = {
+        one["seed"]: one["result"] for one in results(root) if one["rule"]["name"] == "dpsgd"
+    }
     for i, seed in enumerate(found.seeds):
         for k in range(2):
-            accuracy = [result[seed]["test"]["groups"]["accuracy"][k] for result in (reference, private)]
+            accuracy = [
+                result[seed]["test"]["groups"]["accuracy"][k] for result in (reference, private)
+            ]
             loss = [result[seed]["test"]["groups"]["loss"][k] for result in (reference, private)]
             assert found.privacy_cost("dpsgd")[i, k] == pytest.approx(accuracy[0] - accuracy[1])
             assert found.excessive_risk("dpsgd")[i, k] == pytest.approx(loss[1] - loss[0])
@@ -130,7 +153,13 @@ def test_the_table_reads_at_80_columns(found):
     text = found.table()
     assert max(len(line) for line in text.splitlines()) <= 80
     words = " ".join(text.split())
-    said = ("accuracy, %", "privacy cost, points", "none", "sound here, unsound as published", "differentially private")
+    said = (
+        "accuracy, %",
+        "privacy cost, points",
+        "none",
+        "sound here, unsound as published",
+        "differentially private",
+    )
     assert [part for part in said if part not in words] == []
 
 
@@ -140,7 +169,15 @@ def test_the_same_comparison_is_not_trained_again(found, splits, root):
             assert runs == 0
 
     again = evenclip.compare(
-        splits, seeds=3, epochs=2, batch_size=60, epsilon=3.0, delta=1e-4, model="mlp:8", store=root, show=Nobody()
+        splits,
+        seeds=3,
+        epochs=2,
+        batch_size=60,
+        epsilon=3.0,
+        delta=1e-4,
+        model="mlp:8",
+        store=root,
+        show=Nobody(),
     )
     assert again.to_json() == found.to_json()
 
@@ -163,7 +200,9 @@ def test_risk_is_looked_at_once_for_each_private_rule(splits, tmp_path, here, mo
     for looks in found.risk.values():
         assert [look["t"] for look in looks] == list(range(20))  # every step of 20
         assert all(len(look[name]) == 2 for look in looks for name in ("dir", "mag"))
-    assert all(abs(value) < 1e-6 for look in found.risk["dpsgd-global"] for value in look["dir"])  # pure scaling
+    assert all(
+        abs(value) < 1e-6 for look in found.risk["dpsgd-global"] for value in look["dir"]
+    )  # pure scaling
     assert any(abs(value) > 1e-5 for look in found.risk["dpsgd"] for value in look["dir"])
     assert "Risk by direction" in page(found.to_json())
     monkeypatch.setattr(risk, "watched", None)  # what is there is not looked at again
@@ -173,7 +212,16 @@ def test_risk_is_looked_at_once_for_each_private_rule(splits, tmp_path, here, mo
 
 def test_one_seed_has_no_standard_error(splits, root, here):
     found = evenclip.compare(
-        splits, ["dpsgd"], 1, epochs=4, batch_size=60, delta=1e-4, model="mlp:8", lr=0.1, store=root, on=here
+        splits,
+        ["dpsgd"],
+        1,
+        epochs=4,
+        batch_size=60,
+        delta=1e-4,
+        model="mlp:8",
+        lr=0.1,
+        store=root,
+        on=here,
     )
     cell = found.to_json()["table"]["dpsgd"]["accuracy"]["a"]
     assert cell["se"] is None
@@ -222,7 +270,9 @@ def test_a_strangers_rule_goes_through_all_of_it(splits, root, tmp_path):
 
 def test_rules_with_settings_of_ones_own(splits, root, here):
     rules = [DPSGD(C0=0.5, sigma=2.0), DPSGDGlobalAdapt(C0=0.5, sigma=2.0)]
-    found = evenclip.compare(splits, rules, 1, epochs=1, batch_size=60, delta=1e-4, model="linear", store=root, on=here)
+    found = evenclip.compare(
+        splits, rules, 1, epochs=1, batch_size=60, delta=1e-4, model="linear", store=root, on=here
+    )
     assert found["dpsgd"].lr == pytest.approx((0.2,))
     assert "sigma=2.0" in found["dpsgd"].rule
     with pytest.raises(ValueError, match="The rule 'dpsgd' is given twice"):
@@ -247,7 +297,14 @@ class Elsewhere:
 
 @pytest.mark.parametrize("tf32", [False, True])
 def test_products_are_rounded_where_that_is_allowed_and_it_is_said(tf32, splits, tmp_path):
-    given = {"epochs": 1, "batch_size": 60, "delta": 1e-4, "model": "linear", "device": "cuda", "store": tmp_path}
+    given = {
+        "epochs": 1,
+        "batch_size": 60,
+        "delta": 1e-4,
+        "model": "linear",
+        "device": "cuda",
+        "store": tmp_path,
+    }
     found = evenclip.compare(splits, ["dpsgd"], 1, **given, tf32=tf32, on=(executor := Elsewhere()))
     assert len(executor.specs) > 2  # those that choose the learning rate too
     assert {spec.tf32 for spec in executor.specs} == {tf32}
@@ -274,10 +331,16 @@ class Plans:
     ("data", "model", "rules"),
     [
         ("adult", "mlp", ["non-private", "dpsgd", "dpsgd-f", "dpsgd-global", "dpsgd-global-adapt"]),
-        ("digits", "cnn", ["non-private", "dpsgd", "dpsgd-f", "dpsgd-global", "dpsgd-global-adapt"]),
+        (
+            "digits",
+            "cnn",
+            ["non-private", "dpsgd", "dpsgd-f", "dpsgd-global", "dpsgd-global-adapt"],
+        ),
     ],
 )
-def test_a_dataset_brings_its_model_and_every_bounded_rule_is_compared(data, model, rules, tmp_path):
+def test_a_dataset_brings_its_model_and_every_bounded_rule_is_compared(
+    data, model, rules, tmp_path
+):
     """FairLens has published settings on Adult, no bound, and is trained only if it is named."""
     with pytest.raises(Planned) as planned:
         evenclip.compare(data, seeds=1, lr=0.1, store=tmp_path, on=Plans())
@@ -289,7 +352,16 @@ def test_a_dataset_brings_its_model_and_every_bounded_rule_is_compared(data, mod
 def test_many_groups_go_below_each_other(tmp_path, here):
     data = Splits(part(600, 0, 6), part(300, 1, 6))
     found = evenclip.compare(
-        data, ["dpsgd"], 2, epochs=1, batch_size=60, delta=1e-4, model="linear", lr=0.1, store=tmp_path, on=here
+        data,
+        ["dpsgd"],
+        2,
+        epochs=1,
+        batch_size=60,
+        delta=1e-4,
+        model="linear",
+        lr=0.1,
+        store=tmp_path,
+        on=here,
     )
     assert max(len(line) for line in found.table().splitlines()) <= 80
     costs = found.privacy_cost("dpsgd")
@@ -300,7 +372,9 @@ BAD = {
     "seeds is 0; it must be a whole number of at least 1.": {"seeds": 0},
     "epsilon is -1.0; it must be a finite number above 0.": {"epsilon": -1.0},
     "There is no model 'resnet'": {"model": "resnet"},
-    "The batch size is 5000 and there are 600 training rows; give --batch-size.": {"batch_size": 5000},
+    "The batch size is 5000 and there are 600 training rows; give --batch-size.": {
+        "batch_size": 5000
+    },
     "There is no rule 'dp'": {"rules": ["dp"]},
     "tf32 is for a GPU; give cuda as the device with it, or leave it out.": {"tf32": True},
 }
@@ -314,10 +388,17 @@ def test_bad_values(says, splits, root):
 
 def test_one_group_or_one_class_is_nothing_to_compare(splits, root):
     alone = Dataset(splits.train.x, splits.train.y, None, (), ("no", "yes"), "made")
-    with pytest.raises(ValueError, match="The data have one group only; a comparison needs at least two"):
+    with pytest.raises(
+        ValueError, match="The data have one group only; a comparison needs at least two"
+    ):
         evenclip.compare(Splits(alone, alone), store=root)
     same = Dataset(
-        splits.train.x, torch.zeros_like(splits.train.y), splits.train.group, ("a", "b"), ("no", "yes"), "made"
+        splits.train.x,
+        torch.zeros_like(splits.train.y),
+        splits.train.group,
+        ("a", "b"),
+        ("no", "yes"),
+        "made",
     )
     with pytest.raises(ValueError, match="The training rows have one class only"):
         evenclip.compare(Splits(same, same), store=root)
@@ -332,7 +413,9 @@ def test_the_published_steps_are_kept_unless_the_data_are_others(root):
     assert (kept.batches, said) == (92, [])
     other, said = plan.paced(PUBLISHED["celeba"], 8_000, named=True)
     assert other.batches == 32
-    assert said == ["There are 8,000 training records, so an epoch has 32 steps and not the published 636."]
+    assert said == [
+        "There are 8,000 training records, so an epoch has 32 steps and not the published 636."
+    ]
     assert plan.paced(for_table(2), 5_000, named=False)[0].batches is None
     assert plan.paced(for_table(2), 5_000, named=True)[0].batches == 20
 
@@ -341,7 +424,8 @@ def test_a_rule_that_does_not_apply_is_left_out_with_a_sentence(splits, root, tm
     path = tmp_path / "picky.py"
     path.write_text(
         STRANGER.replace('"half"', '"picky"')
-        + "    def unsuited(self, groups, classes):\n        return f'it needs three groups, and there are {groups}.'\n"
+        + "    def unsuited(self, groups, classes):\n        return f'it needs three groups, and "
+        "there are {groups}.'\n"
     )
     found = evenclip.compare(
         splits,
@@ -362,9 +446,21 @@ def test_a_rule_that_does_not_apply_is_left_out_with_a_sentence(splits, root, tm
 
 def test_a_delta_that_promises_nothing_is_said(splits, root, here):
     found = evenclip.compare(
-        splits, ["dpsgd"], 1, epochs=1, batch_size=60, delta=0.5, model="linear", lr=0.1, store=root, on=here
+        splits,
+        ["dpsgd"],
+        1,
+        epochs=1,
+        batch_size=60,
+        delta=0.5,
+        model="linear",
+        lr=0.1,
+        store=root,
+        on=here,
     )
-    assert "δ is 0.5, not below 1/n = 1.7e-03: publishing one whole record would satisfy it." in found.notes
+    assert (
+        "δ is 0.5, not below 1/n = 1.7e-03: publishing one whole record would satisfy it."
+        in found.notes
+    )
 
 
 def test_a_group_too_small_to_judge_is_left_out_of_gaps_if_two_others_remain(found):
@@ -372,5 +468,8 @@ def test_a_group_too_small_to_judge_is_left_out_of_gaps_if_two_others_remain(fou
     values = np.array([[1.0, 3.0, 90.0], [2.0, 2.5, -90.0]])
     assert three.gap(values).tolist() == [2.0, 0.5]
     assert dataclasses.replace(three, small=()).gap(values).tolist() == [89.0, 92.5]
-    assert dataclasses.replace(three, small=("b", "c")).gap(values).tolist() == [89.0, 92.5]  # there is no other gap
+    assert dataclasses.replace(three, small=("b", "c")).gap(values).tolist() == [
+        89.0,
+        92.5,
+    ]  # there is no other gap
     assert dataclasses.replace(three, pair=("a", "c")).gap(values).tolist() == [89.0, 92.0]

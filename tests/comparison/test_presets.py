@@ -1,4 +1,6 @@
-"""The paper's settings: a source for each number, a reason where sources disagree, and what they amount to."""
+"""The paper's settings: a source for each number, a reason where sources disagree, and what they
+amount to.
+"""
 
 import pytest
 

@@ -19,13 +19,22 @@ import torch
 from evenclip.data import adult
 from evenclip.data.adult import FEATURES
 
-CATEGORICAL = ["workclass", "education", "marital-status", "occupation", "relationship", "native-country"]
+CATEGORICAL = [
+    "workclass",
+    "education",
+    "marital-status",
+    "occupation",
+    "relationship",
+    "native-country",
+]
 
 
 @pytest.fixture(scope="module")
 def table():
     """The rows without missing values, as they are in the file."""
-    text = lzma.decompress(resources.files("evenclip.data").joinpath("files", "adult.csv.xz").read_bytes())
+    text = lzma.decompress(
+        resources.files("evenclip.data").joinpath("files", "adult.csv.xz").read_bytes()
+    )
     frame = pd.read_csv(io.BytesIO(text))
     assert len(frame) == 48_842
     return frame[~(frame == "?").any(axis=1)]
@@ -58,7 +67,8 @@ def test_adult_is_balanced_and_split(splits, table):
     train, test, validation = splits
     assert validation is None
     assert train.x.shape[1] == test.x.shape[1] == 98
-    # 0.8·2·14,695 = 23,512 on average; one standard deviation is 0.8·√(30,527·p(1−p)) = 70, p = 14,695/30,527.
+    # 0.8·2·14,695 = 23,512 on average; one standard deviation is 0.8·√(30,527·p(1−p)) = 70, p =
+    # 14,695/30,527.
     assert 23_512 - 5 * 70 < len(train) < 23_512 + 5 * 70
     assert len(train) == round(0.8 * (len(train) + len(test)))
     group = torch.cat([train.group, test.group])
@@ -68,7 +78,10 @@ def test_adult_is_balanced_and_split(splits, table):
 
 
 def test_adult_rates_of_high_income_are_those_of_the_file(splits, table):
-    y, group = torch.cat([d.y for d in splits[:2]]).double(), torch.cat([d.group for d in splits[:2]])
+    y, group = (
+        torch.cat([d.y for d in splits[:2]]).double(),
+        torch.cat([d.group for d in splits[:2]]),
+    )
     rate = (table["income"] == ">50K").groupby(table["sex"]).mean()
     assert float(y[group == 0].mean()) == pytest.approx(rate["Female"], abs=1e-12)
     assert float(y[group == 1].mean()) == pytest.approx(rate["Male"], abs=0.02)  # 5 standard errors
@@ -86,7 +99,9 @@ def test_adult_is_scaled_by_its_training_rows_only(splits, table):
 
 
 def test_adult_rows_are_those_of_the_file(splits, table):
-    """Undo the scaling with numbers found in the file: every row, with features, class and group, is in it."""
+    """Undo the scaling with numbers found in the file: every row, with features, class and group,
+    is in it.
+    """
     known = set(map(tuple, decoded_file(table)))
     found = decoded(splits, table)
     assert set(map(tuple, found)) <= known
@@ -100,9 +115,9 @@ def decoded(splits, table):
     x = torch.cat([d.x for d in splits[:2]]).double().numpy()
     for j, column in enumerate(FEATURES[:5]):
         x[:, j] = unscaled(x[:, j], np.unique(table[column]))
-    return np.column_stack([x, torch.cat([d.y for d in splits[:2]]), torch.cat([d.group for d in splits[:2]])]).astype(
-        int
-    )
+    return np.column_stack(
+        [x, torch.cat([d.y for d in splits[:2]]), torch.cat([d.group for d in splits[:2]])]
+    ).astype(int)
 
 
 def unscaled(scaled, values):
@@ -136,7 +151,9 @@ def test_adult_leaves_the_global_generators_alone():
 
 
 def test_adult_from_original_files(tmp_path):
-    """UCI's layout, made from the embedded file: spaces, a comment, full stops and an empty last line."""
+    """UCI's layout, made from the embedded file: spaces, a comment, full stops and an empty last
+    line.
+    """
     write_original(tmp_path, embedded_lines())
     for left, right in zip(adult(1)[:2], adult(1, directory=tmp_path)[:2], strict=True):
         assert_same(left.x, right.x)
@@ -148,7 +165,8 @@ def test_adult_refuses_missing_files(tmp_path):
         adult(directory=tmp_path)
     assert str(missing.value) == (
         f"adult/adult.data is not in the data directory {tmp_path}; get it from "
-        "https://archive.ics.uci.edu/dataset/2/adult (without a directory, the copy in this package is used), or name "
+        "https://archive.ics.uci.edu/dataset/2/adult (without a directory, the copy in this "
+        "package is used), or name "
         "another directory with --data-dir or the environment variable EVENCLIP_DATA."
     )
 
@@ -156,12 +174,15 @@ def test_adult_refuses_missing_files(tmp_path):
 def test_adult_refuses_other_files(tmp_path):
     write_original(tmp_path, [line.replace("Cuba", "Atlantis") for line in embedded_lines()])
     with pytest.raises(
-        ValueError, match=r"adult\.data has the SHA-256 .* and should have 5b00264637db\.\.\.: it is dam"
+        ValueError,
+        match=r"adult\.data has the SHA-256 .* and should have 5b00264637db\.\.\.: it is dam",
     ):
         adult(directory=tmp_path)
 
 
-@pytest.mark.parametrize("value", ["Atlantis", "Cub", "Cubaa", "cuba", "Zembla", "Cuba" + 40 * "x", "Kübä"])
+@pytest.mark.parametrize(
+    "value", ["Atlantis", "Cub", "Cubaa", "cuba", "Zembla", "Cuba" + 40 * "x", "Kübä"]
+)
 def test_adult_refuses_values_that_it_does_not_have(value):
     module, says = (
         importlib.import_module("evenclip.data.adult"),
@@ -195,13 +216,18 @@ def test_adult_is_balanced_on_the_group_that_is_chosen(group, table):
     sizes = torch.bincount(torch.cat([train.group, test.group])).tolist()
     for found, size in zip(sizes, GROUPS[group].values(), strict=True):
         p = smallest / size
-        assert abs(found - smallest) <= 5 * (size * p * (1 - p)) ** 0.5  # the smallest group is whole
+        assert (
+            abs(found - smallest) <= 5 * (size * p * (1 - p)) ** 0.5
+        )  # the smallest group is whole
 
 
 @pytest.mark.parametrize("group", ["race", "age"])
 def test_adult_groups_agree_with_the_features(group, table):
     train, test, _ = adult(2, group=group)
-    x, found = torch.cat([train.x, test.x]).double().numpy(), torch.cat([train.group, test.group]).numpy()
+    x, found = (
+        torch.cat([train.x, test.x]).double().numpy(),
+        torch.cat([train.group, test.group]).numpy(),
+    )
     if group == "race":
         np.testing.assert_array_equal(found, 1 - x[:, FEATURES.index("race=other")])
     else:
@@ -212,21 +238,31 @@ def test_adult_groups_agree_with_the_features(group, table):
 
 def test_adult_offers_three_protected_attributes():
     with pytest.raises(
-        ValueError, match=r"^group is 'income'; Adult's protected attributes are 'sex', 'race', 'age'\.$"
+        ValueError,
+        match=r"^group is 'income'; Adult's protected attributes are 'sex', 'race', 'age'\.$",
     ):
         adult(group="income")
 
 
 def test_adult_as_it_was():
-    """The sums of seed 0 when only the sexes could be balanced: results of that time are still those of today."""
+    """The sums of seed 0 when only the sexes could be balanced: results of that time are still
+    those of today.
+    """
     train, test, _ = adult(0)
-    assert (len(train), len(test), int(train.group.sum()), int(train.y.sum())) == (23_488, 5_872, 11_669, 5_030)
+    assert (len(train), len(test), int(train.group.sum()), int(train.y.sum())) == (
+        23_488,
+        5_872,
+        11_669,
+        5_030,
+    )
 
 
 def test_adult_of_the_data_directory_is_the_embedded_one():
     directory = os.environ.get("EVENCLIP_DATA")
     if directory is None or not (Path(directory) / "adult" / "adult.test").is_file():
-        pytest.skip("needs adult/adult.data and adult/adult.test of UCI in the folder EVENCLIP_DATA")
+        pytest.skip(
+            "needs adult/adult.data and adult/adult.test of UCI in the folder EVENCLIP_DATA"
+        )
     for left, right in zip(adult()[:2], adult(directory=directory)[:2], strict=True):
         assert_same(left.x, right.x)
         assert_same(left.y, right.y)
@@ -248,4 +284,6 @@ def write_original(directory, lines):
     folder.mkdir(exist_ok=True)
     spaced = [line.replace(",", ", ") for line in lines]
     (folder / "adult.data").write_text("\n".join(spaced[:32_561]) + "\n\n")
-    (folder / "adult.test").write_text("|1x3 Cross validator\n" + ".\n".join(spaced[32_561:]) + ".\n\n")
+    (folder / "adult.test").write_text(
+        "|1x3 Cross validator\n" + ".\n".join(spaced[32_561:]) + ".\n\n"
+    )

@@ -61,9 +61,15 @@ def test_only_where_there_are_many_groups_a_pair_is_chosen():
 
 def test_what_is_not_covered_is_said_in_sentences():
     for source in SOURCES.values():
-        assert all(sentence[0].isupper() and sentence.endswith(".") for sentence in source.uncovered)
+        assert all(
+            sentence[0].isupper() and sentence.endswith(".") for sentence in source.uncovered
+        )
     adult = " ".join(SOURCES["adult"].uncovered)
-    for access in ("mean and the standard deviation", "balances the groups", "number n of training records"):
+    for access in (
+        "mean and the standard deviation",
+        "balances the groups",
+        "number n of training records",
+    ):
         assert access in adult
     assert SOURCES["toy"].uncovered == ()
 
@@ -90,12 +96,18 @@ def test_missing_files_are_listed(tmp_path):
         "mnist/t10k-images-idx3-ubyte.gz",
         "mnist/t10k-labels-idx1-ubyte.gz",
     ]
-    assert source.lacks(tmp_path) == "mnist/t10k-images-idx3-ubyte.gz, mnist/t10k-labels-idx1-ubyte.gz are missing"
+    assert (
+        source.lacks(tmp_path)
+        == "mnist/t10k-images-idx3-ubyte.gz, mnist/t10k-labels-idx1-ubyte.gz are missing"
+    )
     assert SOURCES["dutch"].lacks(tmp_path) == "dutch/dutch_census_2001.arff is missing"
 
 
 def test_the_catalogue_brings_nothing_heavy():
     heavy = ["pandas", "scipy", "sklearn", "pyarrow", "PIL", "rich", "typer"]
-    code = f"import sys, evenclip.data.catalogue; print([name for name in {heavy} if name in sys.modules])"
+    code = (
+        f"import sys, evenclip.data.catalogue; print([name for name in {heavy} if name in "
+        "sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -1,4 +1,6 @@
-"""CelebA on small copies in the official layout, made here; and the known counts where its lists are."""
+"""CelebA on small copies in the official layout, made here; and the known counts where its lists
+are.
+"""
 
 from __future__ import annotations
 
@@ -62,14 +64,22 @@ def write_lists(folder, form):
     columns = ["Bald", "Eyeglasses", "Male", "Young"]
     rows = [[-1, 2 * EYEGLASSES[i] - 1, 2 * MALE[i] - 1, 1] for i in range(N)]
     if form == "csv":
-        table = [["image_id", *columns], *([name, *row] for name, row in zip(NAMES, rows, strict=True))]
+        table = [
+            ["image_id", *columns],
+            *([name, *row] for name, row in zip(NAMES, rows, strict=True)),
+        ]
         parts = [["image_id", "partition"], *zip(NAMES, PARTITION, strict=True)]
         for name, content in (("list_attr_celeba.csv", table), ("list_eval_partition.csv", parts)):
             with (folder / name).open("w", newline="") as out:
                 csv.writer(out).writerows(content)
     else:
-        table = [f"{name} " + " ".join(f"{v:2d}" for v in row) for name, row in zip(NAMES, rows, strict=True)]
-        (folder / "list_attr_celeba.txt").write_text(f"{N}\n{' '.join(columns)} \n" + "\n".join(table) + "\n")
+        table = [
+            f"{name} " + " ".join(f"{v:2d}" for v in row)
+            for name, row in zip(NAMES, rows, strict=True)
+        ]
+        (folder / "list_attr_celeba.txt").write_text(
+            f"{N}\n{' '.join(columns)} \n" + "\n".join(table) + "\n"
+        )
         parts = "".join(f"{name} {part}\n" for name, part in zip(NAMES, PARTITION, strict=True))
         (folder / "list_eval_partition.txt").write_text(parts)
     people = "".join(f"{name} {person}\n" for name, person in zip(NAMES, IDENTITY, strict=True))
@@ -163,9 +173,11 @@ def test_a_partial_copy_is_refused_with_the_number_that_is_missing(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
         celeba(directory=tmp_path)
     assert str(caught.value) == (
-        f"{tmp_path / 'celeba' / 'img_align_celeba.zip'} lacks 15 of CelebA's 60 images; get them from "
+        f"{tmp_path / 'celeba' / 'img_align_celeba.zip'} lacks 15 of CelebA's 60 images; get them "
+        "from "
         "https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html or "
-        "https://www.kaggle.com/datasets/jessicali9530/celeba-dataset, or allow a partial copy (allow_partial), which "
+        "https://www.kaggle.com/datasets/jessicali9530/celeba-dataset, or allow a partial copy "
+        "(allow_partial), which "
         "is split by identity and not as published."
     )
     assert not (tmp_path / "cache").exists()
@@ -197,7 +209,8 @@ def test_a_full_copy_is_split_as_published_even_if_less_would_do(tmp_path):
 def test_too_few_people_cannot_be_split(tmp_path):
     write(tmp_path, images=range(20))
     with pytest.raises(
-        ValueError, match=r"^The partial copy of CelebA has images of 7 people; a split needs at least 10"
+        ValueError,
+        match=r"^The partial copy of CelebA has images of 7 people; a split needs at least 10",
     ):
         celeba(directory=tmp_path, allow_partial=True)
 
@@ -282,40 +295,69 @@ def test_a_damaged_cache_is_made_anew(tmp_path, damage):
 
 
 def test_missing_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"^celeba/img_align_celeba\.zip \(or celeba/img_align_celeba\) is not"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"^celeba/img_align_celeba\.zip \(or celeba/img_align_celeba\) is not",
+    ):
         celeba(directory=tmp_path)
     with pytest.raises(
-        FileNotFoundError, match=r"^celeba/img_align_celeba\.zip .* is needed and there is no data dire"
+        FileNotFoundError,
+        match=r"^celeba/img_align_celeba\.zip .* is needed and there is no data dire",
     ):
         celeba()
     write(tmp_path, images=range(45))
     (tmp_path / "celeba" / "identity_CelebA.txt").unlink()
-    with pytest.raises(FileNotFoundError, match=r"^celeba/identity_CelebA\.txt is not in the data directory"):
+    with pytest.raises(
+        FileNotFoundError, match=r"^celeba/identity_CelebA\.txt is not in the data directory"
+    ):
         celeba(directory=tmp_path, allow_partial=True)
     write(tmp_path)
     (tmp_path / "celeba" / "list_eval_partition.csv").unlink()
-    with pytest.raises(FileNotFoundError, match=r"^celeba/list_eval_partition\.csv \(or celeba/list_eval_partition\.t"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"^celeba/list_eval_partition\.csv \(or celeba/list_eval_partition\.t",
+    ):
         celeba(directory=tmp_path)
 
 
 BROKEN = {  # file -> what is in it -> the sentence
     "list_attr_celeba.csv": [
         ("image_id,Bald\n000001.jpg,1\n", "has no columns Male and Eyeglasses; get it again from"),
-        ("image_id,Male,Eyeglasses\n000001.jpg,1\n", "has rows that are not a name and 40 numbers; get it again"),
-        ("image_id,Male,Eyeglasses\n000001.jpg,1,yes\n", "has rows that are not a name and 40 numbers; get it again"),
-        ("image_id,Male,Eyeglasses\n000001.jpg,1,1\n", "has 1 images and CelebA has 60; get it again from"),
+        (
+            "image_id,Male,Eyeglasses\n000001.jpg,1\n",
+            "has rows that are not a name and 40 numbers; get it again",
+        ),
+        (
+            "image_id,Male,Eyeglasses\n000001.jpg,1,yes\n",
+            "has rows that are not a name and 40 numbers; get it again",
+        ),
+        (
+            "image_id,Male,Eyeglasses\n000001.jpg,1,1\n",
+            "has 1 images and CelebA has 60; get it again from",
+        ),
     ],
     "list_eval_partition.csv": [
-        ("image_id,partition\n000001.jpg,0\n", "does not have a number for each image; get it again from"),
-        ("".join(f"{name},train\n" for name in NAMES), "does not have a number for each image; get it again from"),
+        (
+            "image_id,partition\n000001.jpg,0\n",
+            "does not have a number for each image; get it again from",
+        ),
+        (
+            "".join(f"{name},train\n" for name in NAMES),
+            "does not have a number for each image; get it again from",
+        ),
     ],
     "img_align_celeba.zip": [
-        ("not an archive", "cannot be unpacked (File is not a zip file): it is damaged; get it again from"),
+        (
+            "not an archive",
+            "cannot be unpacked (File is not a zip file): it is damaged; get it again from",
+        ),
     ],
 }
 
 
-@pytest.mark.parametrize(("name", "content", "sentence"), [(n, *case) for n, cases in BROKEN.items() for case in cases])
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"), [(n, *case) for n, cases in BROKEN.items() for case in cases]
+)
 def test_broken_files_are_refused(tmp_path, name, content, sentence):
     write(tmp_path)
     path = tmp_path / "celeba" / name
@@ -329,7 +371,10 @@ def test_an_image_that_is_none_is_named(tmp_path):
     write(tmp_path, form="folder")
     folder = tmp_path / "celeba" / "img_align_celeba"
     (folder / NAMES[20]).write_bytes(jpeg(20)[:100])
-    with pytest.raises(ValueError, match=r"^000021\.jpg in .*img_align_celeba cannot be decoded \(.*\); get it again"):
+    with pytest.raises(
+        ValueError,
+        match=r"^000021\.jpg in .*img_align_celeba cannot be decoded \(.*\); get it again",
+    ):
         celeba(directory=tmp_path)
     assert cached(tmp_path) == []
 
@@ -340,14 +385,19 @@ def test_a_damaged_member_of_the_archive_is_refused(tmp_path):
     content = bytearray(path.read_bytes())
     content[content.index(b"000030.jpg") + 200] ^= 255
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"img_align_celeba\.zip cannot be unpacked \(Bad CRC-32 for file .*000030"):
+    with pytest.raises(
+        ValueError, match=r"img_align_celeba\.zip cannot be unpacked \(Bad CRC-32 for file .*000030"
+    ):
         celeba(directory=tmp_path)
 
 
 def test_without_pillow_it_says_what_to_install(tmp_path, monkeypatch):
     write(tmp_path)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ImportError, match=r"decoded by Pillow, which is not installed; run `pip install 'evenclip\[im"):
+    with pytest.raises(
+        ImportError,
+        match=r"decoded by Pillow, which is not installed; run `pip install 'evenclip\[im",
+    ):
         celeba(directory=tmp_path)
 
 
@@ -357,9 +407,15 @@ def test_without_pillow_it_says_what_to_install(tmp_path, monkeypatch):
 @pytest.fixture
 def real(monkeypatch):
     """The data directory, with CelebA's own lists, and images or some of them."""
-    lists = [Path(REAL or ".") / "celeba" / name for name in ("list_attr_celeba.csv", "list_eval_partition.csv")]
+    lists = [
+        Path(REAL or ".") / "celeba" / name
+        for name in ("list_attr_celeba.csv", "list_eval_partition.csv")
+    ]
     if REAL is None or not all(path.exists() for path in lists):
-        pytest.skip("needs celeba/list_attr_celeba.csv and celeba/list_eval_partition.csv in the folder EVENCLIP_DATA")
+        pytest.skip(
+            "needs celeba/list_attr_celeba.csv and celeba/list_eval_partition.csv in the folder "
+            "EVENCLIP_DATA"
+        )
     monkeypatch.setattr(CELEBA, "IMAGES", 202_599)
     return Path(REAL)
 
@@ -370,14 +426,18 @@ def test_celeba_has_the_known_counts(real):
     assert (int(eyeglasses[male == 1].sum()), int(eyeglasses[male == 0].sum())) == (10_478, 2_715)
     parts = CELEBA._official(names, real)
     assert [len(part) for part in parts] == [162_770, 19_867, 19_962]
-    assert all(part[-1] - part[0] + 1 == len(part) for part in parts)  # so that they are looked into, not copied
+    assert all(
+        part[-1] - part[0] + 1 == len(part) for part in parts
+    )  # so that they are looked into, not copied
 
 
 def test_celeba_as_far_as_it_is_here(real):
     if not (real / "celeba" / "img_align_celeba.zip").exists():
         pytest.skip("needs celeba/img_align_celeba.zip in the folder EVENCLIP_DATA")
     absent = CELEBA.images_missing(real)
-    assert SOURCES["celeba"].lacks(real) == (f"{absent:,} of 202,599 images are missing" if absent else None)
+    assert SOURCES["celeba"].lacks(real) == (
+        f"{absent:,} of 202,599 images are missing" if absent else None
+    )
     train, test, validation = celeba(directory=real, allow_partial=True)
     assert len(train) + len(test) + len(validation) == 202_599 - absent
     pixels = train.take(torch.arange(200)).x

@@ -66,12 +66,14 @@ REFUSED = {  # what is done -> the whole message
     "lengths": (
         lambda: Dataset(X, Y[:9], GROUP, NAMES),
         ValueError,
-        "The numbers of rows differ: x has 10, y has 9, group has 10; give one row per sample in each.",
+        "The numbers of rows differ: x has 10, y has 9, group has 10; give one row per sample in "
+        "each.",
     ),
     "lengths of several inputs": (
         lambda: Dataset({"image": X, "text": X[:4]}, Y),
         ValueError,
-        "The numbers of rows differ: x['image'] has 10, x['text'] has 4, y has 10; give one row per sample in each.",
+        "The numbers of rows differ: x['image'] has 10, x['text'] has 4, y has 10; give one row "
+        "per sample in each.",
     ),
     "scalar": (
         lambda: Dataset(torch.tensor(1.0), Y),
@@ -86,12 +88,14 @@ REFUSED = {  # what is done -> the whole message
     "non-finite x": (
         lambda: Dataset(*with_bad_values()),
         ValueError,
-        "x has 3 non-finite values in 2 of 100 rows (first: row 7); remove or impute them before training.",
+        "x has 3 non-finite values in 2 of 100 rows (first: row 7); remove or impute them before "
+        "training.",
     ),
     "non-finite y": (
         lambda: Dataset(X, torch.full((N,), math.nan)),
         ValueError,
-        "y has 10 non-finite values in 10 of 10 rows (first: row 0); remove or impute them before training.",
+        "y has 10 non-finite values in 10 of 10 rows (first: row 0); remove or impute them before "
+        "training.",
     ),
     "group not integer": (
         lambda: Dataset(X, Y, GROUP.float(), NAMES),
@@ -144,7 +148,8 @@ REFUSED = {  # what is done -> the whole message
     "postcodes": (
         lambda: as_dataset((X, Y, np.array([10115, 90210] * 5))),
         ValueError,
-        "group has 2 different codes from 10115 to 90210; without group_names they must be 0 to K−1, "
+        "group has 2 different codes from 10115 to 90210; without group_names they must be 0 to "
+        "K−1, "
         "each in use: give group_names, or number the groups from 0.",
     ),
     "unknown group": (
@@ -155,7 +160,8 @@ REFUSED = {  # what is done -> the whole message
     "missing group": (
         lambda: as_dataset((X, Y, np.array(["a", None] * 5, dtype=object))),
         TypeError,
-        "group has dtype object and values that are not strings, such as missing ones; remove them, "
+        "group has dtype object and values that are not strings, such as missing ones; remove "
+        "them, "
         "or give integers or strings only.",
     ),
     "strings as features": (
@@ -166,7 +172,8 @@ REFUSED = {  # what is done -> the whole message
     "a frame": (
         lambda: as_dataset(pd.DataFrame({"a": [1]})),
         TypeError,
-        f"data is a DataFrame; {ACCEPTED}. Encode the columns of a DataFrame as numbers and pass their .to_numpy().",
+        f"data is a DataFrame; {ACCEPTED}. Encode the columns of a DataFrame as numbers and pass "
+        "their .to_numpy().",
     ),
     "a series": (
         lambda: as_dataset((X, pd.Series(Y))),
@@ -191,7 +198,8 @@ REFUSED = {  # what is done -> the whole message
     "a stream": (
         lambda: as_dataset(Endless()),
         TypeError,
-        "data is an Endless, an IterableDataset, which is read in its own order; Poisson sampling draws every "
+        "data is an Endless, an IterableDataset, which is read in its own order; Poisson sampling "
+        "draws every "
         f"row independently at each step and needs random access: {ACCEPTED}.",
     ),
     "no length": (
@@ -216,7 +224,9 @@ REFUSED = {  # what is done -> the whole message
         "group_names is ('a', 'b', 'c') but there is no group; give both or neither.",
     ),
     "map, group without a name": (
-        lambda: as_dataset(Rows([(X[0], 0, 0), (X[1], 0, 3)]), group_names=NAMES).take(torch.tensor([0, 1])),
+        lambda: as_dataset(Rows([(X[0], 0, 0), (X[1], 0, 3)]), group_names=NAMES).take(
+            torch.tensor([0, 1])
+        ),
         ValueError,
         "group has codes from 0 to 3 and group_names has 3 names, so codes must lie from 0 to 2; "
         "add the missing names or correct the codes.",
@@ -226,7 +236,11 @@ REFUSED = {  # what is done -> the whole message
         TypeError,
         "y is a str; give a tensor or a numpy array.",
     ),
-    "negative seed": (lambda: adult(-1), ValueError, "seed is -1; it must be a whole number of at least 0."),
+    "negative seed": (
+        lambda: adult(-1),
+        ValueError,
+        "seed is -1; it must be a whole number of at least 0.",
+    ),
 }
 
 
@@ -244,11 +258,16 @@ def test_an_overflowing_sum_of_finite_values_is_accepted():
 
 
 def test_the_data_are_not_printed():
-    assert repr(Dataset(X, Y, GROUP, NAMES)) == ("Dataset(group_names=('a', 'b', 'c'), class_names=(), name='data')")
+    assert repr(Dataset(X, Y, GROUP, NAMES)) == (
+        "Dataset(group_names=('a', 'b', 'c'), class_names=(), name='data')"
+    )
 
 
 @settings(deadline=None, max_examples=50)
-@given(rows=st.lists(st.integers(0, N - 1), max_size=2 * N), form=st.sampled_from(["tensor", "tuple", "dict"]))
+@given(
+    rows=st.lists(st.integers(0, N - 1), max_size=2 * N),
+    form=st.sampled_from(["tensor", "tuple", "dict"]),
+)
 def test_take_is_indexing_in_memory_and_row_by_row(rows, form):
     x = {"tensor": X, "tuple": (X, X[:, 0]), "dict": {"u": X, "v": X[:, :2]}}[form]
     parts = {"tensor": [X], "tuple": [X, X[:, 0]], "dict": [X, X[:, :2]]}[form]
@@ -281,7 +300,9 @@ def assert_same(left, right):
     torch.testing.assert_close(left, right, rtol=0, atol=0)  # compares shapes and dtypes too
 
 
-@pytest.mark.parametrize("source", [Dataset(X, Y), as_dataset(Rows([(X[i], Y[i]) for i in range(N)]))])
+@pytest.mark.parametrize(
+    "source", [Dataset(X, Y), as_dataset(Rows([(X[i], Y[i]) for i in range(N)]))]
+)
 def test_without_groups_there_is_one(source):
     assert source.K == 1
     assert source.take(torch.tensor([3])).group is None
@@ -291,7 +312,9 @@ def test_without_groups_there_is_one(source):
 def test_numpy_rows_and_numpy_arrays_come_out_alike():
     x, y, group = X.double().numpy(), Y.bool().numpy(), GROUP.numpy().astype(np.int8)
     whole = as_dataset((x, y, group))
-    by_row = as_dataset(Rows([(x[i], y[i], group[i]) for i in range(N)]), group_names=whole.group_names)
+    by_row = as_dataset(
+        Rows([(x[i], y[i], group[i]) for i in range(N)]), group_names=whole.group_names
+    )
     assert isinstance(by_row, MapDataset)
     for left, right in zip(whole.take(torch.arange(4)), by_row.take(torch.arange(4)), strict=True):
         assert_same(left, right)
@@ -300,7 +323,9 @@ def test_numpy_rows_and_numpy_arrays_come_out_alike():
 def test_conversions():
     reversed_and_frozen = X.double().numpy()[::-1]
     reversed_and_frozen.flags.writeable = False
-    data = as_dataset((reversed_and_frozen, Y.numpy().astype(">i4"), GROUP.numpy().astype(np.uint8)))
+    data = as_dataset(
+        (reversed_and_frozen, Y.numpy().astype(">i4"), GROUP.numpy().astype(np.uint8))
+    )
     assert_same(data.x, X.flip(0))
     assert_same(data.y, Y)
     assert_same(data.group, GROUP)
@@ -364,7 +389,11 @@ def test_bytes_are_taken_as_floats_between_0_and_1(form):
     rows = torch.tensor([9, 0, 0, 3])
     for data in (Dataset(x, Y, GROUP, NAMES), as_dataset(source, group_names=NAMES)):
         for got, whole in zip(leaves(data.take(rows).x), leaves(x), strict=True):
-            want = X[rows] if whole is X else torch.tensor(IMAGES[rows].double().numpy() / 255, dtype=torch.float32)
+            want = (
+                X[rows]
+                if whole is X
+                else torch.tensor(IMAGES[rows].double().numpy() / 255, dtype=torch.float32)
+            )
             assert_same(got, want)
         assert leaves(data.take(rows[:0]).x)[0].dtype is torch.float32
     assert int(IMAGES.max()) == 234  # what was divided is not what is kept
@@ -375,9 +404,16 @@ def test_training_on_bytes_is_training_on_floats():
     x = torch.randint(256, (60, 1, 8, 8), generator=generator).to(torch.uint8)
     y, trained = torch.arange(60) % 2, []
     for kept in (x, x.float() / 255):
-        # One batch of everything: the streams mix in the bits of the data, and smaller batches would differ.
+        # One batch of everything: the streams mix in the bits of the data, and smaller batches
+        # would differ.
         result = evenclip.fit(
-            cnn(1, 8, 2, seed=0), (kept, y, y), rule=evenclip.NonPrivate(), lr=0.1, epochs=2, batch_size=60, seed=0
+            cnn(1, 8, 2, seed=0),
+            (kept, y, y),
+            rule=evenclip.NonPrivate(),
+            lr=0.1,
+            epochs=2,
+            batch_size=60,
+            seed=0,
         )
         trained.append(torch.cat([p.detach().flatten() for p in result.model.parameters()]))
     torch.testing.assert_close(trained[0], trained[1], rtol=0, atol=1e-5)

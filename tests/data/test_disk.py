@@ -34,7 +34,8 @@ def test_a_data_directory_that_is_none_is_named(tmp_path, monkeypatch, given):
     with pytest.raises(FileNotFoundError) as caught:
         data_directory(tmp_path / "absent" if given else None)
     assert str(caught.value) == (
-        f"The data directory {tmp_path / 'absent'} ({'as given' if given else 'EVENCLIP_DATA'}) is not a folder; name "
+        f"The data directory {tmp_path / 'absent'} ({'as given' if given else 'EVENCLIP_DATA'}) "
+        "is not a folder; name "
         "one with --data-dir or the environment variable EVENCLIP_DATA."
     )
 
@@ -45,13 +46,15 @@ def test_a_missing_file_is_named_with_its_folder_and_its_source(tmp_path, monkey
     with pytest.raises(FileNotFoundError) as caught:
         file.require(tmp_path, ORIGIN)
     assert str(caught.value) == (
-        f"a/a.gz (or a/a.bin) is not in the data directory {tmp_path}; get it from {ORIGIN}, or name another directory "
+        f"a/a.gz (or a/a.bin) is not in the data directory {tmp_path}; get it from {ORIGIN}, or "
+        "name another directory "
         "with --data-dir or the environment variable EVENCLIP_DATA."
     )
     with pytest.raises(FileNotFoundError) as caught:
         File("a/a.gz").read(None, ORIGIN)
     assert str(caught.value) == (
-        f"a/a.gz is needed and there is no data directory; get it from {ORIGIN}, put it into a folder and name that "
+        f"a/a.gz is needed and there is no data directory; get it from {ORIGIN}, put it into a "
+        "folder and name that "
         "folder with --data-dir or the environment variable EVENCLIP_DATA."
     )
 
@@ -73,7 +76,8 @@ def test_a_checksum_that_differs_is_a_sentence(tmp_path):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         File("a.bin", right).read(tmp_path, ORIGIN)
     assert str(caught.value) == (
-        f"{tmp_path / 'a.bin'} has the SHA-256 {wrong[:12]}... and should have {right[:12]}...: it is damaged or "
+        f"{tmp_path / 'a.bin'} has the SHA-256 {wrong[:12]}... and should have {right[:12]}...: "
+        "it is damaged or "
         f"another version; get it again from {ORIGIN}."
     )
 
@@ -87,7 +91,10 @@ def test_the_cache_directory_is_made(tmp_path, monkeypatch):
     assert cache_directory() == tmp_path / ".cache" / "evenclip"
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("EVENCLIP_CACHE", str(tmp_path / "file" / "below"))
-    with pytest.raises(OSError, match=r"^The cache directory .*below cannot be made \(Not a directory\); name another"):
+    with pytest.raises(
+        OSError,
+        match=r"^The cache directory .*below cannot be made \(Not a directory\); name another",
+    ):
         cache_directory()
 
 
@@ -104,8 +111,12 @@ def test_balancing_keeps_each_record_with_the_ratio_of_the_sizes():
     assert (kept[GROUP == 0] == runs).all()  # the smallest group, whole
     for code, rate in ((1, 1 / 8), (2, 1 / 2)):
         each = kept[code == GROUP] / runs  # [record of the group]
-        assert each.mean() == pytest.approx(rate, abs=5 * (rate * (1 - rate) / (runs * len(each))) ** 0.5)
-        assert abs(each - rate).max() < 6 * (rate * (1 - rate) / runs) ** 0.5  # no record is favoured
+        assert each.mean() == pytest.approx(
+            rate, abs=5 * (rate * (1 - rate) / (runs * len(each))) ** 0.5
+        )
+        assert (
+            abs(each - rate).max() < 6 * (rate * (1 - rate) / runs) ** 0.5
+        )  # no record is favoured
 
 
 def test_nobody_is_left_of_groups_when_one_is_empty():
@@ -127,10 +138,16 @@ def test_a_cut_is_disjoint_and_whole():
 
 
 def test_streams_differ_between_seeds_and_datasets():
-    draws = {tuple(stream(seed, name).integers(2**60, size=2)) for seed in range(3) for name in ("mnist", "dutch")}
+    draws = {
+        tuple(stream(seed, name).integers(2**60, size=2))
+        for seed in range(3)
+        for name in ("mnist", "dutch")
+    }
     assert len(draws) == 6
     assert stream(1, "mnist").random() == stream(1, "mnist").random()
-    with pytest.raises(ValueError, match=r"^seed is -1; it must be a whole number of at least 0\.$"):
+    with pytest.raises(
+        ValueError, match=r"^seed is -1; it must be a whole number of at least 0\.$"
+    ):
         stream(-1, "mnist")
 
 

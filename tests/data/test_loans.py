@@ -15,11 +15,18 @@ COLUMNS = ["--target", "default", "--group", "sex", "--group", "region"]
 
 
 def loans(n=900, seed=0):
-    """Numbers with gaps, flags, rare and missing categories, dates, identifiers, a constant, nothing at all."""
+    """Numbers with gaps, flags, rare and missing categories, dates, identifiers, a constant,
+    nothing at all.
+    """
     random = np.random.default_rng(seed)
-    sex, region = random.choice(["f", "m"], n), random.choice(["north", "south", "west"], n, p=[0.5, 0.48, 0.02])
+    sex, region = (
+        random.choice(["f", "m"], n),
+        random.choice(["north", "south", "west"], n, p=[0.5, 0.48, 0.02]),
+    )
     income, age = random.lognormal(3, 0.6, n), random.integers(18, 90, n)
-    repaid = np.log(income) + 0.02 * (age - 40) + 0.5 * (sex == "m") + random.normal(0, 0.6, n) > 3.2
+    repaid = (
+        np.log(income) + 0.02 * (age - 40) + 0.5 * (sex == "m") + random.normal(0, 0.6, n) > 3.2
+    )
     days = pd.to_timedelta(random.integers(0, 3000, n), unit="D")
     frame = pd.DataFrame(
         {
@@ -30,7 +37,9 @@ def loans(n=900, seed=0):
             "age": age,
             "income": np.where(random.random(n) < 0.1, np.nan, income),
             "employed": random.random(n) < 0.8,
-            "job": random.choice(["clerk", "nurse", "driver", "astronaut"], n, p=[0.4, 0.4, 0.195, 0.005]),
+            "job": random.choice(
+                ["clerk", "nurse", "driver", "astronaut"], n, p=[0.4, 0.4, 0.195, 0.005]
+            ),
             "since": (pd.Timestamp("2015-01-01") + days).strftime("%Y-%m-%d"),
             "country": "NL",
             "empty": np.nan,
@@ -53,7 +62,9 @@ def table(tmp_path):
 @pytest.fixture
 def typed(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("EVENCLIP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0}, raising=False)  # one process for all runs
+    monkeypatch.setattr(
+        "os.sched_getaffinity", lambda pid: {0}, raising=False
+    )  # one process for all runs
 
     def run(*arguments):
         try:
@@ -75,19 +86,38 @@ def test_compare_train_and_predict(table, typed, tmp_path):
     assert status == 0, err
     assert max(map(len, out.replace(str(tmp_path), "").splitlines())) <= 80
     plain = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert plain["groups"] == [f"{s} × {r}" for s in "fm" for r in ("north", "south", "west", "missing")]
+    assert plain["groups"] == [
+        f"{s} × {r}" for s in "fm" for r in ("north", "south", "west", "missing")
+    ]
     assert "f × west" in plain["small_groups"]
     notes = " ".join(plain["notes"])
     assert all(f"'{column}'" in notes for column in ("customer", "country", "empty", "default"))
     assert any("encoder" in text for text in plain["not_covered_by_epsilon"])
     row = plain["table"]["dpsgd"]
-    judged = [row["privacy_cost"][g]["mean"] for g in plain["groups"] if g not in plain["small_groups"]]
-    assert row["privacy_cost_gap"]["mean"] >= max(judged) - min(judged) - 1e-9  # a mean of gaps, not a gap of means
+    judged = [
+        row["privacy_cost"][g]["mean"] for g in plain["groups"] if g not in plain["small_groups"]
+    ]
+    assert (
+        row["privacy_cost_gap"]["mean"] >= max(judged) - min(judged) - 1e-9
+    )  # a mean of gaps, not a gap of means
 
     status, out, err = typed(
-        "train", table, *COLUMNS, "--epsilon", 3, "--epochs", 2, "--model", "mlp:16", "--unit", "person",
-        "--exclude-group", "--out", tmp_path / "model", "--json",
-    )  # fmt: skip
+        "train",
+        table,
+        *COLUMNS,
+        "--epsilon",
+        3,
+        "--epochs",
+        2,
+        "--model",
+        "mlp:16",
+        "--unit",
+        "person",
+        "--exclude-group",
+        "--out",
+        tmp_path / "model",
+        "--json",
+    )
     assert status == 0, err
     facts = json.loads(out)
     assert 2.9 < facts["epsilon"] <= 3.0
@@ -98,7 +128,9 @@ def test_compare_train_and_predict(table, typed, tmp_path):
     fresh = loans(50, seed=1).drop(columns=["default", "sex", "region"])
     fresh.loc[0, "job"] = "poet"  # never seen
     fresh.to_csv(tmp_path / "new.csv", index=False)
-    status, out, err = typed("predict", tmp_path / "model", tmp_path / "new.csv", "--out", tmp_path / "predicted.csv")
+    status, out, err = typed(
+        "predict", tmp_path / "model", tmp_path / "new.csv", "--out", tmp_path / "predicted.csv"
+    )
     assert status == 0, err
     predicted = pd.read_csv(tmp_path / "predicted.csv")
     assert len(predicted) == 50
@@ -106,13 +138,27 @@ def test_compare_train_and_predict(table, typed, tmp_path):
 
 
 def test_a_dataframe_is_compared_as_its_file_would_be(tmp_path, monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0}, raising=False)  # one process for all runs
-    options = {"target": "default", "group": "sex", "seeds": 1, "epochs": 1, "batch_size": 64, "model": "linear"}
+    monkeypatch.setattr(
+        "os.sched_getaffinity", lambda pid: {0}, raising=False
+    )  # one process for all runs
+    options = {
+        "target": "default",
+        "group": "sex",
+        "seeds": 1,
+        "epochs": 1,
+        "batch_size": 64,
+        "model": "linear",
+    }
     frame = loans(400)
     frame.to_parquet(tmp_path / "loans.parquet")
     one = evenclip.compare(frame, ["dpsgd"], store=tmp_path / "one", lr=0.1, **options)
-    other = evenclip.compare(tmp_path / "loans.parquet", ["dpsgd"], store=tmp_path / "other", lr=0.1, **options)
-    assert one.to_json()["table"]["non-private"]["accuracy"] == other.to_json()["table"]["non-private"]["accuracy"]
+    other = evenclip.compare(
+        tmp_path / "loans.parquet", ["dpsgd"], store=tmp_path / "other", lr=0.1, **options
+    )
+    assert (
+        one.to_json()["table"]["non-private"]["accuracy"]
+        == other.to_json()["table"]["non-private"]["accuracy"]
+    )
     assert one.groups == ("f", "m")
 
 
@@ -122,7 +168,10 @@ BAD = {
     "one group": (["--target", "default", "--group", "country"], "country"),
     "one class": (["--target", "country", "--group", "sex"], "country"),
     "no epsilon": (["--target", "default", "--group", "sex", "--epsilon", "-1"], "epsilon is -1.0"),
-    "epsilon out of reach": (["--target", "default", "--group", "sex", "--epsilon", "1e-9"], "cannot be told from 0"),
+    "epsilon out of reach": (
+        ["--target", "default", "--group", "sex", "--epsilon", "1e-9"],
+        "cannot be told from 0",
+    ),
     "numeric group": (["--target", "default", "--group", "age"], "--group-bins"),
 }
 
@@ -139,7 +188,11 @@ def test_mistakes_about_columns(case, table, typed):
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"", "empty"), (b"sex,default\n", "header"), ("sex,default\nf\u00fc,1\n".encode("latin-1"), "UTF-8")],
+    [
+        (b"", "empty"),
+        (b"sex,default\n", "header"),
+        ("sex,default\nf\u00fc,1\n".encode("latin-1"), "UTF-8"),
+    ],
     ids=["empty", "only a header", "not UTF-8"],
 )
 def test_mistakes_about_files(content, says, tmp_path, typed):
@@ -152,7 +205,9 @@ def test_mistakes_about_files(content, says, tmp_path, typed):
 
 
 def test_a_schema_that_does_not_fit(table, tmp_path, typed):
-    status, out, err = typed("data", "schema", table, "--target", "default", "--out", tmp_path / "schema.json")
+    status, out, err = typed(
+        "data", "schema", table, "--target", "default", "--out", tmp_path / "schema.json"
+    )
     assert status == 0, err
     schema = json.loads((tmp_path / "schema.json").read_text())
     text = json.dumps(schema).replace('"north"', '"nord"')

@@ -1,5 +1,5 @@
-"""A Parquet file trains the model that the same rows in memory train, to the last bit, whatever the window; in bounded
-memory; and what cannot be trained on is refused in words.
+"""A Parquet file trains the model that the same rows in memory train, to the last bit, whatever the
+window; in bounded memory; and what cannot be trained on is refused in words.
 """
 
 from __future__ import annotations
@@ -19,7 +19,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from evenclip import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate, Performance, audit, fit, prepare
+from evenclip import (
+    DPSGD,
+    DPSGDF,
+    DPSGDGlobal,
+    DPSGDGlobalAdapt,
+    NonPrivate,
+    Performance,
+    audit,
+    fit,
+    prepare,
+)
 from evenclip.data import Dataset, Parquet, as_dataset, parquet
 from evenclip.data import schema as schemas
 from evenclip.data.dataset import Samples
@@ -29,7 +39,13 @@ from evenclip.data.table import read
 
 MODULE = sys.modules["evenclip.data.parquet"]  # the function has the same name
 N = 403  # no multiple of a row group
-RULES = [NonPrivate(), DPSGD(sigma=0.8), DPSGDF(sigma=0.8), DPSGDGlobal(sigma=0.8), DPSGDGlobalAdapt(sigma=0.8)]
+RULES = [
+    NonPrivate(),
+    DPSGD(sigma=0.8),
+    DPSGDF(sigma=0.8),
+    DPSGDGlobal(sigma=0.8),
+    DPSGDGlobalAdapt(sigma=0.8),
+]
 SCHEMA = {
     "evenclip_schema": 1,
     "columns": {
@@ -53,7 +69,8 @@ def people(n: int = N, seed: int = 0) -> pd.DataFrame:
             "id": [f"P{i}" for i in range(n)],
             "age": np.where(random.random(n) < 0.1, np.nan, random.integers(15, 70, n)),
             "income": random.random(n) * 100,
-            "since": pd.Timestamp("2000-06-01") + pd.to_timedelta(random.integers(0, 6000, n), unit="D"),
+            "since": pd.Timestamp("2000-06-01")
+            + pd.to_timedelta(random.integers(0, 6000, n), unit="D"),
             "member": random.random(n) < 0.5,
             "job": random.choice(np.array(["baker", "miller", "smith", None], dtype=object), n),
             "sex": random.choice(np.array(["f", "m", None], dtype=object), n, p=[0.5, 0.4, 0.1]),
@@ -64,11 +81,15 @@ def people(n: int = N, seed: int = 0) -> pd.DataFrame:
 
 def numbers(n: int = N, features: int = 4) -> pd.DataFrame:
     random = np.random.default_rng(1)
-    frame = pd.DataFrame({f"x{i}": random.standard_normal(n).astype(np.float32) for i in range(features)})
+    frame = pd.DataFrame(
+        {f"x{i}": random.standard_normal(n).astype(np.float32) for i in range(features)}
+    )
     return frame.assign(y=random.integers(0, 3, n), k=random.integers(0, 2, n))
 
 
-def written(frame: pd.DataFrame, folder: Path, cuts: tuple[int, ...] = (), size: int = 37) -> list[Path]:
+def written(
+    frame: pd.DataFrame, folder: Path, cuts: tuple[int, ...] = (), size: int = 37
+) -> list[Path]:
     """The rows in files cut at these places, with small row groups."""
     ends = [0, *cuts, len(frame)]
     paths = [folder / f"part{i}.parquet" for i in range(len(ends) - 1)]
@@ -81,7 +102,9 @@ def in_memory(data: Parquet, frame: pd.DataFrame) -> Dataset:
     """The same rows by the encoder at once."""
     encoder = data.encoder
     group = encoder.group_of(frame) if encoder.group else None
-    return Dataset(encoder.encode(frame), encoder.target_of(frame), group, encoder.groups, encoder.classes)
+    return Dataset(
+        encoder.encode(frame), encoder.target_of(frame), group, encoder.groups, encoder.classes
+    )
 
 
 def opened(paths, **more) -> Parquet:
@@ -91,12 +114,21 @@ def opened(paths, **more) -> Parquet:
 def model(data) -> nn.Module:
     torch.manual_seed(0)
     some = data.take(torch.arange(1))
-    return nn.Sequential(nn.Linear(some.x.shape[1], 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, len(data.class_names)))
+    return nn.Sequential(
+        nn.Linear(some.x.shape[1], 5),
+        nn.Tanh(),
+        nn.Dropout(0.2),
+        nn.Linear(5, len(data.class_names)),
+    )
 
 
 def trained(data, rule=None, **more):
     rule = DPSGDGlobalAdapt(sigma=0.8) if rule is None else rule
-    return fit(model(data), data, **{"rule": rule, "batch_size": 16, "epochs": 2, "lr": 0.2, "seed": 3, **more})
+    return fit(
+        model(data),
+        data,
+        **{"rule": rule, "batch_size": 16, "epochs": 2, "lr": 0.2, "seed": 3, **more},
+    )
 
 
 def assert_identical(one, other) -> None:
@@ -111,7 +143,7 @@ def no_reader() -> bool:
     return not [thread for thread in threading.enumerate() if thread.name == "evenclip reader"]
 
 
-# --- the same as in memory --------------------------------------------------------------------------------------------
+# --- the same as in memory ----------------------------------------------------------------------
 
 
 def test_rows_by_index_are_those_of_the_table(tmp_path):
@@ -120,7 +152,13 @@ def test_rows_by_index_are_those_of_the_table(tmp_path):
     assert (len(data), data.K, data.row_groups) == (N, 3, 3 + 1 + 6 + 3)
     assert data.group_names == ("f", "m", "missing")
     same = in_memory(data, frame)
-    for indices in (range(N), [], [0], [N - 1, 0, 36, 37, 99, 100, 101, 36, 36], [*range(36, 39), 299, 300]):
+    for indices in (
+        range(N),
+        [],
+        [0],
+        [N - 1, 0, 36, 37, 99, 100, 101, 36, 36],
+        [*range(36, 39), 299, 300],
+    ):
         places = torch.tensor(list(indices), dtype=torch.int64)
         one, other = data.take(places), same.take(places)
         assert torch.equal(one.x, other.x)
@@ -141,10 +179,15 @@ def test_training_is_that_in_memory_to_the_last_bit(tmp_path, rule):
 def test_chunks_of_what_was_read_are_chunks_of_what_is_in_memory(tmp_path):
     frame, performance = people(), Performance(chunk=5)
     data = opened(written(frame, tmp_path), memory=30_000)
-    assert_identical(trained(data, performance=performance), trained(in_memory(data, frame), performance=performance))
+    assert_identical(
+        trained(data, performance=performance),
+        trained(in_memory(data, frame), performance=performance),
+    )
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     memory=st.integers(1, 200_000), size=st.integers(1, N), cut=st.integers(1, N - 1), batch=st.integers(1, 60),
     seed=st.integers(0, 99),
@@ -170,7 +213,9 @@ def test_the_tuple_of_arrays_trains_the_same(tmp_path):
 
 def test_what_was_an_index_is_a_column_as_others_are(tmp_path):
     frame, path = numbers(), tmp_path / "indexed.parquet"
-    frame.astype({"y": "category", "k": "Int64"}).set_index("x1").to_parquet(path, row_group_size=50)
+    frame.astype({"y": "category", "k": "Int64"}).set_index("x1").to_parquet(
+        path, row_group_size=50
+    )
     data = parquet(path, target="y", group="k", features=["x0", "x1"])
     assert_identical(trained(data), trained(in_memory(data, frame)))
 
@@ -190,7 +235,9 @@ def test_one_record_more_is_another_run(tmp_path):
     (tmp_path / "other").mkdir()
     (other,) = written(frame, tmp_path / "other")
     runs = [
-        prepare(nn.Linear(4, 3), parquet(path, target="y", features=["x0", "x1", "x2", "x3"]), seed=0)
+        prepare(
+            nn.Linear(4, 3), parquet(path, target="y", features=["x0", "x1", "x2", "x3"]), seed=0
+        )
         for path in (first, other)
     ]
     assert not torch.equal(*[run.noise.of(0)["gradient"][:10] for run in runs])
@@ -213,10 +260,12 @@ def test_measured_as_in_memory(tmp_path):
     frame = people()
     data = opened(written(frame, tmp_path, (77,)))
     linear = model(data)
-    assert torch.equal(audit.scores(linear, data, rows=50), audit.scores(linear, in_memory(data, frame), rows=50))
+    assert torch.equal(
+        audit.scores(linear, data, rows=50), audit.scores(linear, in_memory(data, frame), rows=50)
+    )
 
 
-# --- resuming ---------------------------------------------------------------------------------------------------------
+# --- resuming -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", [NonPrivate(), DPSGDF()], ids=lambda rule: rule.name)
@@ -260,7 +309,9 @@ def test_a_checkpoint_of_a_file_goes_on_in_memory(tmp_path):
         with run.listening():
             while run.t < run.settings.steps:
                 run.update(run.step())
-    assert torch.equal(*(nn.utils.parameters_to_vector(run.model.parameters()) for run in (fresh, runs[1])))
+    assert torch.equal(
+        *(nn.utils.parameters_to_vector(run.model.parameters()) for run in (fresh, runs[1]))
+    )
 
 
 def test_beyond_the_last_step_and_back(tmp_path):
@@ -285,18 +336,22 @@ def test_beyond_the_last_step_and_back(tmp_path):
     assert no_reader()
 
 
-# --- windows ----------------------------------------------------------------------------------------------------------
+# --- windows ------------------------------------------------------------------------------------
 
 
 def test_a_row_group_is_decoded_once_for_a_window(tmp_path, monkeypatch):
     """As many passes as the rows of the epoch need windows, and no more."""
     (path,) = written(numbers(), tmp_path, size=10)
-    data = parquet(path, target="y", group="k", memory=2 * 104 * 100)  # two windows of 100 rows of 104 bytes
+    data = parquet(
+        path, target="y", group="k", memory=2 * 104 * 100
+    )  # two windows of 100 rows of 104 bytes
     data.fingerprints()
     passes = []
     batches = Parquet._batches
     monkeypatch.setattr(
-        Parquet, "_batches", lambda self, file, groups: passes.append(groups) or batches(self, file, groups)
+        Parquet,
+        "_batches",
+        lambda self, file, groups: passes.append(groups) or batches(self, file, groups),
     )
     run = prepare(model(data), data, rule=DPSGD(), batch_size=20, seed=0, epochs=2)
     passes.clear()
@@ -358,7 +413,7 @@ def test_an_epoch_of_any_length_is_added_up_in_parts(tmp_path, monkeypatch):
     assert trained(data, checkpoint=tmp_path / "saved", resume=True).trace == parts.trace
 
 
-# --- classes, groups, what is public ----------------------------------------------------------------------------------
+# --- classes, groups, what is public ------------------------------------------------------------
 
 
 def test_what_epsilon_does_not_cover(tmp_path):
@@ -413,19 +468,25 @@ def test_values_outside_of_the_range_are_told(tmp_path):
     frame = people()
     data = opened(written(frame, tmp_path, (200,)))
     outside = int(((frame["age"] < 20) | (frame["age"] > 60)).sum())
-    assert data.notes == (f"{outside} values of 'age' lie outside of the schema's range and count as its nearer end.",)
+    assert data.notes == (
+        f"{outside} values of 'age' lie outside of the schema's range and count as its nearer end.",
+    )
     assert data.notes == schemas.check(SCHEMA, frame)
 
 
 def test_files_by_pattern_and_by_folder(tmp_path):
     frame = numbers()
     paths = written(frame, tmp_path, (100, 200))
-    by_pattern, by_folder = (parquet(where, target="y") for where in (str(tmp_path / "part*.parquet"), tmp_path))
-    assert [file.path for file in by_pattern.files] == [file.path for file in by_folder.files] == paths
+    by_pattern, by_folder = (
+        parquet(where, target="y") for where in (str(tmp_path / "part*.parquet"), tmp_path)
+    )
+    assert (
+        [file.path for file in by_pattern.files] == [file.path for file in by_folder.files] == paths
+    )
     assert as_dataset(by_folder) is by_folder
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------
 
 
 def refusal(error, call) -> str:
@@ -444,17 +505,23 @@ def changed(tmp_path, column, row, value, first=100) -> Parquet:
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("hired", None, "Column 'hired' has no value in row 90, and the schema says that none is missing; set "
+        ("hired", None, "Column 'hired' has no value in row 90, and the schema says that none is "
+                        "missing; set "
          '"missing": true, or fill it in.'),
-        ("hired", "perhaps", "Column 'hired' has the value 'perhaps', which is not among the schema's 'no', 'yes'; add "
+        ("hired", "perhaps", "Column 'hired' has the value 'perhaps', which is not among the "
+                             "schema's 'no', 'yes'; add "
          'it to them, or set "other": true.'),
-        ("income", None, "Column 'income' has no value in row 90, and the schema says that none is missing; set "
+        ("income", None, "Column 'income' has no value in row 90, and the schema says that none "
+                         "is missing; set "
          '"missing": true, or fill it in.'),
-        ("income", np.inf, "Column 'income' has the value 'inf' in row 90, and the schema says it is a number; correct "
+        ("income", np.inf, "Column 'income' has the value 'inf' in row 90, and the schema says it "
+                           "is a number; correct "
          "the schema or the value."),
     ],
 )  # fmt: skip
-def test_rows_that_do_not_fit_are_refused_by_file_and_row(tmp_path, monkeypatch, column, value, message):
+def test_rows_that_do_not_fit_are_refused_by_file_and_row(
+    tmp_path, monkeypatch, column, value, message
+):
     monkeypatch.setattr(MODULE, "CHUNK", 20)
     data = changed(tmp_path, column, 90, value)
     assert refusal(ValueError, lambda: trained(data)) == f"{tmp_path / 'part1.parquet'}: {message}"
@@ -465,13 +532,15 @@ def test_rows_without_target_or_numbers_and_no_schema(tmp_path):
     frame.loc[50, "y"] = None
     (path,) = written(frame, tmp_path)
     assert refusal(ValueError, lambda: trained(parquet(path, target="y", group="k"))) == (
-        f"{path}: Column 'y' has no value in row 51, which is no class of this encoder; it knows '0', '1', '2'."
+        f"{path}: Column 'y' has no value in row 51, which is no class of this encoder; it knows "
+        "'0', '1', '2'."
     )
     frame = numbers()
     frame.loc[52, "x1"] = np.nan
     (path,) = written(frame, tmp_path)
     assert refusal(ValueError, lambda: trained(parquet(path, target="y", group="k"))) == (
-        f"{path}: Column 'x1' has no number in row 53 (missing, or infinite); leave such rows out of the file, or give "
+        f"{path}: Column 'x1' has no number in row 53 (missing, or infinite); leave such rows out "
+        "of the file, or give "
         "a schema, which has an indicator for them."
     )
     frame["y"] = None
@@ -487,7 +556,10 @@ def test_names(tmp_path):
     assert refusal(ValueError, lambda: opened(path, target="Hire")) == (
         f"There is no column 'Hire' in {path}; did you mean 'hired'? {there}"
     )
-    assert refusal(ValueError, lambda: opened(path, features=["zzz"])) == f"There is no column 'zzz' in {path}; {there}"
+    assert (
+        refusal(ValueError, lambda: opened(path, features=["zzz"]))
+        == f"There is no column 'zzz' in {path}; {there}"
+    )
     assert refusal(ValueError, lambda: opened(path, group="hired")) == (
         "target and group are both 'hired'; predict one column and compare the groups of another."
     )
@@ -498,24 +570,34 @@ def test_names(tmp_path):
         "The target 'hired' is among the features; leave it out of them."
     )
     assert refusal(ValueError, lambda: opened(path, schema=None)) == (
-        "Column 'id' is of type large_string, which is no number; give a schema, which says how it becomes features "
+        "Column 'id' is of type large_string, which is no number; give a schema, which says how "
+        "it becomes features "
         "(`evenclip data schema` proposes one), or name the columns to learn from as features."
     )
-    less = {**SCHEMA, "columns": {name: entry for name, entry in SCHEMA["columns"].items() if name != "age"}}
+    less = {
+        **SCHEMA,
+        "columns": {name: entry for name, entry in SCHEMA["columns"].items() if name != "age"},
+    }
     assert refusal(ValueError, lambda: opened(path, schema=less, features=["age"])) == (
         "The feature 'age' is not in the schema; say there what is public about it."
     )
-    more = {**SCHEMA, "columns": {**SCHEMA["columns"], "height": {"kind": "number", "range": [0, 1]}}}
+    more = {
+        **SCHEMA,
+        "columns": {**SCHEMA["columns"], "height": {"kind": "number", "range": [0, 1]}},
+    }
     assert refusal(ValueError, lambda: opened(path, schema=more)) == (
-        f"The schema has the column 'height' and {path} does not; {there[:-1]}: add the column, or take it out of the "
+        f"The schema has the column 'height' and {path} does not; {there[:-1]}: add the column, "
+        "or take it out of the "
         "schema."
     )
     assert refusal(ValueError, lambda: parquet(path, target="income", features=["age"])) == (
-        f"The target 'income' is a number with {N} different values; this is classification, with at most 20 numbers "
+        f"The target 'income' is a number with {N} different values; this is classification, with "
+        "at most 20 numbers "
         "as classes: cut it into classes first (for example income > 50000)."
     )
     assert refusal(
-        ValueError, lambda: parquet(path, target="hired", group="age", group_bins=3, features=["income"])
+        ValueError,
+        lambda: parquet(path, target="hired", group="age", group_bins=3, features=["income"]),
     ).startswith("group_bins cuts 'age' at quantiles of all rows")
 
 
@@ -529,7 +611,8 @@ def test_files_that_are_none(tmp_path):
     text = tmp_path / "text.parquet"
     text.write_text("a,b\n1,2\n")
     assert re.fullmatch(
-        rf"{text} is no Parquet file \(.+\); write it again\.", refusal(ValueError, lambda: opened(text))
+        rf"{text} is no Parquet file \(.+\); write it again\.",
+        refusal(ValueError, lambda: opened(text)),
     )
     assert refusal(TypeError, lambda: opened(3)) == (
         "source is a int; give the path of a Parquet file, or a list of them."
@@ -543,13 +626,17 @@ def test_files_that_differ(tmp_path):
     people().to_parquet(one)
     people().astype({"income": "float32"}).to_parquet(other)
     assert refusal(ValueError, lambda: opened([one, other])) == (
-        f"The files differ: column 'income' is double in {one} and float in {other}; write them with one schema."
+        f"The files differ: column 'income' is double in {one} and float in {other}; write them "
+        "with one schema."
     )
     people().drop(columns="sex").to_parquet(other)
-    assert refusal(ValueError, lambda: opened([one, other])).startswith(f"There is no column 'sex' in {other};")
+    assert refusal(ValueError, lambda: opened([one, other])).startswith(
+        f"There is no column 'sex' in {other};"
+    )
     people().drop(columns="age").to_parquet(other)
     assert refusal(ValueError, lambda: opened([one, other])) == (
-        f"The files differ: column 'age' is double in {one} and not there in {other}; write them with one schema."
+        f"The files differ: column 'age' is double in {one} and not there in {other}; write them "
+        "with one schema."
     )
 
 
@@ -562,7 +649,8 @@ def test_a_file_that_changes_while_it_is_trained_on(tmp_path):
             os.utime(path, (1, 1))
 
     assert refusal(ValueError, lambda: trained(data, epochs=20, observers=[change])) == (
-        f"{path} has changed since it was opened; a run sees one dataset only: open it again and start again."
+        f"{path} has changed since it was opened; a run sees one dataset only: open it again and "
+        "start again."
     )
     assert no_reader()
     path.unlink()
@@ -577,15 +665,17 @@ def test_a_damaged_row_group(tmp_path):
     path.write_bytes(content)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert re.fullmatch(
-        rf"{path} cannot be read to its end \(.+\); write it again\.", refusal(ValueError, lambda: trained(data))
+        rf"{path} cannot be read to its end \(.+\); write it again\.",
+        refusal(ValueError, lambda: trained(data)),
     )
 
 
 def test_a_model_with_too_few_outputs(tmp_path):
     (path,) = written(numbers().sort_values("y"), tmp_path)
-    assert refusal(ValueError, lambda: fit(nn.Linear(4, 2), parquet(path, target="y", group="k"), batch_size=16)) == (
-        "'y' has 3 classes, '0', '1', '2', and the model has 2 outputs; give the model 3."
-    )
+    assert refusal(
+        ValueError,
+        lambda: fit(nn.Linear(4, 2), parquet(path, target="y", group="k"), batch_size=16),
+    ) == ("'y' has 3 classes, '0', '1', '2', and the model has 2 outputs; give the model 3.")
 
 
 def test_a_table_that_does_not_fit_in_memory(tmp_path, monkeypatch):
@@ -594,8 +684,10 @@ def test_a_table_that_does_not_fit_in_memory(tmp_path, monkeypatch):
     assert len(read(path)) == N
     monkeypatch.setattr("evenclip.data.table._available", lambda: 20_000)
     assert refusal(ValueError, lambda: read(path)) == (
-        f"{path} has {N} rows, which take about 26 kB of memory as a table, and 20 kB are available; train on it "
-        "without reading it whole, with evenclip.data.parquet and evenclip.fit, or take a sample of its rows."
+        f"{path} has {N} rows, which take about 26 kB of memory as a table, and 20 kB are "
+        "available; train on it "
+        "without reading it whole, with evenclip.data.parquet and evenclip.fit, or take a sample "
+        "of its rows."
     )
 
 

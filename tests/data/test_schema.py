@@ -1,4 +1,6 @@
-"""Schemas: what is proposed, what is refused in which words, and that nothing is fitted on data where there is one."""
+"""Schemas: what is proposed, what is refused in which words, and that nothing is fitted on data
+where there is one.
+"""
 
 from __future__ import annotations
 
@@ -62,15 +64,25 @@ def test_a_proposal_describes_the_rows_and_warns():
     found = schemas.propose(rows())
     ages = rows()["age"]
     assert found["columns"] == {
-        "id": {"kind": "ignore", "reason": "looks like an identifier (whole numbers, all different)"},
+        "id": {
+            "kind": "ignore",
+            "reason": "looks like an identifier (whole numbers, all different)",
+        },
         "age": {"kind": "number", "range": [ages.min(), ages.max()], "missing": False},
-        "since": {"kind": "date", "range": ["2010-03-15", "2019-03-15"], "format": "ISO8601", "missing": False},
+        "since": {
+            "kind": "date",
+            "range": ["2010-03-15", "2019-03-15"],
+            "format": "ISO8601",
+            "missing": False,
+        },
         "member": {"kind": "boolean", "missing": False},
         "job": {"kind": "category", "values": ["baker", "miller"], "other": False, "missing": True},
         "sex": {"kind": "category", "values": ["f", "m"], "other": False, "missing": False},
         "hired": {"kind": "category", "values": ["no", "yes"], "other": False, "missing": False},
     }
-    assert found["warning"].startswith("Every range and value below was read from the data, which ε does not cover.")
+    assert found["warning"].startswith(
+        "Every range and value below was read from the data, which ε does not cover."
+    )
 
 
 def test_a_proposal_is_a_schema_that_fits(tmp_path):
@@ -87,18 +99,37 @@ def test_with_a_schema_no_row_shapes_the_encoder():
     assert one.encoder == two.encoder
     assert one.encoder.classes == ("yes", "no")
     assert one.encoder.groups == ("m", "f", "d")
-    assert one.uncovered == ("a check that the rows fit the schema, which only ever stops training",)
+    assert one.uncovered == (
+        "a check that the rows fit the schema, which only ever stops training",
+    )
     assert "d" in one.small
 
 
 def test_ranges_go_to_minus_one_and_one():
     made = table(rows(), target="hired", group="sex", schema=SCHEMA)
-    new = pd.DataFrame({"age": [0, 50, 100, 150], "since": ["2000-01-01", "2010-01-01", "2020-01-01", None],
-                        "member": True, "job": ["smith", None, "pilot", "baker"], "sex": "d"})  # fmt: skip
+    new = pd.DataFrame(
+        {
+            "age": [0, 50, 100, 150],
+            "since": ["2000-01-01", "2010-01-01", "2020-01-01", None],
+            # fmt: skip
+            "member": True,
+            "job": ["smith", None, "pilot", "baker"],
+            "sex": "d",
+        }
+    )
     x = made.encoder.encode(new)
     assert made.encoder.features == (
-        "age", "since", "member", "job=miller", "job=baker", "job=smith", "job=(missing)", "sex=m", "sex=f", "sex=d"
-    )  # fmt: skip
+        "age",
+        "since",
+        "member",
+        "job=miller",
+        "job=baker",
+        "job=smith",
+        "job=(missing)",
+        "sex=m",
+        "sex=f",
+        "sex=d",
+    )
     assert x[:, 0].tolist() == [-1, 0, 1, 1]
     assert x[:, 1].tolist() == pytest.approx([-1, 0, 1, 0], abs=1e-3)
     assert x[:, 3:7].tolist() == [[0, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0]]
@@ -107,7 +138,11 @@ def test_ranges_go_to_minus_one_and_one():
 def test_values_outside_of_the_range_are_counted():
     found = table(rows(), target="hired", group="sex", schema=changed("age", range=[0, 30]))
     outside = int((rows()["age"] > 30).sum())
-    assert found.notes[0] == f"{outside} values of 'age' lie outside of the schema's range and count as its nearer end."
+    assert (
+        found.notes[0]
+        == f"{outside} values of 'age' lie outside of the schema's range and count as its nearer "
+        "end."
+    )
 
 
 def test_a_number_is_cut_evenly_over_its_public_range():
@@ -139,43 +174,53 @@ def test_codes_that_look_like_numbers_stay_as_written(tmp_path):
     made = table(tmp_path / "t.csv", target="hired", group="sex", schema=plain)
     at = made.encoder.features.index("zip=01067")
     assert made.encoder.features[at + 1] == "zip=10115"
-    assert torch.equal(made.splits.train.x[:, at] + made.splits.train.x[:, at + 1], torch.ones(len(made.splits.train)))
+    assert torch.equal(
+        made.splits.train.x[:, at] + made.splits.train.x[:, at + 1],
+        torch.ones(len(made.splits.train)),
+    )
 
 
 UNFIT = {
     "column": (
         changed("wage", kind="number", range=[0, 1]),
-        "The schema has the column 'wage' and the table does not; its columns are 'id', 'age', 'since', 'member', "
+        "The schema has the column 'wage' and the table does not; its columns are 'id', 'age', "
+        "'since', 'member', "
         "'job', 'sex', 'hired': add the column, or take it out of the schema.",
     ),
     "category": (
         changed("job", values=["miller", "smith"]),
-        "Column 'job' has the value 'baker', which is not among the schema's 'miller', 'smith'; add it to them, or set "
+        "Column 'job' has the value 'baker', which is not among the schema's 'miller', 'smith'; "
+        "add it to them, or set "
         '"other": true.',
     ),
     "class": (
         changed("hired", values=["yes", "perhaps"]),
-        "Column 'hired' has the value 'no', which is not among the schema's 'yes', 'perhaps'; add it to them, or set "
+        "Column 'hired' has the value 'no', which is not among the schema's 'yes', 'perhaps'; add "
+        "it to them, or set "
         '"other": true.',
     ),
     "missing": (
         changed("job", missing=False),
-        "Column 'job' has no value in row 1, and the schema says that none is missing; set \"missing\": true, or fill "
+        "Column 'job' has no value in row 1, and the schema says that none is missing; set "
+        '"missing": true, or fill '
         "it in.",
     ),
     "number": (
         changed("sex", kind="number", range=[0, 1], values=None),
-        f"Column 'sex' has the value {rows()['sex'][0]!r} in row 1, and the schema says it is a number; correct the "
+        f"Column 'sex' has the value {rows()['sex'][0]!r} in row 1, and the schema says it is a "
+        "number; correct the "
         "schema or the value.",
     ),
     "date": (
         changed("hired", kind="date", range=["2000-01-01", "2001-01-01"], values=None),
-        f"Column 'hired' has the value {rows()['hired'][0]!r} in row 1, and the schema says it is a date; correct the "
+        f"Column 'hired' has the value {rows()['hired'][0]!r} in row 1, and the schema says it is "
+        "a date; correct the "
         "schema or the value.",
     ),
     "boolean": (
         changed("since", kind="boolean", range=None),
-        f"Column 'since' has the value {rows()['since'][0]!r} in row 1, and the schema says it is a boolean; correct "
+        f"Column 'since' has the value {rows()['since'][0]!r} in row 1, and the schema says it is "
+        "a boolean; correct "
         "the schema or the value.",
     ),
     "open groups": (
@@ -191,12 +236,16 @@ def test_rows_that_do_not_fit_are_explained(case):
     for entry in schema["columns"].values():  # None: a field that is taken away
         for field in [field for field, value in entry.items() if value is None]:
             del entry[field]
-    assert refusal(ValueError, lambda: table(rows(), target="hired", group="sex", schema=schema)) == message
+    assert (
+        refusal(ValueError, lambda: table(rows(), target="hired", group="sex", schema=schema))
+        == message
+    )
 
 
 KINDS = "number, date, boolean, category, ignore"
 WRONG = {
-    "no object": ([], 'The schema is no schema; it must be a JSON object with "columns": {name: {"kind": ...}}.'),
+    "no object": ([], 'The schema is no schema; it must be a JSON object with "columns": {name: '
+                      '{"kind": ...}}.'),
     "version": (
         SCHEMA | {"evenclip_schema": 2},
         'The schema has "evenclip_schema": 2; this version of evenclip reads 1.',
@@ -205,27 +254,32 @@ WRONG = {
         changed("age", kind="numeric"),
         f"The schema, column 'age': the kind is 'numeric'; it must be one of {KINDS}.",
     ),
-    "no range": (changed("w", kind="number"), "The schema, column 'w': a number needs \"range\"; add it."),
+    "no range": (changed("w", kind="number"), "The schema, column 'w': a number needs \"range\"; "
+                                              "add it."),
     "another field": (
         changed("age", values=["1"]),
         'The schema, column \'age\': a number has no "values"; it has "missing", "range".',
     ),
     "range": (
         changed("age", range=[9, 3]),
-        "The schema, column 'age': the range is [9, 3]; it must be a lower and a higher end, such as [0, 100].",
+        "The schema, column 'age': the range is [9, 3]; it must be a lower and a higher end, such "
+        "as [0, 100].",
     ),
     "range of texts": (
         changed("age", range=["a", "b"]),
-        "The schema, column 'age': the range is [\"a\", \"b\"]; it must be a lower and a higher end, such as [0, 100].",
+        "The schema, column 'age': the range is [\"a\", \"b\"]; it must be a lower and a higher "
+        "end, such as [0, 100].",
     ),
     "range of dates": (
         changed("since", range=["then", "now"]),
-        "The schema, column 'since': the range is [\"then\", \"now\"]; it must be a lower and a higher end, such as "
+        "The schema, column 'since': the range is [\"then\", \"now\"]; it must be a lower and a "
+        "higher end, such as "
         '["1990-01-01", "2030-12-31"].',
     ),
     "values": (
         changed("job", values=[1, 2]),
-        "The schema, column 'job': the values are [1, 2]; they must be a list of texts, such as [\"yes\", \"no\"].",
+        "The schema, column 'job': the values are [1, 2]; they must be a list of texts, such as "
+        "[\"yes\", \"no\"].",
     ),
     "value twice": (
         changed("job", values=["a", "a"]),
@@ -244,7 +298,9 @@ def test_a_wrong_schema_is_explained(case, tmp_path):
     assert refusal(ValueError, lambda: schemas.validated(schema)) == message
     path = tmp_path / "s.json"
     path.write_text(json.dumps(schema))
-    assert refusal(ValueError, lambda: schemas.load(path)) == message.replace("The schema", str(path), 1)
+    assert refusal(ValueError, lambda: schemas.load(path)) == message.replace(
+        "The schema", str(path), 1
+    )
 
 
 def test_a_file_that_is_no_schema_is_explained(tmp_path):
@@ -259,7 +315,10 @@ def test_a_file_that_is_no_schema_is_explained(tmp_path):
         "`evenclip data schema TABLE`."
     )
     path.write_bytes(b'{"columns": {"\xfc": {}}}')
-    assert refusal(ValueError, lambda: schemas.load(path)) == f"{path} is not UTF-8 (byte 14); save it as UTF-8."
+    assert (
+        refusal(ValueError, lambda: schemas.load(path))
+        == f"{path} is not UTF-8 (byte 14); save it as UTF-8."
+    )
 
 
 def test_a_proposal_fits_its_own_file_also_where_whole_numbers_have_a_point(tmp_path):

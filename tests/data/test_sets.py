@@ -1,4 +1,6 @@
-"""Dutch, MNIST, digits and toy: the known counts, another reader than ours, what is sampled, what is refused."""
+"""Dutch, MNIST, digits and toy: the known counts, another reader than ours, what is sampled, what
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ def test_dutch_has_the_known_counts(census):
     assert len(census) == 60_420
     assert (len(splits.train), len(splits.test), splits.validation) == (48_336, 12_084, None)
     sexes = sum(torch.bincount(data.group, minlength=2) for data in splits[:2])
-    assert dict(zip(splits.train.group_names, sexes.tolist(), strict=True)) == {"Male": 30_147, "Female": 30_273}
+    assert dict(zip(splits.train.group_names, sexes.tolist(), strict=True)) == {
+        "Male": 30_147,
+        "Female": 30_273,
+    }
     y = torch.cat([data.y for data in splits[:2]])
     assert splits.train.class_names == ("low-level", "high-level")
     assert int(y.sum()) == (census["occupation"] == "2_1").sum()
@@ -71,7 +76,9 @@ def test_dutch_rows_are_those_of_the_file(census):
     assert set(encoded.columns) == set(FEATURES)
     y, female = census["occupation"] == "2_1", census["sex"] == "2"
     expected = np.column_stack([encoded[list(FEATURES)], y, female]).astype(np.uint8)
-    found = np.concatenate([np.column_stack([d.x, d.y, d.group]) for d in splits[:2]]).astype(np.uint8)
+    found = np.concatenate([np.column_stack([d.x, d.y, d.group]) for d in splits[:2]]).astype(
+        np.uint8
+    )
     assert sorted(map(bytes, found)) == sorted(map(bytes, expected))
 
 
@@ -83,7 +90,9 @@ def test_dutch_is_decided_by_its_seed(census):
 def test_another_dutch_file_is_refused(tmp_path):
     (tmp_path / "dutch").mkdir()
     (tmp_path / "dutch" / "dutch_census_2001.arff").write_text("@relation other\n")
-    with pytest.raises(ValueError, match=r"dutch_census_2001\.arff has the SHA-256 .* and should have 0e7e3f326689"):
+    with pytest.raises(
+        ValueError, match=r"dutch_census_2001\.arff has the SHA-256 .* and should have 0e7e3f326689"
+    ):
         dutch(directory=tmp_path)
 
 
@@ -92,7 +101,8 @@ def test_missing_dutch_says_where_to_get_it(tmp_path):
         dutch(directory=tmp_path)
     assert str(caught.value) == (
         f"dutch/dutch_census_2001.arff is not in the data directory {tmp_path}; get it from "
-        "https://github.com/tailequy/fairness_dataset, folder Dutch_census, or name another directory with --data-dir "
+        "https://github.com/tailequy/fairness_dataset, folder Dutch_census, or name another "
+        "directory with --data-dir "
         "or the environment variable EVENCLIP_DATA."
     )
 
@@ -121,7 +131,9 @@ def test_mnist_has_the_known_counts(archive):
 
 
 def test_mnist_images_are_those_of_the_file(archive):
-    """The first image of the test set, by offset, and the training images in their order without some eights."""
+    """The first image of the test set, by offset, and the training images in their order without
+    some eights.
+    """
     train, test, _ = mnist(0)
     content = gzip.decompress((archive / "mnist" / "t10k-images-idx3-ubyte.gz").read_bytes())
     assert bytes(test.x[3].flatten().tolist()) == content[16 + 3 * 784 : 16 + 4 * 784]
@@ -151,8 +163,10 @@ def test_missing_mnist_names_both_forms(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
         mnist(directory=tmp_path)
     assert str(caught.value) == (
-        "mnist/train-images-idx3-ubyte.gz (or mnist/train-images-idx3-ubyte) is not in the data directory "
-        f"{tmp_path}; get it from http://yann.lecun.com/exdb/mnist/ or https://ossci-datasets.s3.amazonaws.com/mnist/, "
+        "mnist/train-images-idx3-ubyte.gz (or mnist/train-images-idx3-ubyte) is not in the data "
+        "directory "
+        f"{tmp_path}; get it from http://yann.lecun.com/exdb/mnist/ or "
+        "https://ossci-datasets.s3.amazonaws.com/mnist/, "
         "or name another directory with --data-dir or the environment variable EVENCLIP_DATA."
     )
 
@@ -160,12 +174,21 @@ def test_missing_mnist_names_both_forms(tmp_path):
 HEAD = b"\x00\x00\x08\x03" + struct.pack(">III", 2, 3, 4)
 DAMAGED = {
     "empty": (b"", "does not begin like an idx file of bytes"),
-    "a page of the server": (b"<!DOCTYPE html><html>Access denied</html>", "does not begin like an idx file of bytes"),
+    "a page of the server": (
+        b"<!DOCTYPE html><html>Access denied</html>",
+        "does not begin like an idx file of bytes",
+    ),
     "another type": (b"\x00\x00\x0d\x01" + bytes(8), "does not begin like an idx file of bytes"),
     "half a header": (HEAD[:10], "does not begin like an idx file of bytes"),
     "no axes": (b"\x00\x00\x08\x00" + bytes(8), "does not begin like an idx file of bytes"),
-    "cut short": (HEAD + bytes(23), "holds 23 bytes of data and its header announces 24: was the download cut short?"),
-    "too long": (HEAD + bytes(25), "holds 25 bytes of data and its header announces 24: was the download cut short?"),
+    "cut short": (
+        HEAD + bytes(23),
+        "holds 23 bytes of data and its header announces 24: was the download cut short?",
+    ),
+    "too long": (
+        HEAD + bytes(25),
+        "holds 25 bytes of data and its header announces 24: was the download cut short?",
+    ),
     "other images": (HEAD + bytes(24), "has the MD5 "),
 }
 
@@ -191,7 +214,10 @@ def test_damaged_archives_are_refused(tmp_path, damage):
     path = tmp_path / "mnist" / "train-images-idx3-ubyte.gz"
     path.parent.mkdir()
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte\.gz cannot be unpacked \(.*\): it is damaged; get"):
+    with pytest.raises(
+        ValueError,
+        match=r"train-images-idx3-ubyte\.gz cannot be unpacked \(.*\): it is damaged; get",
+    ):
         mnist(directory=tmp_path)
 
 
@@ -209,9 +235,14 @@ def test_digits_are_those_of_scikit_learn():
     train, test, validation = digits(2)
     assert validation is None
     assert (len(pixels), len(test)) == (1797, 359)
-    known = {bytes(image.astype(np.uint8)): label for image, label in zip(pixels, labels, strict=True)}
+    known = {
+        bytes(image.astype(np.uint8)): label for image, label in zip(pixels, labels, strict=True)
+    }
     assert len(known) == 1797  # no image is there twice, so that rows can be told apart
-    found = [[bytes((16 * image).round().to(torch.uint8).flatten().tolist()) for image in d.x] for d in (train, test)]
+    found = [
+        [bytes((16 * image).round().to(torch.uint8).flatten().tolist()) for image in d.x]
+        for d in (train, test)
+    ]
     assert not set(found[0]) & set(found[1])
     for data, images in zip((train, test), found, strict=True):
         assert [known[image] for image in images] == data.y.tolist() == data.group.tolist()
@@ -249,7 +280,9 @@ def test_the_best_accuracy_is_that_of_the_best_classifier():
         assert float(right[mine].double().mean()) == pytest.approx(best[k], abs=error)
         rows = train.group == k
         lda = LinearDiscriminantAnalysis().fit(train.x[rows].numpy(), train.y[rows].numpy())
-        assert lda.score(test.x[mine].numpy(), test.y[mine].numpy()) == pytest.approx(best[k], abs=error)
+        assert lda.score(test.x[mine].numpy(), test.y[mine].numpy()) == pytest.approx(
+            best[k], abs=error
+        )
 
 
 def test_training_approaches_the_optimum():

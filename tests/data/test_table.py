@@ -1,4 +1,6 @@
-"""Tables: a file with every difficulty, what comes out against pandas by another route, and what is refused."""
+"""Tables: a file with every difficulty, what comes out against pandas by another route, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def people(rows=ROWS, seed=7):
             "job": pick(["baker", "miller", "Küfer, Weinküfer"], rows, p=[0.5, 0.4, 0.1]),
             "town": [f"town {value}" for value in np.minimum(stream.geometric(0.05, rows), 90)],
             "since": (np.datetime64("2001-01-01") + stream.integers(7000, size=rows)).astype(str),
-            "until": [f"{day % 28 + 1}.{day % 12 + 1:02d}.{2000 + day % 20}" for day in stream.integers(99, size=rows)],
+            "until": [
+                f"{day % 28 + 1}.{day % 12 + 1:02d}.{2000 + day % 20}"
+                for day in stream.integers(99, size=rows)
+            ],
             "unit": "metre",
             "nothing": "",
             "zip": pick(["01067", "10115", "80331"], rows),
@@ -51,7 +56,7 @@ def people(rows=ROWS, seed=7):
             "region": pick(["north", "south", "east"], rows, p=[0.5, 0.48, 0.02]),
             "hired": np.where(stream.random(rows) < 0.3 + 0.4 * (age > 50), "yes", "no"),
         }
-    )  # fmt: skip
+    )
     frame.loc[stream.random(rows) < 0.1, "age"] = np.nan
     frame.loc[stream.random(rows) < 0.05, "job"] = "?"
     frame.loc[stream.random(rows) < 0.05, "since"] = ""
@@ -81,21 +86,32 @@ def raw_rows(made, dataset, frame):
     return frame.set_index("id", drop=False).loc[ids.round().long().tolist()]
 
 
-# --- what comes out --------------------------------------------------------------------------------------------------
+# --- what comes out -----------------------------------------------------------------------------
 
 
 def test_every_kind_is_recognised(made):
     kinds = {column.column: type(column) for column in made.encoder.columns}
     assert kinds == {
-        "id": Number, "age": Number, "income": Number, "score": Number, "member": Flag, "smoker": Flag,
-        "job": Category, "town": Category, "since": Date, "until": Date, "zip": Number, "sex": Category,
+        "id": Number,
+        "age": Number,
+        "income": Number,
+        "score": Number,
+        "member": Flag,
+        "smoker": Flag,
+        "job": Category,
+        "town": Category,
+        "since": Date,
+        "until": Date,
+        "zip": Number,
+        "sex": Category,
         "region": Category,
-    }  # fmt: skip
+    }
 
 
 def test_useless_columns_are_left_out_and_named(made):
     assert made.notes[1:4] == (
-        "Column 'uuid' looks like an identifier (755 different values in 755 rows) and is not used; to use it, keep "
+        "Column 'uuid' looks like an identifier (755 different values in 755 rows) and is not "
+        "used; to use it, keep "
         "it.",
         "Column 'unit' has one value only and is not used; to use it, keep it.",
         "Column 'nothing' has no values and is not used; to use it, keep it.",
@@ -107,7 +123,11 @@ def test_rows_without_a_target_are_left_out_and_counted(made, file):
     assert made.notes[0] == f"{missing} of 1200 rows have no 'hired' and are left out."
     lengths = [len(part) for part in made.splits]
     assert sum(lengths) == 1200 - missing
-    assert lengths == [round(0.64 * sum(lengths)), sum(lengths) - round(0.8 * sum(lengths)), pytest.approx(188, abs=1)]
+    assert lengths == [
+        round(0.64 * sum(lengths)),
+        sum(lengths) - round(0.8 * sum(lengths)),
+        pytest.approx(188, abs=1),
+    ]
 
 
 def test_the_splits_do_not_overlap(made, file):
@@ -149,9 +169,13 @@ def test_categories_are_indicators_and_rare_ones_share_one(made, file):
     names = [name for name in made.encoder.features if name.startswith("town=")]
     assert names == [f"town={value}" for value in (*common, "(other)")]
     assert 0 < len(common) < len(counts)
-    expected = pd.get_dummies(test["town"].where(test["town"].isin(common), "zz")).reindex(columns=[*common, "zz"])
+    expected = pd.get_dummies(test["town"].where(test["town"].isin(common), "zz")).reindex(
+        columns=[*common, "zz"]
+    )
     at = [made.encoder.features.index(name) for name in names]
-    np.testing.assert_array_equal(made.splits.test.x[:, at], expected.fillna(0).to_numpy(dtype=np.float32))
+    np.testing.assert_array_equal(
+        made.splits.test.x[:, at], expected.fillna(0).to_numpy(dtype=np.float32)
+    )
 
 
 def test_missing_is_a_category_and_a_question_mark_is_missing(made):
@@ -163,16 +187,29 @@ def test_dates_are_days(made, file):
     frame = pd.read_csv(file)
     train = raw_rows(made, made.splits.train, frame)
     for name, form in (("since", "%Y-%m-%d"), ("until", "%d.%m.%Y")):
-        days = pd.to_datetime(train[name], format=form).map(lambda day: day.toordinal(), na_action="ignore")
+        days = pd.to_datetime(train[name], format=form).map(
+            lambda day: day.toordinal(), na_action="ignore"
+        )
         expected = ((days - days.mean()) / days.std(ddof=0)).fillna(0).astype(float)
-        np.testing.assert_allclose(made.splits.train.x[:, made.encoder.features.index(name)], expected, atol=1e-5)
+        np.testing.assert_allclose(
+            made.splits.train.x[:, made.encoder.features.index(name)], expected, atol=1e-5
+        )
 
 
 def test_booleans_are_one_and_zero(made, file):
     rows = raw_rows(made, made.splits.test, pd.read_csv(file))
-    np.testing.assert_array_equal(made.splits.test.x[:, made.encoder.features.index("member")], rows["member"])
-    expected = rows["smoker"].map({True: 1.0, False: 0.0, "True": 1.0, "False": 0.0}).fillna(0.5).astype(float)
-    np.testing.assert_array_equal(made.splits.test.x[:, made.encoder.features.index("smoker")], expected)
+    np.testing.assert_array_equal(
+        made.splits.test.x[:, made.encoder.features.index("member")], rows["member"]
+    )
+    expected = (
+        rows["smoker"]
+        .map({True: 1.0, False: 0.0, "True": 1.0, "False": 0.0})
+        .fillna(0.5)
+        .astype(float)
+    )
+    np.testing.assert_array_equal(
+        made.splits.test.x[:, made.encoder.features.index("smoker")], expected
+    )
 
 
 def test_classes_and_groups(made, file):
@@ -202,9 +239,20 @@ def test_the_encoder_survives_json(made, file):
 
 def test_only_training_rows_shape_the_encoder(made, file):
     frame = read(file)
-    elsewhere = frame["id"].isin([*raw_rows(made, made.splits.test, frame)["id"],
-                                  *raw_rows(made, made.splits.validation, frame)["id"]])  # fmt: skip
-    for name, value in (("age", 1e9), ("income", -5.0), ("job", "new"), ("town", "new"), ("since", "1950-01-01")):
+    elsewhere = frame["id"].isin(
+        [
+            *raw_rows(made, made.splits.test, frame)["id"],
+            # fmt: skip
+            *raw_rows(made, made.splits.validation, frame)["id"],
+        ]
+    )
+    for name, value in (
+        ("age", 1e9),
+        ("income", -5.0),
+        ("job", "new"),
+        ("town", "new"),
+        ("since", "1950-01-01"),
+    ):
         frame.loc[elsewhere, name] = value
     frame["uuid"] = frame["uuid"].where(~elsewhere, "same")
     changed = table(frame, target="hired", group="sex", seed=3, keep=["id"])
@@ -241,7 +289,9 @@ def test_groups_too_small_to_judge_are_marked(made, file):
     counts = {name: int((test.group == code).sum()) for code, name in enumerate(test.group_names)}
     assert counts["missing"] < 30 <= min(counts["Female"], counts["Male"])
     assert made.small == ("missing",)
-    assert made.notes[-1] == ("Too small to judge: 'missing' (fewer than 30 test rows, or none of some class).")
+    assert made.notes[-1] == (
+        "Too small to judge: 'missing' (fewer than 30 test rows, or none of some class)."
+    )
 
 
 def test_a_group_without_a_class_is_small():
@@ -251,13 +301,15 @@ def test_a_group_without_a_class_is_small():
     assert made.encoder.classes == ("0", "1")
 
 
-# --- options ---------------------------------------------------------------------------------------------------------
+# --- options ------------------------------------------------------------------------------------
 
 
 def test_several_groups_intersect(file):
     made = table(file, target="hired", group=["sex", "region"])
     names = read(file).dropna(subset="hired").fillna({"sex": "missing"})
-    expected = {f"{sex} × {region}" for sex, region in zip(names["sex"], names["region"], strict=True)}
+    expected = {
+        f"{sex} × {region}" for sex, region in zip(names["sex"], names["region"], strict=True)
+    }
     assert set(made.encoder.groups) == expected
     assert len(made.small) > 0
     assert {"Male × east", "missing × east"} & set(made.small)
@@ -269,7 +321,9 @@ def test_a_group_may_be_kept_out_of_the_features(file):
 
 
 def test_dropping_and_keeping(file):
-    made = table(file, target="hired", group="sex", keep=["unit", "nothing", "uuid"], drop=["town", "age"])
+    made = table(
+        file, target="hired", group="sex", keep=["unit", "nothing", "uuid"], drop=["town", "age"]
+    )
     used = {column.column for column in made.encoder.columns}
     assert {"unit", "nothing", "uuid"} < used
     assert not {"town", "age", "id"} & used
@@ -282,21 +336,35 @@ def test_a_numeric_group_is_cut_at_quantiles_of_all_rows_that_have_a_target(file
     every = read(file)
     finite = pd.to_numeric(every["income"][every["hired"].notna()], errors="coerce")
     low, high = np.percentile(finite[np.isfinite(finite)], [100 / 3, 200 / 3])
-    assert made.encoder.groups == (f"< {low:.6g}", f"{low:.6g} to < {high:.6g}", f"≥ {high:.6g}", "missing")
+    assert made.encoder.groups == (
+        f"< {low:.6g}",
+        f"{low:.6g} to < {high:.6g}",
+        f"≥ {high:.6g}",
+        "missing",
+    )
     assert made.encoder.group[0].edges == pytest.approx((low, high), rel=1e-12)
     low, high = made.encoder.group[0].edges  # a value may lie on the edge, to the last bit
-    expected = [int(income >= low) + int(income >= high) if np.isfinite(income) else 3 for income in train]
+    expected = [
+        int(income >= low) + int(income >= high) if np.isfinite(income) else 3 for income in train
+    ]
     assert made.splits.train.group.tolist() == expected
-    assert "the values that cut 'income' into groups, which are quantiles of all rows" in made.uncovered
+    assert (
+        "the values that cut 'income' into groups, which are quantiles of all rows"
+        in made.uncovered
+    )
 
 
 @pytest.mark.parametrize(
-    "options", [{"group": "v", "group_bins": 3}, {"group": "g", "unit": "person"}], ids=["bins", "unit"]
+    "options",
+    [{"group": "v", "group_bins": 3}, {"group": "g", "unit": "person"}],
+    ids=["bins", "unit"],
 )
 def test_groups_and_classes_are_the_same_for_every_seed(options):
     """Results of several seeds stand in one table."""
     random = np.random.default_rng(0)
-    frame = pd.DataFrame({"person": np.arange(600) // 2, "x": random.normal(size=600), "v": random.normal(size=600)})
+    frame = pd.DataFrame(
+        {"person": np.arange(600) // 2, "x": random.normal(size=600), "v": random.normal(size=600)}
+    )
     frame["g"], frame["y"] = random.choice(["a", "b"], 600), random.choice(["no", "yes"], 600)
     frame.loc[0, ["g", "y"]] = ["c", "never"]  # in one of the two rows of a person
     made = [table(frame, target="y", seed=seed, **options).encoder for seed in range(6)]
@@ -304,8 +372,13 @@ def test_groups_and_classes_are_the_same_for_every_seed(options):
 
 
 def test_a_public_range_is_cut_however_few_values_there_are():
-    frame = pd.DataFrame({"age": np.arange(300) % 15 + 20, "x": np.arange(300.0), "y": np.arange(300) // 7 % 2})
-    ranges = {"age": {"kind": "number", "range": [0, 90]}, "x": {"kind": "number", "range": [0, 300]}}
+    frame = pd.DataFrame(
+        {"age": np.arange(300) % 15 + 20, "x": np.arange(300.0), "y": np.arange(300) // 7 % 2}
+    )
+    ranges = {
+        "age": {"kind": "number", "range": [0, 90]},
+        "x": {"kind": "number", "range": [0, 300]},
+    }
     schema = {"evenclip_schema": 1, "columns": ranges}
     made = table(frame, target="y", group="age", group_bins=3, schema=schema)
     assert made.encoder.group[0].edges == (30.0, 60.0)
@@ -319,7 +392,9 @@ def test_a_header_that_names_a_column_twice_is_refused(tmp_path):
 
 def test_a_date_far_in_the_future_is_a_number_like_any_other():
     days = pd.date_range("2020-01-01", periods=299).strftime("%Y-%m-%d").tolist()
-    frame = pd.DataFrame({"until": [*days, "9999-12-31"], "g": ["a", "b"] * 150, "y": np.arange(300) // 7 % 2})
+    frame = pd.DataFrame(
+        {"until": [*days, "9999-12-31"], "g": ["a", "b"] * 150, "y": np.arange(300) // 7 % 2}
+    )
     made = table(frame, target="y", group="g")
     assert torch.isfinite(made.splits.train.x).all()
     new = pd.DataFrame({"until": ["9999-12-31", "2020-02-01"], "g": ["a", "b"]})
@@ -327,14 +402,22 @@ def test_a_date_far_in_the_future_is_a_number_like_any_other():
 
 
 def test_a_number_with_few_values_is_a_group_as_it_is():
-    frame = pd.DataFrame({"x": np.arange(400) % 9, "g": np.arange(400) % 12, "y": np.arange(400) // 7 % 2})
+    frame = pd.DataFrame(
+        {"x": np.arange(400) % 9, "g": np.arange(400) % 12, "y": np.arange(400) // 7 % 2}
+    )
     made = table(frame, target="y", group="g")
     assert made.encoder.groups == tuple(str(value) for value in range(12))
 
 
 def test_one_row_per_person_is_kept():
-    frame = pd.DataFrame({"person": np.arange(900) // 3, "x": np.arange(900.0), "g": ["a", "b"] * 450,
-                          "y": np.arange(900) // 5 % 2})  # fmt: skip
+    frame = pd.DataFrame(
+        {
+            "person": np.arange(900) // 3,
+            "x": np.arange(900.0),
+            "g": ["a", "b"] * 450,
+            "y": np.arange(900) // 5 % 2,
+        }
+    )
     frame.loc[:5, "person"] = None  # the first two persons are nobody
     made = table(frame, target="y", group="g", unit="person", keep=["x"])
     column = made.encoder.columns[0]
@@ -343,15 +426,16 @@ def test_one_row_per_person_is_kept():
     assert sorted(persons.tolist()) == list(range(2, 300))
     assert [column.column for column in made.encoder.columns] == ["x", "g"]
     assert made.notes[0] == (
-        "One row for each of the 298 persons in 'person' is kept, 602 rows are left out, 6 of them about nobody."
+        "One row for each of the 298 persons in 'person' is kept, 602 rows are left out, 6 of "
+        "them about nobody."
     )
     assert made.uncovered[-1] == "the choice of one row for each person, by the column 'person'"
     assert made.unit == "person"
     assert len(set((kept.round() % 3).tolist())) == 3  # not always the same one of the three
     other = table(frame, target="y", group="g", unit="person", keep=["x"], seed=1)
-    assert {round(float(v)) for v in other.splits.train.x[:, 0] * other.encoder.columns[0].scale} != {
-        round(float(v)) for v in made.splits.train.x[:, 0] * column.scale
-    }
+    assert {
+        round(float(v)) for v in other.splits.train.x[:, 0] * other.encoder.columns[0].scale
+    } != {round(float(v)) for v in made.splits.train.x[:, 0] * column.scale}
 
 
 def test_a_given_test_set_is_the_test_set(file, tmp_path):
@@ -363,7 +447,10 @@ def test_a_given_test_set_is_the_test_set(file, tmp_path):
     assert torch.equal(made.splits.test.x, made.encoder.encode(rows))
     assert made.encoder.groups == ("Diverse", "Female", "Male", "missing")
     n = len(read(file).dropna(subset="hired"))
-    assert (len(made.splits.train), len(made.splits.validation)) == (round(0.8 * n), n - round(0.8 * n))
+    assert (len(made.splits.train), len(made.splits.validation)) == (
+        round(0.8 * n),
+        n - round(0.8 * n),
+    )
 
 
 def test_a_frame_and_its_file_give_the_same(file):
@@ -406,13 +493,21 @@ def test_frames_of_every_dtype():
     made = table(frame, target="y", group="g")
     kinds = {column.column: column.kind for column in made.encoder.columns}
     assert kinds == {
-        "0": "number", "nullable": "boolean", "category": "category", "moment": "date", "length": "number",
-        "date": "date", "mixed": "category", "g": "boolean", "strays": "number",
-    }  # fmt: skip
+        "0": "number",
+        "nullable": "boolean",
+        "category": "category",
+        "moment": "date",
+        "length": "number",
+        "date": "date",
+        "mixed": "category",
+        "g": "boolean",
+        "strays": "number",
+    }
     mixed = next(column for column in made.encoder.columns if column.column == "mixed")
     assert (mixed.values, mixed.missing) == (("1", "b"), True)
-    assert "Column 'lists' holds values that are no numbers, texts or dates and is not used; to use it, keep it." in (
-        made.notes
+    assert (
+        "Column 'lists' holds values that are no numbers, texts or dates and is not used; to use "
+        "it, keep it." in (made.notes)
     )
     assert "'strays' holds numbers and 'unknown', which count as missing." in made.notes
     assert made.encoder.groups == ("False", "True")
@@ -421,7 +516,13 @@ def test_frames_of_every_dtype():
 
 def test_many_categories_are_limited():
     n = 6000
-    frame = pd.DataFrame({"c": [f"c{i % 60}" for i in range(n)], "g": ["a", "b"] * (n // 2), "y": [0, 1, 1] * (n // 3)})
+    frame = pd.DataFrame(
+        {
+            "c": [f"c{i % 60}" for i in range(n)],
+            "g": ["a", "b"] * (n // 2),
+            "y": [0, 1, 1] * (n // 3),
+        }
+    )
     made = table(frame, target="y", group="g")
     names = [name for name in made.encoder.features if name.startswith("c=")]
     assert len(names) == 51
@@ -429,18 +530,26 @@ def test_many_categories_are_limited():
     assert made.notes == ("Column 'c' has 60 frequent values; the 50 most frequent are used.",)
 
 
-# --- new rows --------------------------------------------------------------------------------------------------------
+# --- new rows -----------------------------------------------------------------------------------
 
 
 def test_new_rows_may_hold_anything(made, file):
     frame = read(file).drop(columns=["hired", "uuid"]).head(3).astype(object)
     frame["extra"] = "ignored"
-    frame.loc[0, ["job", "town", "since", "member", "age"]] = ["astronaut", "atlantis", "soon", "perhaps", "old"]
+    frame.loc[0, ["job", "town", "since", "member", "age"]] = [
+        "astronaut",
+        "atlantis",
+        "soon",
+        "perhaps",
+        "old",
+    ]
     frame.loc[1, :] = None
     x = made.encoder.encode(frame)
     at = {name: made.encoder.features.index(name) for name in made.encoder.features}
     assert torch.isfinite(x).all()
-    assert sum(x[0, at[name]] for name in at if name.startswith("job=")) == 0  # training had no rare job
+    assert (
+        sum(x[0, at[name]] for name in at if name.startswith("job=")) == 0
+    )  # training had no rare job
     assert x[0, at["town=(other)"]] == 1
     assert (x[0, at["since"]], x[0, at["since=(missing)"]]) == (0, 1)
     assert (x[0, at["member"]], x[0, at["age"]], x[0, at["age=(missing)"]]) == (0.5, 0, 1)
@@ -449,8 +558,11 @@ def test_new_rows_may_hold_anything(made, file):
 
 
 def test_missing_columns_are_named(made, file):
-    assert refusal(ValueError, lambda: made.encoder.encode(read(file).drop(columns=["age", "job"]))) == (
-        "The rows lack the columns 'age', 'job', which the model was trained with; add them (empty where they are "
+    assert refusal(
+        ValueError, lambda: made.encoder.encode(read(file).drop(columns=["age", "job"]))
+    ) == (
+        "The rows lack the columns 'age', 'job', which the model was trained with; add them "
+        "(empty where they are "
         "unknown)."
     )
 
@@ -458,21 +570,27 @@ def test_missing_columns_are_named(made, file):
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("hired", "maybe", "Column 'hired' has the value 'maybe' in row 3, which is no class of this encoder; it knows "
+        ("hired", "maybe", "Column 'hired' has the value 'maybe' in row 3, which is no class of "
+                           "this encoder; it knows "
          "'no', 'yes'."),
-        ("hired", None, "Column 'hired' has no value in row 3, which is no class of this encoder; it knows "
+        ("hired", None, "Column 'hired' has no value in row 3, which is no class of this encoder; "
+                        "it knows "
          "'no', 'yes'."),
-        ("sex", "X", "Column 'sex' has the value 'X' in row 3, which is no group of this encoder; it knows "
+        ("sex", "X", "Column 'sex' has the value 'X' in row 3, which is no group of this encoder; "
+                     "it knows "
          "'Female', 'Male', 'missing'."),
     ],
 )  # fmt: skip
 def test_unknown_labels_are_named(made, column, value, message):
     rows = pd.DataFrame({"hired": ["no"] * 4, "sex": ["Male"] * 4})
     rows.loc[2, column] = value
-    assert refusal(ValueError, lambda: (made.encoder.target_of(rows), made.encoder.group_of(rows))) == message
+    assert (
+        refusal(ValueError, lambda: (made.encoder.target_of(rows), made.encoder.group_of(rows)))
+        == message
+    )
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+# --- reading ------------------------------------------------------------------------------------
 
 
 def written(tmp_path, content, name="t.csv"):
@@ -520,30 +638,35 @@ FILES = {  # content, name -> the message after the path
     "latin": (
         "name,n\nAnna,1\nJürgen,2\n".encode("latin1"),
         "t.csv",
-        "is not UTF-8 (byte 15, in line 3); convert it, for example with `iconv -f LATIN1 -t UTF-8 t.csv > utf8.csv`, "
+        "is not UTF-8 (byte 15, in line 3); convert it, for example with `iconv -f LATIN1 -t "
+        "UTF-8 t.csv > utf8.csv`, "
         "naming the encoding it was saved in.",
     ),
     "latin late": (
         b"name,n\n" + b"Anna,1\n" * 60000 + b"J\xfcrgen,2\n",
         "t.csv",
-        "is not UTF-8 (byte 420008, in line 60002); convert it, for example with `iconv -f LATIN1 -t UTF-8 t.csv > "
+        "is not UTF-8 (byte 420008, in line 60002); convert it, for example with `iconv -f LATIN1 "
+        "-t UTF-8 t.csv > "
         "utf8.csv`, naming the encoding it was saved in.",
     ),
     "suffix": (
         b"x",
         "t.xlsx",
-        "ends in '.xlsx'; tables are read from .csv, .txt, .tsv, .parquet, .feather: rename or convert the file.",
+        "ends in '.xlsx'; tables are read from .csv, .txt, .tsv, .parquet, .feather: rename or "
+        "convert the file.",
     ),
     "ragged": (
         b"a,b\n1,2\n3,4,5\n",
         "t.csv",
-        "is no table (Expected 2 fields in line 3, saw 3); every line must have as many fields as the header, and "
+        "is no table (Expected 2 fields in line 3, saw 3); every line must have as many fields as "
+        "the header, and "
         "texts with separators in them must be quoted.",
     ),
     "more fields than names": (
         b"a,b\n1,2,3\n3,4,5\n",
         "t.csv",
-        "is no table (The first row has more fields than the header); every line must have as many fields as the "
+        "is no table (The first row has more fields than the header); every line must have as "
+        "many fields as the "
         "header, and texts with separators in them must be quoted.",
     ),
 }
@@ -569,23 +692,31 @@ def test_no_file_is_said_so(tmp_path):
         == f"{tmp_path / 'none.csv'} is not there; give a file."
     )
     assert (
-        refusal(FileNotFoundError, lambda: read(tmp_path)) == f"{tmp_path} is not there (it is a folder); give a file."
+        refusal(FileNotFoundError, lambda: read(tmp_path))
+        == f"{tmp_path} is not there (it is a folder); give a file."
     )
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- what is refused ----------------------------------------------------------------------------
 
 
 def small(**changes):
-    frame = pd.DataFrame({"x": np.arange(40) % 5, "income": ["lo", "hi"] * 20, "g": ["a", "a", "b", "b"] * 10,
-                          "n": np.arange(40.0) ** 2})  # fmt: skip
+    frame = pd.DataFrame(
+        {
+            "x": np.arange(40) % 5,
+            "income": ["lo", "hi"] * 20,
+            "g": ["a", "a", "b", "b"] * 10,
+            "n": np.arange(40.0) ** 2,
+        }
+    )
     return frame.assign(**changes)
 
 
 REFUSED = {
     "no such column": (
         {"target": "Incme"},
-        "There is no column 'Incme' in the table; did you mean 'income'? its columns are 'x', 'income', 'g', 'n'.",
+        "There is no column 'Incme' in the table; did you mean 'income'? its columns are 'x', "
+        "'income', 'g', 'n'.",
     ),
     "nothing like it": (
         {"group": "zzz"},
@@ -605,10 +736,14 @@ REFUSED = {
         {"drop": ["income"]},
         "The column 'income' is the target; it can neither be dropped nor be the unit.",
     ),
-    "keep and drop": ({"keep": ["x"], "drop": ["x"]}, "The column 'x' is to be kept and to be dropped; choose one."),
+    "keep and drop": (
+        {"keep": ["x"], "drop": ["x"]},
+        "The column 'x' is to be kept and to be dropped; choose one.",
+    ),
     "number as target": (
         {"target": "n"},
-        "The target 'n' is a number with 40 different values; this is classification, with at most 20 numbers as "
+        "The target 'n' is a number with 40 different values; this is classification, with at "
+        "most 20 numbers as "
         "classes: cut it into classes first (for example income > 50000).",
     ),
     "one class": (
@@ -625,16 +760,23 @@ REFUSED = {
     ),
     "number as group": (
         {"group": "n"},
-        "The group column 'n' is a number with 40 different values; give group_bins (--group-bins), the number of "
+        "The group column 'n' is a number with 40 different values; give group_bins "
+        "(--group-bins), the number of "
         "groups to cut it into.",
     ),
-    "one bin": ({"group": "n", "group_bins": 1}, "group_bins is 1; it must be a whole number of at least 2."),
+    "one bin": (
+        {"group": "n", "group_bins": 1},
+        "group_bins is 1; it must be a whole number of at least 2.",
+    ),
     "seed": ({"seed": -1}, "seed is -1; it must be a whole number of at least 0."),
     "few rows": (
         {"source": small().head(6)},
         "There are 6 rows to learn from and to test on; at least 10 are needed.",
     ),
-    "no rows": ({"source": small().head(0)}, "The table has no rows; nothing can be learnt from it."),
+    "no rows": (
+        {"source": small().head(0)},
+        "The table has no rows; nothing can be learnt from it.",
+    ),
     "same names": (
         {"source": small().rename(columns={"n": "x"})},
         "The table has two columns 'x'; rename one of them.",
@@ -659,12 +801,15 @@ def test_what_is_refused_is_explained(case):
 
 def test_too_many_labels_are_refused():
     n = 1000
-    frame = pd.DataFrame({"x": np.arange(n) % 7, "name": [f"n{i}" for i in range(n)], "y": np.arange(n) % 2})
+    frame = pd.DataFrame(
+        {"x": np.arange(n) % 7, "name": [f"n{i}" for i in range(n)], "y": np.arange(n) % 2}
+    )
     assert refusal(ValueError, lambda: table(frame, target="y", group="name")) == (
         "The group 'name' has 1000 different values, more than 200 groups; is it the right column?"
     )
     assert refusal(ValueError, lambda: table(frame, target="name", group="y")) == (
-        "The target 'name' has 1000 different values, more than 200 classes; is it the right column?"
+        "The target 'name' has 1000 different values, more than 200 classes; is it the right "
+        "column?"
     )
 
 

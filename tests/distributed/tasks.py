@@ -22,7 +22,9 @@ RULES = {
     "dpsgd": evenclip.DPSGD(C0=0.7, sigma=0.8),
     "dpsgd-f": evenclip.DPSGDF(C0=0.8, sigma=0.8, sigma_count=3.0),
     "dpsgd-global": evenclip.DPSGDGlobal(C0=0.7, sigma=0.8, Z=1.6),
-    "dpsgd-global-adapt": evenclip.DPSGDGlobalAdapt(C0=0.7, sigma=0.8, Z0=1.2, tau=1.1, eta_Z=0.2, sigma_count=2.0),
+    "dpsgd-global-adapt": evenclip.DPSGDGlobalAdapt(
+        C0=0.7, sigma=0.8, Z0=1.2, tau=1.1, eta_Z=0.2, sigma_count=2.0
+    ),
 }
 
 
@@ -36,7 +38,11 @@ def data(kind: str, n: int) -> tuple[Tensor, Tensor, Tensor]:
     shape = (5,) if kind == "mlp" else (1, 7, 7)
     x = torch.randn(n, *shape, generator=random, dtype=torch.float64)
     group = torch.arange(n) % 3
-    return x * (1 + group.double()).view(-1, *[1] * len(shape)), torch.randint(3, (n,), generator=random), group
+    return (
+        x * (1 + group.double()).view(-1, *[1] * len(shape)),
+        torch.randint(3, (n,), generator=random),
+        group,
+    )
 
 
 class Items(torch.utils.data.Dataset):
@@ -59,7 +65,13 @@ def network(kind: str, seed: int = 0, dropout: float = 0.0) -> nn.Module:
         if kind == "mlp":
             layers = [nn.Linear(5, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 3)]
         else:
-            layers = [nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 3, stride=2), nn.Flatten(), nn.Linear(8, 3)]
+            layers = [
+                nn.Conv2d(1, 3, 3),
+                nn.Tanh(),
+                nn.Conv2d(3, 2, 3, stride=2),
+                nn.Flatten(),
+                nn.Linear(8, 3),
+            ]
         return nn.Sequential(*layers).double()
 
 
@@ -69,9 +81,13 @@ def vector(model: nn.Module) -> Tensor:
 
 
 class Watch:
-    """An observer: what each step was clipped with and how many samples this rank saw; may cause trouble."""
+    """An observer: what each step was clipped with and how many samples this rank saw; may cause
+    trouble.
+    """
 
-    def __init__(self, ranks: Ranks | None, trouble: str = "", at: int = -1, who: int | None = None) -> None:
+    def __init__(
+        self, ranks: Ranks | None, trouble: str = "", at: int = -1, who: int | None = None
+    ) -> None:
         self.now: list[list[float]] = []
         self.sizes: list[int] = []
         self._mine = who is None or getattr(ranks, "rank", 0) == who
@@ -97,21 +113,35 @@ class Watch:
 
 
 def train(
-    ranks: Ranks | None, rule: Any, kind: str = "mlp", *, n: int = 60, seed: int | None = 7, own_model: bool = False,
-    own: dict[str, list[Any]] | None = None, cut: list[int] | None = None, one_stream: bool = False,
-    trouble: tuple[Any, ...] = (), dropout: float = 0.0, streamed: bool = False, **given: Any,
-) -> dict[str, Any]:  # fmt: skip
+    ranks: Ranks | None,
+    rule: Any,
+    kind: str = "mlp",
+    *,
+    n: int = 60,
+    seed: int | None = 7,
+    own_model: bool = False,
+    own: dict[str, list[Any]] | None = None,
+    cut: list[int] | None = None,
+    one_stream: bool = False,
+    trouble: tuple[Any, ...] = (),
+    dropout: float = 0.0,
+    streamed: bool = False,
+    **given: Any,
+) -> dict[str, Any]:
     """Train; everything that should not depend on the number of ranks.
 
-    own: argument -> what each rank gives it. cut: where the data are cut into the ranks' own. one_stream: the same
-    batches and noise for the same data in another form. streamed: whether the data are read item by item.
+    own: argument -> what each rank gives it. cut: where the data are cut into the ranks' own.
+    one_stream: the same batches and noise for the same data in another form. streamed: whether the
+    data are read item by item.
     """
     rank = getattr(ranks, "rank", 0)
     columns = data(kind, n)
     if cut is not None:
         columns = tuple(column[cut[rank] : cut[rank + 1]] for column in columns)
     given = (
-        {"batch_size": 12, "epochs": 2, "lr": 0.3} | given | {name: each[rank] for name, each in (own or {}).items()}
+        {"batch_size": 12, "epochs": 2, "lr": 0.3}
+        | given
+        | {name: each[rank] for name, each in (own or {}).items()}
     )
     watch = Watch(ranks, *trouble)
     with ExitStack() as patches:
@@ -119,21 +149,36 @@ def train(
             patches.enter_context(mock.patch.object(Ranks, "digest", return_value=0))
             patches.enter_context(mock.patch.object(Alone, "digest", return_value=0))
         names = ("a", "b", "c")
-        named = evenclip.data.MapDataset(Items(columns), names) if streamed else evenclip.data.Dataset(*columns, names)
+        named = (
+            evenclip.data.MapDataset(Items(columns), names)
+            if streamed
+            else evenclip.data.Dataset(*columns, names)
+        )
         found = evenclip.fit(
-            network(kind, seed=rank if own_model else 0, dropout=dropout), named, rule=rule, seed=seed, ranks=ranks,
-            observers=[watch], **given,
-        )  # fmt: skip
+            network(kind, seed=rank if own_model else 0, dropout=dropout),
+            named,
+            rule=rule,
+            seed=seed,
+            ranks=ranks,
+            observers=[watch],
+            **given,
+        )
     return {
-        "vector": vector(found.model), "state": found.state, "trace": found.trace, "ledger": found.ledger.to_json(),
-        "settings": found.settings, "now": watch.now,
+        "vector": vector(found.model),
+        "state": found.state,
+        "trace": found.trace,
+        "ledger": found.ledger.to_json(),
+        "settings": found.settings,
+        "now": watch.now,
         "sizes": watch.sizes,
-    }  # fmt: skip
+    }
 
 
 def epsilon(ranks: Ranks | None, rule: Any) -> float | None:
     """Of a run of one epoch."""
-    found = evenclip.fit(network("mlp"), data("mlp", 60), rule=rule, batch_size=12, seed=7, ranks=ranks)
+    found = evenclip.fit(
+        network("mlp"), data("mlp", 60), rule=rule, batch_size=12, seed=7, ranks=ranks
+    )
     return found.epsilon()
 
 
@@ -159,7 +204,9 @@ def shares(ranks: Ranks, batch: Tensor, own: int) -> Tensor:
 
 def noise(ranks: Ranks, rule: Any) -> Tensor:
     """What the first step of a run adds to the clipped sum of all ranks."""
-    run = evenclip.prepare(wide(), data("mlp", 40)[:2], rule=rule, batch_size=8, seed=1, ranks=ranks)
+    run = evenclip.prepare(
+        wide(), data("mlp", 40)[:2], rule=rule, batch_size=8, seed=1, ranks=ranks
+    )
     with run.listening():
         step = run.step()
     return step.public.gradient * step.B - ranks.sum(step.clipped_sum)
@@ -187,7 +234,10 @@ def clipped_sums(ranks: Ranks, rule: Any, x: Tensor, without: int) -> tuple[Tens
     """Σ γ_i g_i over all ranks, with all records and without one of them, and S."""
     n = len(x)
     sums, S = [], 0.0
-    for batch in (torch.arange(n), torch.tensor([i for i in range(n) if i != without], dtype=torch.int64)):
+    for batch in (
+        torch.arange(n),
+        torch.tensor([i for i in range(n) if i != without], dtype=torch.int64),
+    ):
         data = evenclip.data.Dataset(x, torch.arange(n) % 3, torch.arange(n) % 3, ("a", "b", "c"))
         run = evenclip.prepare(network("mlp"), data, rule=rule, batch_size=2, seed=1, ranks=ranks)
         run.sampler = Fixed(batch)
@@ -226,7 +276,9 @@ def single_noise(rule: Any) -> Tensor:
 
 def sharded_noise(ranks: Ranks, rule: Any) -> Tensor:
     """The same of all ranks' pieces, put together."""
-    run = evenclip.prepare(wide(), data("mlp", 40)[:2], rule=rule, batch_size=8, seed=1, ranks=ranks)
+    run = evenclip.prepare(
+        wide(), data("mlp", 40)[:2], rule=rule, batch_size=8, seed=1, ranks=ranks
+    )
     with run.listening():
         step = run.step()
     whole = Pieces(run.tape.layout, ranks.world).join(ranks.each(step.public.gradient)) * step.B
@@ -248,7 +300,9 @@ def uncuttable(ranks: Ranks, what: str) -> None:
         torch.manual_seed(0)
         for p in model.parameters():
             nn.init.uniform_(p, -0.5, 0.5)
-    evenclip.fit(model, (x, y), rule=RULES["dpsgd"], batch_size=4, optimizer=optimizer, seed=0, ranks=ranks)
+    evenclip.fit(
+        model, (x, y), rule=RULES["dpsgd"], batch_size=4, optimizer=optimizer, seed=0, ranks=ranks
+    )
 
 
 class Last(nn.Module):

@@ -1,4 +1,6 @@
-"""A team of ranks that do one task after the other: starting a process costs seconds, a task milliseconds."""
+"""A team of ranks that do one task after the other: starting a process costs seconds, a task
+milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,18 @@ class Failed(NamedTuple):
 
 
 class Team:
-    """`world` processes that have found each other; call it with a function of `tasks` and its arguments.
+    """`world` processes that have found each other; call it with a function of `tasks` and its
+    arguments.
 
-    local and sharded among them are those of `Ranks`; backend is that of a process group that is there before them.
+    local and sharded among them are those of `Ranks`; backend is that of a process group that is
+    there before them.
     """
 
     def __init__(self, world: int, timeout: float = 60.0, backend: str | None = None) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        # The store is ours and the system chooses its port: a port that is chosen first and bound later may be taken.
+        # The store is ours and the system chooses its port: a port that is chosen first and bound
+        # later may be taken.
         self._store = torch.distributed.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
@@ -47,7 +52,9 @@ class Team:
             place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank}
             place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port}
             place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
-            process = context.Process(target=_work, args=(theirs, place, timeout, backend), daemon=True)
+            process = context.Process(
+                target=_work, args=(theirs, place, timeout, backend), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -82,7 +89,9 @@ def _work(pipe: Any, place: dict[str, Any], timeout: float, backend: str | None)
     """A rank: does what comes until nothing does."""
     os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)
-    multiprocessing.current_process()._config["daemon"] = False  # it may have readers; it ends with its pipe
+    multiprocessing.current_process()._config["daemon"] = (
+        False  # it may have readers; it ends with its pipe
+    )
     from evenclip.distributed.ranks import Ranks
 
     if backend is not None:  # somebody's own process group, which is taken as it is

@@ -1,4 +1,6 @@
-"""Several ranks train what one process trains: the same batches, the same noise, once, and the same ledger."""
+"""Several ranks train what one process trains: the same batches, the same noise, once, and the same
+ledger.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from evenclip.distributed.ranks import RankError, Ranks
 from evenclip.rules import FairLens
 from evenclip.training.checkpoint import latest
 
-# Without noise a difference between clipped sums cannot hide; σ must be above 0, and 1e-40 changes no number.
+# Without noise a difference between clipped sums cannot hide; σ must be above 0, and 1e-40 changes
+# no number.
 EVERY = RULES | {"dpsgd-f, σ = 0": replace(RULES["dpsgd-f"], sigma=1e-40)}
 
 
@@ -41,10 +44,12 @@ def close(a, b) -> bool:
 def is_as_alone(found, expected) -> bool:
     """Everything that is not a rank's own."""
     same = all(found[name] == expected[name] for name in ("ledger", "settings"))  # and so ε
-    return same and all(close(found[name], expected[name]) for name in ("vector", "state", "trace", "now"))
+    return same and all(
+        close(found[name], expected[name]) for name in ("vector", "state", "trace", "now")
+    )
 
 
-# --- the same model --------------------------------------------------------------------------------------------------
+# --- the same model -----------------------------------------------------------------------------
 
 
 def check_same_model(team, name, kind):
@@ -74,11 +79,17 @@ def test_four_ranks_train_the_model_that_one_process_trains(four, name):
 def test_with_chunks_and_any_optimizer(two, optimizer):
     performance = evenclip.Performance(chunk=2)
     expected = tasks.train(None, RULES["dpsgd-f"], optimizer=optimizer, performance=performance)
-    assert is_as_alone(two(tasks.train, RULES["dpsgd-f"], optimizer=optimizer, performance=performance)[0], expected)
+    assert is_as_alone(
+        two(tasks.train, RULES["dpsgd-f"], optimizer=optimizer, performance=performance)[0],
+        expected,
+    )
 
 
 def test_epsilon_is_that_of_one_process(two):
-    found, expected = two(tasks.epsilon, RULES["dpsgd-global-adapt"]), tasks.epsilon(None, RULES["dpsgd-global-adapt"])
+    found, expected = (
+        two(tasks.epsilon, RULES["dpsgd-global-adapt"]),
+        tasks.epsilon(None, RULES["dpsgd-global-adapt"]),
+    )
     assert found == [expected, expected]
 
 
@@ -91,7 +102,10 @@ def test_every_rank_computes_a_part_of_the_batch(team):
     found = team(tasks.train, RULES["dpsgd"])
     whole = alone("dpsgd")["sizes"]
     assert [sum(sizes) for sizes in zip(*(rank["sizes"] for rank in found), strict=True)] == whole
-    assert all(max(sizes) - min(sizes) <= 1 for sizes in zip(*(rank["sizes"] for rank in found), strict=True))
+    assert all(
+        max(sizes) - min(sizes) <= 1
+        for sizes in zip(*(rank["sizes"] for rank in found), strict=True)
+    )
 
 
 def test_ranks_without_a_sample_take_the_step_all_the_same(team):
@@ -103,7 +117,9 @@ def test_ranks_without_a_sample_take_the_step_all_the_same(team):
     sizes = list(zip(*(rank["sizes"] for rank in found), strict=True))
     assert any(sum(each) == 0 for each in sizes)  # an empty batch
     assert any(sum(each) > 0 and 0 in each for each in sizes)  # a part without anybody
-    assert sum(row["empty_batches"] for row in found[0]["trace"]) == sum(sum(each) == 0 for each in sizes)
+    assert sum(row["empty_batches"] for row in found[0]["trace"]) == sum(
+        sum(each) == 0 for each in sizes
+    )
 
 
 @pytest.mark.parametrize("readers", [0, 1])
@@ -114,7 +130,12 @@ def test_each_rank_reads_its_part_of_data_that_are_not_in_memory(two, sharded, r
         performance = evenclip.Performance(readers=readers)
         given = {"one_stream": True, **more}
         found = two(
-            tasks.train, RULES["dpsgd-global-adapt"], streamed=True, sharded=sharded, performance=performance, **given
+            tasks.train,
+            RULES["dpsgd-global-adapt"],
+            streamed=True,
+            sharded=sharded,
+            performance=performance,
+            **given,
         )
         assert is_as_alone(found[0], tasks.train(None, RULES["dpsgd-global-adapt"], **given)), found
 
@@ -135,7 +156,7 @@ def test_with_dropout_the_ranks_agree_and_drop_different_units(two):
     assert len({seed for rank in seeds for seed in rank}) == sum(len(rank) for rank in seeds) == 4
 
 
-# --- records of their own --------------------------------------------------------------------------------------------
+# --- records of their own -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -157,19 +178,26 @@ def test_the_parts_of_a_batch_are_the_batch(team):
 def test_records_of_their_own_are_nobody_elses(two):
     found = two(tasks.train, RULES["dpsgd"], local=True)
     assert [rank.said for rank in found] == [
-        "Ranks 0 and 1 were given the same data, and local=True: every record would count twice, and ε would be wrong. "
+        "Ranks 0 and 1 were given the same data, and local=True: every record would count twice, "
+        "and ε would be wrong. "
         "Give each rank records of its own, or leave local out."
     ] * 2
 
 
-# --- noise -----------------------------------------------------------------------------------------------------------
+# --- noise --------------------------------------------------------------------------------------
 
 
 def is_right(noise: torch.Tensor, std: float) -> bool:
-    """Whether these are independent N(0, std²) numbers: mean square, mean, and correlation of neighbours."""
+    """Whether these are independent N(0, std²) numbers: mean square, mean, and correlation of
+    neighbours.
+    """
     z, n = noise / std, len(noise)
     square = abs(float((z**2).mean()) - 1) < 5 * (2 / n) ** 0.5
-    return square and abs(float(z.mean())) < 5 / n**0.5 and abs(float((z[1:] * z[:-1]).mean())) < 5 / n**0.5
+    return (
+        square
+        and abs(float(z.mean())) < 5 / n**0.5
+        and abs(float((z[1:] * z[:-1]).mean())) < 5 / n**0.5
+    )
 
 
 @pytest.mark.parametrize("name", ["dpsgd", "dpsgd-global-adapt"])
@@ -186,7 +214,10 @@ def test_one_record_moves_the_sum_by_at_most_its_sensitivity(two, name):
     numbers = st.floats(-1e6, 1e6, allow_subnormal=False)
 
     @settings(max_examples=15)
-    @given(rows=st.lists(st.lists(numbers, min_size=5, max_size=5), min_size=2, max_size=7), without=st.integers(0, 6))
+    @given(
+        rows=st.lists(st.lists(numbers, min_size=5, max_size=5), min_size=2, max_size=7),
+        without=st.integers(0, 6),
+    )
     def check(rows, without):
         x = torch.tensor(rows, dtype=torch.float64)
         found = two(tasks.clipped_sums, EVERY[name], x, without % len(rows))
@@ -197,12 +228,15 @@ def test_one_record_moves_the_sum_by_at_most_its_sensitivity(two, name):
     check()
 
 
-# --- checkpoints and trouble -----------------------------------------------------------------------------------------
+# --- checkpoints and trouble --------------------------------------------------------------------
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(two, four, tmp_path):
     """Two, four, one; each stops in the middle of an epoch."""
-    name, given = "dpsgd-global-adapt", {"checkpoint": tmp_path, "resume": True, "checkpoint_every": 3}
+    name, given = (
+        "dpsgd-global-adapt",
+        {"checkpoint": tmp_path, "resume": True, "checkpoint_every": 3},
+    )
     stopped = two(tasks.train, RULES[name], epochs=4, trouble=("stop", 4), **given)
     assert [rank.kind for rank in stopped] == ["Stop", "Stop"]
     assert latest(tmp_path).name == "step-00000003"
@@ -215,8 +249,13 @@ def test_a_run_goes_on_with_another_number_of_ranks(two, four, tmp_path):
 
 
 def test_a_killed_rank_ends_the_others_with_a_sentence_and_the_run_goes_on(two, tmp_path):
-    rule, given = RULES["dpsgd-global-adapt"], {"checkpoint": tmp_path, "resume": True, "checkpoint_every": 2}
-    doomed = Team(2, timeout=3600.0)  # the survivor does not wait for so long: the test's own limit is shorter
+    rule, given = (
+        RULES["dpsgd-global-adapt"],
+        {"checkpoint": tmp_path, "resume": True, "checkpoint_every": 2},
+    )
+    doomed = Team(
+        2, timeout=3600.0
+    )  # the survivor does not wait for so long: the test's own limit is shorter
     try:
         survivor, dead = doomed(tasks.train, rule, trouble=("kill", 7, 1), **given)
     finally:
@@ -224,8 +263,10 @@ def test_a_killed_rank_ends_the_others_with_a_sentence_and_the_run_goes_on(two, 
     assert dead is None
     assert survivor.kind == "RankError"
     assert survivor.said.startswith(
-        "Rank 0 cannot reach the others: one has ended, which will have said why, or did not answer for 3600 s. Start "
-        "the same command again with resume=True to go on from the last checkpoint, on as many ranks as you like. "
+        "Rank 0 cannot reach the others: one has ended, which will have said why, or did not "
+        "answer for 3600 s. Start "
+        "the same command again with resume=True to go on from the last checkpoint, on as many "
+        "ranks as you like. "
     )
     assert survivor.said.count("cannot reach") == 1
     assert latest(tmp_path).name == "step-00000006"  # in the middle of an epoch
@@ -235,7 +276,9 @@ def test_a_killed_rank_ends_the_others_with_a_sentence_and_the_run_goes_on(two, 
 
 
 def test_a_rank_that_does_not_answer_ends_the_others():
-    """However slow the machine is: rank 1 stays silent, and every wait of rank 0 ends in the same sentence."""
+    """However slow the machine is: rank 1 stays silent, and every wait of rank 0 ends in the same
+    sentence.
+    """
     team = Team(2, timeout=1.0)
     try:
         team.send(tasks.train, RULES["dpsgd"], trouble=("silence", 2, 1))
@@ -250,15 +293,19 @@ def test_an_interrupt_of_one_rank_stops_all_after_the_same_step(two, tmp_path):
     found = two(tasks.train, RULES["dpsgd"], trouble=("interrupt", 3, 1), checkpoint=tmp_path)
     assert [rank.kind for rank in found] == ["KeyboardInterrupt"] * 2
     assert latest(tmp_path).name == "step-00000008"
-    assert is_as_alone(two(tasks.train, RULES["dpsgd"], checkpoint=tmp_path, resume=True)[0] | {"now": []},
-                       alone("dpsgd") | {"now": []})  # fmt: skip
+    assert is_as_alone(
+        two(tasks.train, RULES["dpsgd"], checkpoint=tmp_path, resume=True)[0] | {"now": []},
+        alone("dpsgd") | {"now": []},
+    )
 
 
 def test_ranks_that_drift_apart_are_found(two):
     found = two(tasks.train, RULES["dpsgd"], trouble=("drift", 2, 1))
     assert [rank.said for rank in found] == [
-        "After step 5 rank 1 has other parameters than rank 0, so they no longer train one model. Was the model "
-        "changed on one of them, or do they compute on machines of different kinds? Go on from the last checkpoint "
+        "After step 5 rank 1 has other parameters than rank 0, so they no longer train one model. "
+        "Was the model "
+        "changed on one of them, or do they compute on machines of different kinds? Go on from "
+        "the last checkpoint "
         "with resume=True, on machines of one kind."
     ] * 2
 
@@ -269,7 +316,7 @@ def test_only_rank_0_shows_progress(two):
     assert second == ""
 
 
-# --- what ranks must agree on ----------------------------------------------------------------------------------------
+# --- what ranks must agree on -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -290,7 +337,8 @@ def test_ranks_with_other_arguments_are_refused(two, given, said):
     assert [(rank.kind, rank.said) for rank in found] == [
         (
             "ValueError",
-            f"Rank 1 was given {said}: all ranks train one model, so give each the arguments that rank 0 has; make the "
+            f"Rank 1 was given {said}: all ranks train one model, so give each the arguments that "
+            "rank 0 has; make the "
             "model from the same seed on every rank, or load it from the same file.",
         )
     ] * 2
@@ -299,7 +347,8 @@ def test_ranks_with_other_arguments_are_refused(two, given, said):
 def test_ranks_with_other_data_are_refused(two):
     found = two(tasks.train, RULES["dpsgd"], cut=[0, 30, 60])
     assert [rank.said for rank in found] == [
-        "Rank 1 was given other data than rank 0; give every rank the same data, or, where each has records that no "
+        "Rank 1 was given other data than rank 0; give every rank the same data, or, where each "
+        "has records that no "
         "other has, pass ranks=Ranks(local=True)."
     ] * 2
 
@@ -316,9 +365,13 @@ def test_what_is_no_team_of_ranks_is_refused(monkeypatch):
     with pytest.raises(RankError) as error:
         Ranks()
     assert str(error.value) == (
-        "ranks=Ranks() is for several processes, and this one was not started as one of them (RANK is not set); start "
+        "ranks=Ranks() is for several processes, and this one was not started as one of them "
+        "(RANK is not set); start "
         "it with `torchrun --nproc-per-node 2 SCRIPT.py`, or leave ranks out."
     )
     with pytest.raises(TypeError) as error:
         tasks.train(True, RULES["dpsgd"])
-    assert str(error.value) == "ranks is True; it must be evenclip.Ranks(), or be left out for one process."
+    assert (
+        str(error.value)
+        == "ranks is True; it must be evenclip.Ranks(), or be left out for one process."
+    )

@@ -51,12 +51,21 @@ def test_four_pieces_are_the_model_that_one_process_trains(four, name):
 def test_it_goes_on_with_another_number_of_ranks_whole_or_in_pieces(two, four, tmp_path, optimizer):
     """Two in pieces, four in pieces, two with the whole model, one."""
     rule = RULES["dpsgd-f"]
-    given = {"checkpoint": tmp_path, "resume": True, "checkpoint_every": 3, "epochs": 4, "optimizer": optimizer}
+    given = {
+        "checkpoint": tmp_path,
+        "resume": True,
+        "checkpoint_every": 3,
+        "epochs": 4,
+        "optimizer": optimizer,
+    }
     for team, sharded, at in ((two, True, 4), (four, True, 8), (two, False, 13)):
         stopped = team(tasks.train, rule, trouble=("stop", at), sharded=sharded, **given)
         assert [rank.kind for rank in stopped] == ["Stop"] * team.world
     assert latest(tmp_path).name == "step-00000012"
-    found, expected = tasks.train(None, rule, **given), tasks.train(None, rule, epochs=4, optimizer=optimizer)
+    found, expected = (
+        tasks.train(None, rule, **given),
+        tasks.train(None, rule, epochs=4, optimizer=optimizer),
+    )
     assert same(found, expected)
 
 
@@ -64,7 +73,10 @@ def test_ranks_without_a_sample_pass_with_the_others(team):
     given = {"n": 6, "batch_size": 1, "epochs": 4}
     found = team(tasks.train, RULES["dpsgd-global-adapt"], sharded=True, **given)
     assert same(found[0], tasks.train(None, RULES["dpsgd-global-adapt"], **given))
-    assert any(sum(sizes) > 0 and 0 in sizes for sizes in zip(*(rank["sizes"] for rank in found), strict=True))
+    assert any(
+        sum(sizes) > 0 and 0 in sizes
+        for sizes in zip(*(rank["sizes"] for rank in found), strict=True)
+    )
 
 
 def test_in_chunks_and_with_records_of_their_own(two):
@@ -73,7 +85,7 @@ def test_in_chunks_and_with_records_of_their_own(two):
     assert same(found[0], tasks.train(None, RULES["dpsgd-f"], **given))
 
 
-# --- noise -----------------------------------------------------------------------------------------------------------
+# --- noise --------------------------------------------------------------------------------------
 
 
 def test_every_number_gets_its_noise_from_its_owner(team):
@@ -95,7 +107,9 @@ def test_a_part_of_the_noise_is_a_part_of_the_noise(dtype, size):
         for end in (cut for cut in cuts if cut >= first):
             part = noise.part(3, size, first, end, dtype)
             assert part.dtype == dtype
-            assert torch.allclose(part, whole[first:end], rtol=1e-5 if dtype == torch.float32 else 1e-12)
+            assert torch.allclose(
+                part, whole[first:end], rtol=1e-5 if dtype == torch.float32 else 1e-12
+            )
 
 
 def test_a_part_in_the_tail_takes_the_further_bits():
@@ -118,18 +132,26 @@ def test_pieces_cut_a_vector_as_torch_cuts_parameters(world):
     assert torch.equal(pieces.join(cut), vector)
     for rank in range(world):
         parts = [torch.chunk(p, world)[rank : rank + 1] for p in layout.split(vector).values()]
-        assert torch.equal(cut[rank], torch.cat([part[0].reshape(-1) if part else vector[:0] for part in parts]))
+        assert torch.equal(
+            cut[rank], torch.cat([part[0].reshape(-1) if part else vector[:0] for part in parts])
+        )
 
 
-# --- what cannot be cut ----------------------------------------------------------------------------------------------
+# --- what cannot be cut -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("recurrent", "0 (LSTM) has no formula for its gradients, which needs its parameters whole"),
+        (
+            "recurrent",
+            "0 (LSTM) has no formula for its gradients, which needs its parameters whole",
+        ),
         ("tied", "is used by several layers, and a piece has one owner"),
-        ("optimizer", "The optimiser may look at whole parameters, and each rank has a piece of them"),
+        (
+            "optimizer",
+            "The optimiser may look at whole parameters, and each rank has a piece of them",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused(two, what, said):

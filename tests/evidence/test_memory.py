@@ -35,10 +35,17 @@ print(peak())
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> Path:
     """600,000 rows of 40 features and a class."""
-    n, path, random = 600_000, tmp_path_factory.mktemp("large") / "large.parquet", np.random.default_rng(0)
+    n, path, random = (
+        600_000,
+        tmp_path_factory.mktemp("large") / "large.parquet",
+        np.random.default_rng(0),
+    )
     writer = None
     for _ in range(6):
-        table = pa.table({f"x{i}": random.random(n // 6) for i in range(40)} | {"y": random.integers(0, 2, n // 6)})
+        table = pa.table(
+            {f"x{i}": random.random(n // 6) for i in range(40)}
+            | {"y": random.integers(0, 2, n // 6)}
+        )
         writer = writer or pq.ParquetWriter(path, table.schema)
         writer.write_table(table, row_group_size=50_000)
     writer.close()
@@ -48,9 +55,12 @@ def large(tmp_path_factory) -> Path:
 def grown(path: Path, memory: int) -> float:
     """MiB by which the peak of a process grows during an epoch, after two steps."""
     done = subprocess.run(
-        [sys.executable, "-c", PEAK, str(path), str(memory)], capture_output=True, text=True, check=True,
+        [sys.executable, "-c", PEAK, str(path), str(memory)],
+        capture_output=True,
+        text=True,
+        check=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
-    )  # fmt: skip
+    )
     before, after = map(float, done.stdout.split())
     return after - before
 
@@ -58,8 +68,8 @@ def grown(path: Path, memory: int) -> float:
 def test_memory_is_bounded_by_the_window_and_not_by_the_file(large):
     """An epoch's rows take 115 MiB when they are encoded, and the file 190.
 
-    How far the reader is ahead, and so what the allocator has not given back yet, varies by some 40 MiB from process to
-    process on a busy machine: the least of a few is what is needed.
+    How far the reader is ahead, and so what the allocator has not given back yet, varies by some 40
+    MiB from process to process on a busy machine: the least of a few is what is needed.
     """
     whole, small = grown(large, 2**29), math.inf
     for _ in range(4):

@@ -18,12 +18,24 @@ def test_the_page_about_scale_runs_from_top_to_bottom(tmp_path, monkeypatch):
     run_page(ROOT / "docs" / "scale.md", tmp_path)
 
 
-@pytest.mark.skipif("EVENCLIP_DATA" not in os.environ, reason="MNIST is not here: EVENCLIP_DATA is not set")
+@pytest.mark.skipif(
+    "EVENCLIP_DATA" not in os.environ, reason="MNIST is not here: EVENCLIP_DATA is not set"
+)
 def test_the_example_runs_on_a_little_of_mnist():
     done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "opacus_mnist.py", "--epochs", "1", "--records", "600"],
-        capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [
+            sys.executable,
+            ROOT / "examples" / "opacus_mnist.py",
+            "--epochs",
+            "1",
+            "--records",
+            "600",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     epsilons = re.findall(r"accuracy .* ε (\d+\.\d+)", done.stdout)
     assert len(epsilons) == 2

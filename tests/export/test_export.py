@@ -1,4 +1,6 @@
-"""Models to give away: what is in the folder, that it predicts the same on raw rows, and what is refused."""
+"""Models to give away: what is in the folder, that it predicts the same on raw rows, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,22 @@ def people(n=1500, seed=0):
     """Rows whose class follows from age and job."""
     stream = np.random.default_rng(seed)
     age, job = stream.integers(18, 80, n), stream.choice(["baker", "miller"], n)
-    frame = pd.DataFrame({"age": age.astype(float), "job": job, "sex": stream.choice(["f", "m"], n)})
+    frame = pd.DataFrame(
+        {"age": age.astype(float), "job": job, "sex": stream.choice(["f", "m"], n)}
+    )
     frame["hired"] = np.where(age > 45 + 10 * (job == "baker"), "yes", "no")
     frame.loc[stream.random(n) < 0.05, "age"] = np.nan
     return frame
 
 
-FEW = {"target": "hired", "group": "sex", "epochs": 2, "batch_size": 64, "model": "mlp:16", "progress": False}
+FEW = {
+    "target": "hired",
+    "group": "sex",
+    "epochs": 2,
+    "batch_size": 64,
+    "model": "mlp:16",
+    "progress": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -92,28 +103,38 @@ def test_what_is_loaded_predicts_what_was_trained(trained, folder):
     rows = people(200, seed=3).set_index(np.arange(200)[::-1] * 10)
     found = shipped.predict(rows.drop(columns="hired"))
     with torch.no_grad():
-        expected = torch.softmax(trained.result.model(trained.tabled.encoder.encode(rows)).double(), 1)
+        expected = torch.softmax(
+            trained.result.model(trained.tabled.encoder.encode(rows)).double(), 1
+        )
     assert list(found.columns) == ["prediction", "P(no)", "P(yes)"]
     assert found.index.equals(rows.index)
     np.testing.assert_allclose(found[["P(no)", "P(yes)"]], expected, atol=1e-12)
-    assert list(found["prediction"]) == np.where(expected[:, 1] > expected[:, 0], "yes", "no").tolist()
+    assert (
+        list(found["prediction"]) == np.where(expected[:, 1] > expected[:, 0], "yes", "no").tolist()
+    )
 
 
 def test_the_parameters_can_be_read_without_this_package(trained, folder):
     stored = load_file(folder / "model.safetensors")
     assert stored.keys() == trained.result.model.state_dict().keys()
     x = trained.tabled.splits.test.x
-    by_hand = torch.tanh(x @ stored["0.weight"].T + stored["0.bias"]) @ stored["2.weight"].T + stored["2.bias"]
+    by_hand = (
+        torch.tanh(x @ stored["0.weight"].T + stored["0.bias"]) @ stored["2.weight"].T
+        + stored["2.bias"]
+    )
     torch.testing.assert_close(by_hand, trained.result.model(x).detach())
 
 
 def test_unseen_rows_are_handled(folder):
     shipped = export.load(folder)
-    rows = pd.DataFrame({"age": [None, "old", 1e300], "job": ["pilot", None, "baker"], "sex": "x", "more": 1})
+    rows = pd.DataFrame(
+        {"age": [None, "old", 1e300], "job": ["pilot", None, "baker"], "sex": "x", "more": 1}
+    )
     found = shipped.predict(rows)
     assert np.isfinite(found[["P(no)", "P(yes)"]].to_numpy()).all()
     assert refusal(ValueError, lambda: shipped.predict(rows.drop(columns="job"))) == (
-        "The rows lack the column 'job', which the model was trained with; add them (empty where they are unknown)."
+        "The rows lack the column 'job', which the model was trained with; add them (empty where "
+        "they are unknown)."
     )
     assert len(shipped.predict(rows.head(0))) == 0
 
@@ -127,7 +148,13 @@ def test_many_rows_are_predicted_piece_by_piece(folder, monkeypatch):
 
 def test_it_learns():
     made = export.train(
-        people(6000), target="hired", group="sex", epsilon=8.0, epochs=15, model="mlp:32", progress=False
+        people(6000),
+        target="hired",
+        group="sex",
+        epsilon=8.0,
+        epochs=15,
+        model="mlp:32",
+        progress=False,
     )
     assert min(made.accuracy.values()) > 80
     for name, accuracy in made.accuracy.items():
@@ -147,38 +174,58 @@ def test_without_a_seed_no_two_models_are_alike(trained):
 
 def test_a_seed_is_reproducible_and_said_so():
     one, two = (export.train(people(), epsilon=2.0, seed=5, **FEW) for _ in range(2))
-    assert torch.equal(one.result.model.state_dict()["0.weight"], two.result.model.state_dict()["0.weight"])
-    assert one.privacy["seed"].startswith("a given one, not told here: reproducible, so not private")
+    assert torch.equal(
+        one.result.model.state_dict()["0.weight"], two.result.model.state_dict()["0.weight"]
+    )
+    assert one.privacy["seed"].startswith(
+        "a given one, not told here: reproducible, so not private"
+    )
 
 
 def test_persons_are_the_unit_where_they_are_named():
     frame = people().assign(person=np.arange(1500) // 2)
     made = export.train(frame, epsilon=2.0, unit="person", **FEW)
-    assert made.privacy["unit"] == "one person, as the column 'person' tells them apart: one row of each was kept"
+    assert (
+        made.privacy["unit"]
+        == "one person, as the column 'person' tells them apart: one row of each was kept"
+    )
     assert made.privacy["n"] == 480
 
 
 def test_the_card_says_what_it_is(trained, folder):
     text = (folder / "README.md").read_text()
     flat = " ".join(text.split())
-    assert text.startswith("# A private model for `hired`\n\nPredicts `hired` (no, yes) from 3 columns of a table:\n")
-    assert "trained by dpsgd-global-adapt (sound) and is (ε, δ)-differentially private with ε = 2 at δ = 0.0001" in flat
+    assert text.startswith(
+        "# A private model for `hired`\n\nPredicts `hired` (no, yes) from 3 columns of a table:\n"
+    )
+    assert (
+        "trained by dpsgd-global-adapt (sound) and is (ε, δ)-differentially private with ε = 2 at "
+        "δ = 0.0001" in flat
+    )
     assert "These figures are not differentially private" in flat
     assert "evenclip predict MODEL_FOLDER rows.csv" in flat
     assert (
-        "It holds means, deviations and categories of the training rows, without noise: ε does not cover them." in flat
+        "It holds means, deviations and categories of the training rows, without noise: ε does "
+        "not cover them." in flat
     )
     for name, accuracy in trained.accuracy.items():
         assert f"| {name} | {trained.support[name]} | {accuracy:.1f} % |" in text
 
 
 def test_with_a_schema_the_card_says_so(tmp_path):
-    schema = {"evenclip_schema": 1, "columns": {
-        "age": {"kind": "number", "range": [0, 100]}, "job": {"kind": "category", "values": ["baker", "miller"]},
-        "sex": {"kind": "category", "values": ["f", "m"], "missing": False}}}  # fmt: skip
+    schema = {
+        "evenclip_schema": 1,
+        "columns": {
+            "age": {"kind": "number", "range": [0, 100]},
+            "job": {"kind": "category", "values": ["baker", "miller"]},
+            "sex": {"kind": "category", "values": ["f", "m"], "missing": False},
+        },
+    }
     made = export.train(people(), epsilon=2.0, schema=schema, **FEW)
     assert "Its ranges and categories are those of a public schema." in card(made)
-    assert not [access for access in made.privacy["not_covered"] if access.startswith("the encoder")]
+    assert not [
+        access for access in made.privacy["not_covered"] if access.startswith("the encoder")
+    ]
     export.save(made, tmp_path / "m")
     assert export.load(tmp_path / "m").encoder == made.tabled.encoder
 
@@ -202,7 +249,7 @@ def test_a_stranger_s_rule_is_trained_too(tmp_path):
     assert made.privacy["epsilon"] <= 2
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
+# --- writing ------------------------------------------------------------------------------------
 
 
 def test_a_model_is_replaced_only_if_asked(trained, folder):
@@ -221,7 +268,11 @@ def test_nothing_else_is_ever_replaced(trained, tmp_path):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.tex").write_text("...")
     said = refusal(ValueError, lambda: export.save(trained, tmp_path / "precious", force=True))
-    assert said == f"{tmp_path / 'precious'} holds other things than a model; give a folder that is not there yet."
+    assert (
+        said
+        == f"{tmp_path / 'precious'} holds other things than a model; give a folder that is not "
+        "there yet."
+    )
     (tmp_path / "file").write_text("")
     said = refusal(ValueError, lambda: export.save(trained, tmp_path / "file", force=True))
     assert said == f"{tmp_path / 'file'} is a file; give a folder that is not there yet."
@@ -253,12 +304,15 @@ def test_a_folder_that_cannot_be_written_is_said_so(tmp_path):
     assert said == f"{tmp_path / 'locked'} cannot be written to; choose another folder."
 
 
-# --- refused ---------------------------------------------------------------------------------------------------------
+# --- refused ------------------------------------------------------------------------------------
 
 REFUSED = {
     "epsilon": ({"epsilon": 0.0}, "epsilon is 0.0; it must be a finite number above 0."),
     "epochs": ({"epochs": 0}, "epochs is 0; it must be a whole number of at least 1."),
-    "batch size": ({"batch_size": 961}, "batch_size is 961 and there are 960 training rows; choose at most 960."),
+    "batch size": (
+        {"batch_size": 961},
+        "batch_size is 961 and there are 960 training rows; choose at most 960.",
+    ),
     "delta": (
         {"delta": 1.0},
         "delta is 1.0; it must lie above 0 and below 1, well below 1/n for n records.",
@@ -273,7 +327,8 @@ REFUSED = {
     ),
     "model": (
         {"model": "cnn"},
-        "The model is 'cnn'; one that is given away must be known by name and take the columns of a table: choose mlp, "
+        "The model is 'cnn'; one that is given away must be known by name and take the columns of "
+        "a table: choose mlp, "
         "mlp:WIDTH,WIDTH, linear or sigmoid-then-softmax.",
     ),
 }
@@ -289,14 +344,17 @@ def test_what_cannot_be_trained_is_explained(case):
 def test_folders_without_a_model_are_explained(folder, tmp_path):
     none = tmp_path / "none"
     assert refusal(FileNotFoundError, lambda: export.load(none)) == (
-        f"{none} holds no model (model.safetensors is not there); give the folder that `evenclip train --out` wrote."
+        f"{none} holds no model (model.safetensors is not there); give the folder that `evenclip "
+        "train --out` wrote."
     )
 
 
 def damaged(folder, tmp_path, name, content):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
-    (copy / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    (copy / name).write_bytes(
+        content if isinstance(content, bytes) else json.dumps(content).encode()
+    )
     return copy
 
 
@@ -304,13 +362,22 @@ def test_damaged_files_are_explained(folder, tmp_path):
     described = json.loads((folder / "model.json").read_text())
     cases = [
         ("model.json", b"{", "model.json is damaged ("),
-        ("model.json", described | {"name": "net"}, "model.json describes the model 'net' in format 1; this version"),
-        ("model.json", described | {"evenclip_model": 9}, "model.json describes the model 'mlp' in format 9; this"),
+        (
+            "model.json",
+            described | {"name": "net"},
+            "model.json describes the model 'net' in format 1; this version",
+        ),
+        (
+            "model.json",
+            described | {"evenclip_model": 9},
+            "model.json describes the model 'mlp' in format 9; this",
+        ),
         ("model.safetensors", b"\0" * 40, "do not belong together (model.safetensors is damaged: "),
         (
             "model.json",
             described | {"options": {"inputs": 7, "classes": 2}},
-            "do not belong together (the model takes 7 features and the encoder has 6); train the model again.",
+            "do not belong together (the model takes 7 features and the encoder has 6); train the "
+            "model again.",
         ),
         (
             "model.json",

@@ -1,7 +1,7 @@
 """The other route to every number here: one sample at a time through ordinary autograd.
 
-With `--import-mode=importlib` test files cannot import each other, so the helpers are fixtures of session scope (which
-hypothesis allows beside `@given`).
+With `--import-mode=importlib` test files cannot import each other, so the helpers are fixtures of
+session scope (which hypothesis allows beside `@given`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ def numbers():
     """`numbers(seed, *shape)`: standard normal, float64, from a generator of their own."""
 
     def draw(seed, *shape):
-        return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        return torch.randn(
+            shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+        )
 
     return draw
 
@@ -35,7 +37,9 @@ def tokens():
 
 @pytest.fixture(scope="session")
 def made():
-    """`made(seed, make)`: a float64 module; what was drawn before does not matter, and no parameter is left at 0."""
+    """`made(seed, make)`: a float64 module; what was drawn before does not matter, and no parameter
+    is left at 0.
+    """
 
     def make_it(seed, make):
         with torch.random.fork_rng(devices=[]):
@@ -51,18 +55,31 @@ def made():
 
 @pytest.fixture(scope="session")
 def alone():
-    """`alone(model, loss, x, y)`: each sample's gradient, from a batch of that one.  # [sample, parameter]"""
+    """`alone(model, loss, x, y)`: each sample's gradient, from a batch of that one.  # [sample,
+    parameter]
+    """
 
     def gradients(model, loss, x, y):
         parameters = [p for p in model.parameters() if p.requires_grad]
         rows = []
         for i in range(len(y)):
             one = tree_map(lambda t, i=i: t[i : i + 1], x)
-            output = model(**one) if isinstance(one, dict) else model(*one) if isinstance(one, tuple) else model(one)
+            output = (
+                model(**one)
+                if isinstance(one, dict)
+                else model(*one)
+                if isinstance(one, tuple)
+                else model(one)
+            )
             value = loss(output, y[i : i + 1]).sum()
             found = torch.autograd.grad(value, parameters, allow_unused=True)
-            filled = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
-            rows.append(torch.cat([g.to_dense().flatten() if g.is_sparse else g.flatten() for g in filled]))
+            filled = [
+                torch.zeros_like(p) if g is None else g
+                for p, g in zip(parameters, found, strict=True)
+            ]
+            rows.append(
+                torch.cat([g.to_dense().flatten() if g.is_sparse else g.flatten() for g in filled])
+            )
         return torch.stack(rows)
 
     return gradients
@@ -70,7 +87,9 @@ def alone():
 
 @pytest.fixture(scope="session")
 def layer_alone():
-    """`layer_alone(module, a, delta)`: name -> gradient of ⟨module(a_i), δ_i⟩ for every sample i alone."""
+    """`layer_alone(module, a, delta)`: name -> gradient of ⟨module(a_i), δ_i⟩ for every sample i
+    alone.
+    """
 
     def gradients(module, a, delta):
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -85,13 +104,21 @@ def layer_alone():
 
 @pytest.fixture(scope="session")
 def same_layer():
-    """`same_layer(found, expected)`: a LayerGradient is {name: [sample, *parameter]}, asked in all three ways."""
+    """`same_layer(found, expected)`: a LayerGradient is {name: [sample, *parameter]}, asked in all
+    three ways.
+    """
 
     def compare(found, expected):
         n = len(next(iter(expected.values())))
-        scale = max(1.0, *(float(g.abs().max()) for g in expected.values()))  # what cancels leaves 1e-17, not 0
+        scale = max(
+            1.0, *(float(g.abs().max()) for g in expected.values())
+        )  # what cancels leaves 1e-17, not 0
         close = {"rtol": RTOL, "atol": RTOL * scale}
-        norms = torch.stack([g.flatten(1).square().sum(dim=1) for g in expected.values()]).sum(dim=0).sqrt()
+        norms = (
+            torch.stack([g.flatten(1).square().sum(dim=1) for g in expected.values()])
+            .sum(dim=0)
+            .sqrt()
+        )
         torch.testing.assert_close(found.square_norms().sqrt(), norms, **close)
         torch.testing.assert_close(found.per_sample(), expected, **close)
         for weights in weightings(n):
@@ -103,14 +130,18 @@ def same_layer():
 
 @pytest.fixture(scope="session")
 def same():
-    """`same(found, expected)`: a PerSample is these gradients [sample, parameter], asked in all three ways."""
+    """`same(found, expected)`: a PerSample is these gradients [sample, parameter], asked in all
+    three ways.
+    """
 
     def compare(found, expected, rtol=RTOL):
         close = {"rtol": rtol, "atol": rtol * float(expected.abs().max()), "check_dtype": False}
         torch.testing.assert_close(found.norms(), expected.double().norm(dim=1), **close)
         torch.testing.assert_close(found.per_sample(), expected, **close)
         for weights in weightings(len(expected)):
-            torch.testing.assert_close(found.weighted_sum(weights), weights @ expected.double(), **close)
+            torch.testing.assert_close(
+                found.weighted_sum(weights), weights @ expected.double(), **close
+            )
 
     return compare
 

@@ -1,4 +1,6 @@
-"""A batch passes in blocks where its activations are large: right in every kind of graph, and nothing large is kept."""
+"""A batch passes in blocks where its activations are large: right in every kind of graph, and
+nothing large is kept.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ class Branches(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.left, self.right, self.after = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(2, 3, 1), nn.Conv2d(3, 3, 3)
+        self.left, self.right, self.after = (
+            nn.Conv2d(2, 3, 3, padding=1),
+            nn.Conv2d(2, 3, 1),
+            nn.Conv2d(3, 3, 3),
+        )
         self.head = nn.Linear(3, CLASSES)
 
     def forward(self, x):
@@ -35,7 +41,11 @@ class Unused(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.ignored, self.last = nn.Conv1d(2, 3, 2), nn.Conv1d(3, 2, 2), nn.Conv1d(2, CLASSES, 2)
+        self.first, self.ignored, self.last = (
+            nn.Conv1d(2, 3, 2),
+            nn.Conv1d(3, 2, 2),
+            nn.Conv1d(2, CLASSES, 2),
+        )
 
     def forward(self, x):
         self.ignored(self.first(x))
@@ -47,7 +57,11 @@ class Twice(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.other, self.head = nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3), nn.Linear(2, CLASSES)
+        self.layer, self.other, self.head = (
+            nn.Conv2d(2, 2, 3),
+            nn.Conv2d(2, 2, 3),
+            nn.Linear(2, CLASSES),
+        )
         self.other.weight = self.layer.weight
 
     def forward(self, x):
@@ -83,19 +97,34 @@ def chain(*middle):
 
 MODELS = {  # how it is made, one sample's input
     "one layer": (
-        lambda: nn.Sequential(nn.Conv1d(2, CLASSES, 3), nn.AdaptiveAvgPool1d(1), nn.Flatten()), (2, 7)),
-    "in place": (lambda: chain(nn.ReLU(inplace=True), nn.Conv2d(9, 2, 2), nn.ELU(inplace=True)), (2, 7, 7)),
-    "saved by what follows": (lambda: chain(nn.Sigmoid(), nn.Conv2d(9, 2, 2), nn.Tanh()), (2, 7, 7)),
+        lambda: nn.Sequential(nn.Conv1d(2, CLASSES, 3), nn.AdaptiveAvgPool1d(1), nn.Flatten()),
+        (2, 7),
+    ),
+    "in place": (
+        lambda: chain(nn.ReLU(inplace=True), nn.Conv2d(9, 2, 2), nn.ELU(inplace=True)),
+        (2, 7, 7),
+    ),
+    "saved by what follows": (
+        lambda: chain(nn.Sigmoid(), nn.Conv2d(9, 2, 2), nn.Tanh()),
+        (2, 7, 7),
+    ),
     "three dimensions": (
-        lambda: nn.Sequential(nn.Conv3d(2, 3, 2), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(24, CLASSES)),
-        (2, 3, 3, 3)),
+        lambda: nn.Sequential(
+            nn.Conv3d(2, 3, 2), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(24, CLASSES)
+        ),
+        (2, 3, 3, 3),
+    ),
     "branches": (Branches, (2, 6, 6)),
     "unused": (Unused, (2, 7)),
     "twice": (Twice, (2, 9, 9)),
     "two outputs": (TwoOutputs, (2, 6)),
     "large": (
-        lambda: nn.Sequential(nn.Conv2d(16, 20, 3), nn.Tanh(), nn.Flatten(), nn.Linear(80, CLASSES)), (16, 4, 4)),
-}  # fmt: skip
+        lambda: nn.Sequential(
+            nn.Conv2d(16, 20, 3), nn.Tanh(), nn.Flatten(), nn.Linear(80, CLASSES)
+        ),
+        (16, 4, 4),
+    ),
+}
 
 
 @pytest.fixture
@@ -166,7 +195,9 @@ def test_a_model_of_many_parameters_passes_in_larger_blocks(made, numbers, token
         assert plan(model, F.cross_entropy, x, y)._rows == rows
 
 
-def test_inputs_by_name_and_in_tuples_are_cut_alike(made, numbers, tokens, alone, same, monkeypatch):
+def test_inputs_by_name_and_in_tuples_are_cut_alike(
+    made, numbers, tokens, alone, same, monkeypatch
+):
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -213,7 +244,9 @@ def test_a_layer_that_nothing_goes_into_or_comes_out_of(made, numbers, tokens, a
 
 
 def test_nothing_large_is_kept(taken):
-    """Of what goes into the convolutions and comes out of them, nothing outlives its block but the batch."""
+    """Of what goes into the convolutions and comes out of them, nothing outlives its block but the
+    batch.
+    """
     model, tape, x, y = taken("saved by what follows", 3)
     seen, batch, alive = [], x.clone(), []
 

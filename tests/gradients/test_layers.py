@@ -1,4 +1,6 @@
-"""Every layer that has a formula, over shapes and options that hypothesis makes up, against one sample at a time."""
+"""Every layer that has a formula, over shapes and options that hypothesis makes up, against one
+sample at a time.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from evenclip.gradients.layers import FORMULAS, Formed, convolution, formula, layer, linear
 
 few = settings(max_examples=60)
-uneven = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
+uneven = pytest.mark.filterwarnings(
+    "ignore:Using padding='same' with even kernel lengths:UserWarning"
+)
 
 
 def sizes(low, high):
@@ -31,7 +35,9 @@ def linears(draw):
 @st.composite
 def convolutions(draw, kind, dims):
     axes = st.tuples(*[sizes(1, 3)] * dims)
-    groups, per_group = draw(st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1), (1, 8), (2, 9)]))  # from 8 on: thick
+    groups, per_group = draw(
+        st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1), (1, 8), (2, 9)])
+    )  # from 8 on: thick
     kernel, stride = draw(axes), draw(axes)
     dilation = draw(st.tuples(*[sizes(1, 2)] * dims))
     padding = draw(st.one_of(st.sampled_from(["same", "valid"]), st.tuples(*[sizes(0, 2)] * dims)))
@@ -43,7 +49,9 @@ def convolutions(draw, kind, dims):
         "groups": groups,
         "bias": draw(st.booleans()),
     }
-    space = [max(3, d * (k - 1) + 1) + draw(sizes(0, 3)) for d, k in zip(dilation, kernel, strict=True)]
+    space = [
+        max(3, d * (k - 1) + 1) + draw(sizes(0, 3)) for d, k in zip(dilation, kernel, strict=True)
+    ]
     channels = groups * per_group, groups * draw(sizes(1, 3))
     return lambda: kind(*channels, kernel, **options), (channels[0], *space)
 
@@ -91,7 +99,11 @@ CASES = {  # kind -> strategy for (how it is made, shape of one sample's input)
     nn.InstanceNorm3d: instance_norms(nn.InstanceNorm3d, 3),
 }
 CONVOLUTIONS = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
-WAYS = [convolution.Shifts.by_unfolding, convolution.Shifts.by_groups, convolution.Shifts.by_offsets]
+WAYS = [
+    convolution.Shifts.by_unfolding,
+    convolution.Shifts.by_groups,
+    convolution.Shifts.by_offsets,
+]
 
 
 @pytest.fixture(scope="session")
@@ -103,9 +115,15 @@ def drawn(numbers, tokens, made):
         n, seed = data.draw(sizes(1, 4), label="samples"), data.draw(sizes(0, 99), label="seed")
         module = made(seed, make)
         names = [name for name, _ in module.named_parameters()]
-        for name in data.draw(st.sampled_from([[], *([name] for name in names if len(names) > 1)]), label="frozen"):
+        for name in data.draw(
+            st.sampled_from([[], *([name] for name in names if len(names) > 1)]), label="frozen"
+        ):
             module.get_parameter(name).requires_grad_(False)
-        a = tokens(seed, module.num_embeddings, n, *shape) if kind is nn.Embedding else numbers(seed, n, *shape)
+        a = (
+            tokens(seed, module.num_embeddings, n, *shape)
+            if kind is nn.Embedding
+            else numbers(seed, n, *shape)
+        )
         delta = numbers(seed + 100, *module(a).shape)
         return module, a, delta
 
@@ -144,14 +162,21 @@ def test_every_way_through_a_convolution(kind, data, drawn, layer_alone, same_la
 @settings(few, max_examples=30)
 @given(data=st.data())
 def test_no_sample_of_a_convolution_notices_another_in_any_way(kind, data, drawn):
-    """To the last bit, whatever is in the other; in float32, where a CPU takes the samples as groups of channels."""
+    """To the last bit, whatever is in the other; in float32, where a CPU takes the samples as
+    groups of channels.
+    """
     module, a, delta = drawn(kind, data)
     module, a, delta = module.float(), a.float(), delta.float()
-    bad, number = len(a) // 2, data.draw(st.sampled_from([math.nan, math.inf, 1e30, -7.0]), label="number")
+    bad, number = (
+        len(a) // 2,
+        data.draw(st.sampled_from([math.nan, math.inf, 1e30, -7.0]), label="number"),
+    )
     a_, delta_, others = a.clone(), delta.clone(), torch.arange(len(a)) != bad
     a_[bad], delta_[bad] = number, number
     for way in WAYS:
-        before, after = (way(convolution.Shifts(module, *pair)) for pair in [(a, delta), (a_, delta_)])
+        before, after = (
+            way(convolution.Shifts(module, *pair)) for pair in [(a, delta), (a_, delta_)]
+        )
         assert torch.equal(before[others], after[others])
 
 
@@ -180,9 +205,13 @@ def test_nor_in_the_kernels_for_many_channels(channels, number, numbers):
 def test_a_convolution_in_float32(kind, data, drawn, layer_alone):
     module, a, delta = drawn(kind, data)
     expected = layer_alone(module, a, delta)
-    found = convolution.gradient(module.float(), a.float(), delta.float(), trainable(module)).per_sample()
+    found = convolution.gradient(
+        module.float(), a.float(), delta.float(), trainable(module)
+    ).per_sample()
     for name, each in expected.items():
-        torch.testing.assert_close(found[name].double(), each, rtol=0, atol=1e-5 * float(each.abs().max() + 1))
+        torch.testing.assert_close(
+            found[name].double(), each, rtol=0, atol=1e-5 * float(each.abs().max() + 1)
+        )
 
 
 @pytest.mark.parametrize(
@@ -202,14 +231,18 @@ def test_a_convolution_is_formed_the_quickest_way(channels, dtype, way, numbers,
     for each in WAYS:
         name = each.__name__
         monkeypatch.setattr(
-            convolution.Shifts, name, lambda self, name=name, each=each: taken.append(name) or each(self)
+            convolution.Shifts,
+            name,
+            lambda self, name=name, each=each: taken.append(name) or each(self),
         )
     convolution.gradient(module, a, module(a).detach(), ["weight"])
     assert taken == [way]
 
 
 @pytest.mark.parametrize("channels", [(2, 4), (8, 4)], ids=["thin", "thick"])
-def test_a_convolution_can_be_mapped_over_runs_and_traced_for_any_number_of_samples(channels, numbers):
+def test_a_convolution_can_be_mapped_over_runs_and_traced_for_any_number_of_samples(
+    channels, numbers
+):
     module = nn.Conv2d(*channels, 2, stride=2, padding=1)
     a = numbers(1, 3, 6, channels[0], 9, 9).float()  # six: tracing takes equal sizes for the same
     delta = numbers(2, 3, *module(a[0]).shape).float()
@@ -219,17 +252,22 @@ def test_a_convolution_can_be_mapped_over_runs_and_traced_for_any_number_of_samp
 
     expected = [each(*pair) for pair in zip(a, delta, strict=True)]
     torch.testing.assert_close(
-        torch.func.vmap(each)(a, delta), {name: torch.stack([g[name] for g in expected]) for name in expected[0]}
+        torch.func.vmap(each)(a, delta),
+        {name: torch.stack([g[name] for g in expected]) for name in expected[0]},
     )
     traced = make_fx(each, tracing_mode="symbolic")(a[0], delta[0])
     torch.testing.assert_close(traced(a[1], delta[1]), expected[1])
-    torch.testing.assert_close(traced(a[1, :3], delta[1, :3]), {name: g[:3] for name, g in expected[1].items()})
+    torch.testing.assert_close(
+        traced(a[1, :3], delta[1, :3]), {name: g[:3] for name, g in expected[1].items()}
+    )
 
 
 @pytest.mark.parametrize(
     ("channels", "size", "kind"), [((3, 4), 9, Formed), ((16, 20), 4, convolution.LargeConvolution)]
 )
-def test_a_convolution_is_formed_where_that_is_smaller_than_its_activations(channels, size, kind, numbers, made):
+def test_a_convolution_is_formed_where_that_is_smaller_than_its_activations(
+    channels, size, kind, numbers, made
+):
     module = made(0, lambda: nn.Conv2d(*channels, 3))
     a = numbers(0, 2, channels[0], size, size)
     assert isinstance(formula(module)(module, a, module(a).detach(), ["weight"]), kind)
@@ -258,13 +296,17 @@ def test_the_norm_of_a_linear_layer_goes_the_cheapest_way(
     for name in ("gram", "formed"):
         original = getattr(linear, f"_{name}_square_norms")
         monkeypatch.setattr(
-            linear, f"_{name}_square_norms", lambda a, d, name=name, f=original: taken.append(name) or f(a, d)
+            linear,
+            f"_{name}_square_norms",
+            lambda a, d, name=name, f=original: taken.append(name) or f(a, d),
         )
     same_layer(linear.gradient(module, a, delta, trainable(module)), layer_alone(module, a, delta))
     assert taken == ([] if way == "neither" else [way])
 
 
-def test_products_that_are_only_measured_are_formed_in_blocks(numbers, made, layer_alone, same_layer, monkeypatch):
+def test_products_that_are_only_measured_are_formed_in_blocks(
+    numbers, made, layer_alone, same_layer, monkeypatch
+):
     monkeypatch.setattr(linear, "_BLOCK", 2 * 4 * 3)  # two samples at a time, the fifth alone
     module, a, delta = made(0, lambda: nn.Linear(4, 3)), numbers(1, 5, 6, 4), numbers(2, 5, 6, 3)
     same_layer(linear.gradient(module, a, delta, ["weight", "bias"]), layer_alone(module, a, delta))
@@ -316,4 +358,6 @@ def test_float32_gives_float32_sums_and_float64_norms(numbers):
     module, a, delta = nn.Linear(3, 2), numbers(0, 4, 3).float(), numbers(1, 4, 2).float()
     found = linear.gradient(module, a, delta, ["weight", "bias"])
     assert found.square_norms().dtype == torch.float64
-    assert {g.dtype for g in found.weighted_sum(torch.ones(4, dtype=torch.float64)).values()} == {torch.float32}
+    assert {g.dtype for g in found.weighted_sum(torch.ones(4, dtype=torch.float64)).values()} == {
+        torch.float32
+    }

@@ -69,14 +69,22 @@ CASES = {  # the loss -> the model's head, its targets
     "CrossEntropyLoss, summed": (nn.CrossEntropyLoss(reduction="sum"), "head", "class"),
     "CrossEntropyLoss, apart": (nn.CrossEntropyLoss(reduction="none"), "head", "class"),
     "cross_entropy over positions": (F.cross_entropy, "tagger", "classes"),
-    "cross_entropy over positions, summed": (nn.CrossEntropyLoss(reduction="sum"), "tagger", "classes"),
+    "cross_entropy over positions, summed": (
+        nn.CrossEntropyLoss(reduction="sum"),
+        "tagger",
+        "classes",
+    ),
     "mse_loss": (F.mse_loss, "head", "numbers"),
     "mse_loss, summed": (partial(F.mse_loss, reduction="sum"), "head", "numbers"),
     "MSELoss": (nn.MSELoss(), "head", "numbers"),
     "L1Loss, apart": (nn.L1Loss(reduction="none"), "head", "numbers"),
     "BCEWithLogitsLoss": (nn.BCEWithLogitsLoss(), "head", "yes or no"),
     "binary_cross_entropy_with_logits": (F.binary_cross_entropy_with_logits, "head", "yes or no"),
-    "KLDivLoss over the batch": (nn.KLDivLoss(reduction="batchmean", log_target=True), "head", "numbers"),
+    "KLDivLoss over the batch": (
+        nn.KLDivLoss(reduction="batchmean", log_target=True),
+        "head",
+        "numbers",
+    ),
     "one number by the user": (squares_in_all, "head", "numbers"),
     "one number each by the user": (squares_of_each, "head", "numbers"),
     "several numbers each by the user": (squares_of_each_position, "head", "numbers"),
@@ -119,15 +127,24 @@ def test_a_loss_module_is_left_as_it_was():
 
 
 def test_class_weights_weigh_and_ignored_positions_count_as_nothing(numbers, tokens):
-    weight, output, y = torch.rand(CLASSES).double(), numbers(0, N, CLASSES, T), tokens(1, CLASSES, N, T)
+    weight, output, y = (
+        torch.rand(CLASSES).double(),
+        numbers(0, N, CLASSES, T),
+        tokens(1, CLASSES, N, T),
+    )
     y[0, 1:] = -100
     log = output.log_softmax(dim=1)
-    each = [-sum(weight[k] * log[i, k, t] for t, k in enumerate(y[i]) if k >= 0) / T for i in range(N)]
+    each = [
+        -sum(weight[k] * log[i, k, t] for t, k in enumerate(y[i]) if k >= 0) / T for i in range(N)
+    ]
     found = per_sample(nn.CrossEntropyLoss(weight=weight))(output, y)
     torch.testing.assert_close(found, torch.stack(each))
 
 
-wrong = r"^The loss returned shape \[{}\] for 3 samples; it must return one number, or one value per sample along the"
+wrong = (
+    r"^The loss returned shape \[{}\] for 3 samples; it must return one number, or one value "
+    r"per sample along the"
+)
 WRONG = {  # a loss -> its error
     "a column a class": (
         lambda output, target: ((output - target) ** 2).mean(dim=0),
@@ -142,7 +159,9 @@ WRONG = {  # a loss -> its error
         wrong.format("15"),
     ),
     "a torch loss with positions in the batch axis": (
-        lambda output, target, reduction="mean": F.mse_loss(output.flatten(), target.flatten(), reduction=reduction),
+        lambda output, target, reduction="mean": F.mse_loss(
+            output.flatten(), target.flatten(), reduction=reduction
+        ),
         wrong.format("15"),
     ),
 }

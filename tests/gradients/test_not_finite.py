@@ -1,4 +1,6 @@
-"""A sample that is not kept contributes exactly nothing, whatever is in it; the others do not notice."""
+"""A sample that is not kept contributes exactly nothing, whatever is in it; the others do not
+notice.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +130,9 @@ def planned(made, numbers, tokens):
     return build
 
 
-@pytest.mark.parametrize("name", LAYERS, ids=lambda name: name if isinstance(name, str) else name.__name__)
+@pytest.mark.parametrize(
+    "name", LAYERS, ids=lambda name: name if isinstance(name, str) else name.__name__
+)
 def test_a_sample_that_is_not_kept_contributes_exactly_nothing(name, planned, numbers):
     tape, x, y = planned(name)
     for bad in (math.nan, math.inf, -math.inf, 0.0):
@@ -173,7 +177,9 @@ def test_a_batch_with_nothing_kept(name, planned):
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
-def test_a_model_can_be_planned_on_samples_of_which_one_is_not_finite(row, made, numbers, tokens, alone, same):
+def test_a_model_can_be_planned_on_samples_of_which_one_is_not_finite(
+    row, made, numbers, tokens, alone, same
+):
     model = made(0, lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, CLASSES)))
     x, y = numbers(1, 3, 4), tokens(2, CLASSES, 3)
     x[row] = math.nan

@@ -10,7 +10,9 @@ from torch.nn import functional as F
 from evenclip.gradients import per_sample_gradients
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:Full backward hook is firing when gradients are computed:UserWarning"
+    ),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:opacus"),
 ]
 

@@ -1,4 +1,6 @@
-"""Recurrent layers by their formula: every kind, whatever is asked of them, against each sample alone."""
+"""Recurrent layers by their formula: every kind, whatever is asked of them, against each sample
+alone.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,19 @@ class Classifier(nn.Module):
         state = ()
         if self.state:
             layers = self.layer.num_layers * (2 if self.layer.bidirectional else 1)
-            h = x.mean(dim=1, keepdim=True).repeat(1, layers, 2)[:, :, :H].transpose(0, 1).contiguous()
+            h = (
+                x.mean(dim=1, keepdim=True)
+                .repeat(1, layers, 2)[:, :, :H]
+                .transpose(0, 1)
+                .contiguous()
+            )
             state = ((h, h * 0.5) if isinstance(self.layer, nn.LSTM) else h,)
         x = x if self.layer.batch_first else x.transpose(0, 1)
         output, end = self.layer(x, *state)
         if self.look == "output":
-            return self.head((output if self.layer.batch_first else output.transpose(0, 1)).square().sum(dim=1))
+            return self.head(
+                (output if self.layer.batch_first else output.transpose(0, 1)).square().sum(dim=1)
+            )
         if isinstance(self.layer, nn.LSTM):
             end = end[0] if self.look == "h" else end[1]
         return self.head(end.sum(dim=0))
@@ -47,7 +56,9 @@ class Classifier(nn.Module):
 def formed(monkeypatch):
     """How often a formula was used."""
     calls, real = [], recurrent.gradient
-    monkeypatch.setattr(recurrent, "gradient", lambda *given: calls.append(given[0]) or real(*given))
+    monkeypatch.setattr(
+        recurrent, "gradient", lambda *given: calls.append(given[0]) or real(*given)
+    )
     return calls
 
 
@@ -61,7 +72,10 @@ def check(model, made, numbers, tokens, alone, same, formed):
         found = tape(x, y)
         same(found, alone(model, F.cross_entropy, x, y))
         keep = torch.tensor([True, False, True, True])
-        same(found.masked(keep), torch.where(keep.unsqueeze(1), alone(model, F.cross_entropy, x, y), 0.0))
+        same(
+            found.masked(keep),
+            torch.where(keep.unsqueeze(1), alone(model, F.cross_entropy, x, y), 0.0),
+        )
     assert formed, "it should have gone by the formula"
 
 
@@ -127,11 +141,19 @@ def test_what_has_no_formula():
         nn.LSTM(D, H, 2, dropout=0.5).eval(),
     ]
     assert all(recurrent.takes(layer, (x,)) for layer in taken)
-    left = [nn.LSTM(D, H, proj_size=2), nn.LSTM(D, H, 2, dropout=0.5), nn.LSTMCell(D, H), Own(D, H), nn.Linear(D, H)]
+    left = [
+        nn.LSTM(D, H, proj_size=2),
+        nn.LSTM(D, H, 2, dropout=0.5),
+        nn.LSTMCell(D, H),
+        Own(D, H),
+        nn.Linear(D, H),
+    ]
     assert not any(recurrent.takes(layer, (x,)) for layer in left)
     assert not recurrent.takes(nn.LSTM(D, H), (x[0],))
     assert not recurrent.takes(nn.LSTM(D, H), ())
-    assert not recurrent.takes(nn.LSTM(D, H), (nn.utils.rnn.pack_padded_sequence(x, [T] * N, batch_first=True),))
+    assert not recurrent.takes(
+        nn.LSTM(D, H), (nn.utils.rnn.pack_padded_sequence(x, [T] * N, batch_first=True),)
+    )
     changed = nn.utils.parametrizations.weight_norm(nn.LSTM(D, H), "weight_hh_l0")
     assert not recurrent.takes(changed, (x,))
 

@@ -1,4 +1,6 @@
-"""What cannot be trained privately is refused in a sentence that names the module; and nothing is left behind."""
+"""What cannot be trained privately is refused in a sentence that names the module; and nothing is
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -115,68 +117,170 @@ def tokens_then(make):
     return lambda: nn.Sequential(make(), nn.Flatten(), nn.LazyLinear(CLASSES))
 
 
-mixes = r"The samples of a batch influence each other in {}: changing one sample changed another's loss\. Private"
+mixes = (
+    r"The samples of a batch influence each other in {}: changing one sample changed "
+    r"another's loss\. Private"
+)
 REFUSED = {  # how the model is made, its input, its loss, what the error says
     "BatchNorm1d": (
-        lambda: Wrapped(nn.BatchNorm1d(D)), "row", F.cross_entropy,
-        r"^inside \(BatchNorm1d\) computes its statistics over the batch.*Replace it by nn\.GroupNorm, nn\.LayerNorm"),
+        lambda: Wrapped(nn.BatchNorm1d(D)),
+        "row",
+        F.cross_entropy,
+        r"^inside \(BatchNorm1d\) computes its statistics over the batch.*Replace it by "
+        r"nn\.GroupNorm, nn\.LayerNorm",
+    ),
     "BatchNorm2d": (
-        lambda: nn.Sequential(nn.Unflatten(1, (1, D)), nn.Conv1d(1, 2, 1), nn.Sequential(nn.BatchNorm2d(2))), "row",
-        F.cross_entropy, r"^2\.0 \(BatchNorm2d\) computes its statistics over the batch"),
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (1, D)), nn.Conv1d(1, 2, 1), nn.Sequential(nn.BatchNorm2d(2))
+        ),
+        "row",
+        F.cross_entropy,
+        r"^2\.0 \(BatchNorm2d\) computes its statistics over the batch",
+    ),
     "BatchNorm, the model itself": (
-        lambda: nn.BatchNorm1d(D), "row", F.cross_entropy, r"^the model \(BatchNorm1d\) computes its statistics"),
+        lambda: nn.BatchNorm1d(D),
+        "row",
+        F.cross_entropy,
+        r"^the model \(BatchNorm1d\) computes "
+        r"its statistics",
+    ),
     "InstanceNorm with statistics": (
-        lambda: Wrapped(nn.InstanceNorm1d(D, track_running_stats=True)), "row", F.cross_entropy,
-        r"^inside \(InstanceNorm1d\) keeps running statistics.*Build it with track_running_stats=False\."),
+        lambda: Wrapped(nn.InstanceNorm1d(D, track_running_stats=True)),
+        "row",
+        F.cross_entropy,
+        r"^inside \(InstanceNorm1d\) keeps running statistics.*Build it with "
+        r"track_running_stats=False\.",
+    ),
     "Embedding, max_norm": (
-        tokens_then(lambda: nn.Embedding(6, D, max_norm=1.0)), "tokens", F.cross_entropy,
-        r"^0 \(Embedding\) rewrites its weights on every look-up \(max_norm\)\. Build it without max_norm\."),
+        tokens_then(lambda: nn.Embedding(6, D, max_norm=1.0)),
+        "tokens",
+        F.cross_entropy,
+        r"^0 \(Embedding\) rewrites its weights on every look-up \(max_norm\)\. Build it without "
+        r"max_norm\.",
+    ),
     "Embedding, scale_grad_by_freq": (
-        tokens_then(lambda: nn.Embedding(6, D, scale_grad_by_freq=True)), "tokens", F.cross_entropy,
-        r"^0 \(Embedding\) scales gradients by how often a token occurs in the batch.*without scale_grad_by_freq\."),
+        tokens_then(lambda: nn.Embedding(6, D, scale_grad_by_freq=True)),
+        "tokens",
+        F.cross_entropy,
+        r"^0 \(Embedding\) scales gradients by how often a token occurs in the batch.*without "
+        r"scale_grad_by_freq\.",
+    ),
     "EmbeddingBag, max_norm": (
-        tokens_then(lambda: nn.EmbeddingBag(6, D, max_norm=1.0)), "tokens", F.cross_entropy,
-        r"^0 \(EmbeddingBag\) rewrites its weights on every look-up"),
+        tokens_then(lambda: nn.EmbeddingBag(6, D, max_norm=1.0)),
+        "tokens",
+        F.cross_entropy,
+        r"^0 \(EmbeddingBag\) rewrites its weights on every look-up",
+    ),
     "EmbeddingBag, scale_grad_by_freq": (
-        tokens_then(lambda: nn.EmbeddingBag(6, D, scale_grad_by_freq=True, mode="sum")), "tokens", F.cross_entropy,
-        r"^0 \(EmbeddingBag\) scales gradients by how often a token occurs in the batch"),
+        tokens_then(lambda: nn.EmbeddingBag(6, D, scale_grad_by_freq=True, mode="sum")),
+        "tokens",
+        F.cross_entropy,
+        r"^0 \(EmbeddingBag\) scales gradients by how often a token occurs in the batch",
+    ),
     "mean over the batch": (
-        lambda: Wrapped(MinusMean()), "row", F.cross_entropy, mixes.format(r"inside \(MinusMean\)")),
+        lambda: Wrapped(MinusMean()),
+        "row",
+        F.cross_entropy,
+        mixes.format(
+            r"inside "
+            r"\(MinusMean\)"
+        ),
+    ),
     "mean over the batch, with a parameter": (
-        lambda: Wrapped(MinusMeanWithWeight()), "row", F.cross_entropy,
-        mixes.format(r"inside \(MinusMeanWithWeight\)")),
+        lambda: Wrapped(MinusMeanWithWeight()),
+        "row",
+        F.cross_entropy,
+        mixes.format(r"inside \(MinusMeanWithWeight\)"),
+    ),
     "attention over the batch": (
-        lambda: Wrapped(OverTheBatch()), "sequence", F.cross_entropy,
-        mixes.format(r"inside\.attention \(MultiheadAttention\)")),
+        lambda: Wrapped(OverTheBatch()),
+        "sequence",
+        F.cross_entropy,
+        mixes.format(r"inside\.attention \(MultiheadAttention\)"),
+    ),
     "mean over the batch, between layers": (
-        InItself, "row", F.cross_entropy, mixes.format(r"the model itself \(InItself\)")),
+        InItself,
+        "row",
+        F.cross_entropy,
+        mixes.format(r"the model itself \(InItself\)"),
+    ),
     "mean over the batch, of tokens": (
-        InItselfFromTokens, "tokens", F.cross_entropy, mixes.format(r"the model itself \(InItselfFromTokens\)")),
+        InItselfFromTokens,
+        "tokens",
+        F.cross_entropy,
+        mixes.format(
+            r"the model itself "
+            r"\(InItselfFromTokens\)"
+        ),
+    ),
     "mean over the batch, of one sample's tokens": (
-        InItselfFromTokens, "one", F.cross_entropy, mixes.format(r"the model itself \(InItselfFromTokens\)")),
+        InItselfFromTokens,
+        "one",
+        F.cross_entropy,
+        mixes.format(
+            r"the model itself "
+            r"\(InItselfFromTokens\)"
+        ),
+    ),
     "the next sample": (
-        lambda: Wrapped(NextSample()), "row", F.cross_entropy,
-        r"The per-sample gradients of Wrapped could not be verified against autograd on three samples"),
+        lambda: Wrapped(NextSample()),
+        "row",
+        F.cross_entropy,
+        r"The per-sample gradients of Wrapped could not be verified against autograd on three "
+        r"samples",
+    ),
     "a loss that counts classes": (
-        lambda: nn.Linear(D, CLASSES), "row", batch_frequency_loss, mixes.format("the loss")),
+        lambda: nn.Linear(D, CLASSES),
+        "row",
+        batch_frequency_loss,
+        mixes.format("the loss"),
+    ),
     "a loss that counts classes, which are sorted": (
-        lambda: nn.Linear(D, CLASSES), "sorted", batch_frequency_loss, mixes.format("the loss")),
+        lambda: nn.Linear(D, CLASSES),
+        "sorted",
+        batch_frequency_loss,
+        mixes.format("the loss"),
+    ),
     "a loss that contrasts samples": (
-        lambda: nn.Linear(D, CLASSES), "row", contrastive_loss, mixes.format("the loss")),
+        lambda: nn.Linear(D, CLASSES),
+        "row",
+        contrastive_loss,
+        mixes.format("the loss"),
+    ),
     "spectral norm": (
-        lambda: Wrapped(parametrizations.spectral_norm(nn.Linear(D, D))), "row", F.cross_entropy,
-        r"The forward pass changes the buffer 'inside\.parametrizations\.weight\.0\._u': what it keeps of the data"),
+        lambda: Wrapped(parametrizations.spectral_norm(nn.Linear(D, D))),
+        "row",
+        F.cross_entropy,
+        r"The forward pass changes the buffer 'inside\.parametrizations\.weight\.0\._u': what it "
+        r"keeps of the data",
+    ),
     "a buffer that counts": (
-        lambda: Wrapped(Counting()), "row", F.cross_entropy, r"The forward pass changes the buffer 'inside\.seen'"),
+        lambda: Wrapped(Counting()),
+        "row",
+        F.cross_entropy,
+        r"The forward pass changes the "
+        r"buffer 'inside\.seen'",
+    ),
     "random from elsewhere": (
-        lambda: Wrapped(OwnDice()), "row", F.cross_entropy,
-        r"^The samples of a batch influence each other|Is its forward pass random in a way that does not come from"),
+        lambda: Wrapped(OwnDice()),
+        "row",
+        F.cross_entropy,
+        r"^The samples of a batch influence each other|Is its forward pass random in a way that "
+        r"does not come from",
+    ),
     "nothing to train": (
-        lambda: nn.Linear(D, CLASSES).requires_grad_(False), "row", F.cross_entropy,
-        r"The model has no trainable parameter; set requires_grad=True on what is to be trained\."),
+        lambda: nn.Linear(D, CLASSES).requires_grad_(False),
+        "row",
+        F.cross_entropy,
+        r"The model has no trainable parameter; set requires_grad=True on what is to be trained\.",
+    ),
     "no parameter at all": (
-        nn.Flatten, "row", F.cross_entropy, r"The model has no trainable parameter"),
-}  # fmt: skip
+        nn.Flatten,
+        "row",
+        F.cross_entropy,
+        r"The model has no trainable parameter",
+    ),
+}
 
 
 @pytest.fixture
@@ -208,28 +312,39 @@ def test_refused_with_the_reason(name, case):
 
 
 def test_refused_without_a_sample(numbers, tokens):
-    with pytest.raises(ModelError, match=r"no sample to take the model apart with; give at least one"):
-        plan(nn.Linear(D, CLASSES).double(), F.cross_entropy, numbers(1, 0, D), tokens(2, CLASSES, 0))
+    with pytest.raises(
+        ModelError, match=r"no sample to take the model apart with; give at least one"
+    ):
+        plan(
+            nn.Linear(D, CLASSES).double(), F.cross_entropy, numbers(1, 0, D), tokens(2, CLASSES, 0)
+        )
 
 
 def test_refused_under_autocast(numbers, tokens):
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
         pytest.raises(
-            ModelError, match=r"torch\.autocast is on.*Switch it off, or give the model itself that precision"
+            ModelError,
+            match=r"torch\.autocast is on.*Switch it off, or give the model itself that precision",
         ),
     ):
-        plan(nn.Linear(D, CLASSES), F.cross_entropy, numbers(1, N, D).float(), tokens(2, CLASSES, N))
+        plan(
+            nn.Linear(D, CLASSES), F.cross_entropy, numbers(1, N, D).float(), tokens(2, CLASSES, N)
+        )
 
 
-@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")  # torch's own, of the very thing
+@pytest.mark.filterwarnings(
+    "ignore:Using a target size:UserWarning"
+)  # torch's own, of the very thing
 def test_targets_that_broadcast_over_the_samples_are_refused(numbers):
     with pytest.raises(ModelError, match=mixes.format("the loss")):
         plan(nn.Linear(D, 1).double(), F.mse_loss, numbers(1, N, D), numbers(2, N))
 
 
 ACCEPTED = {  # what looks similar and is not refused
-    "InstanceNorm": lambda: Wrapped(nn.Sequential(nn.Unflatten(1, (1, D)), nn.InstanceNorm1d(1, affine=True))),
+    "InstanceNorm": lambda: Wrapped(
+        nn.Sequential(nn.Unflatten(1, (1, D)), nn.InstanceNorm1d(1, affine=True))
+    ),
     "a buffer that stays": lambda: Wrapped(parametrizations.spectral_norm(nn.Linear(D, D))).eval(),
     "dropout": lambda: Wrapped(nn.Dropout(0.5)),
     "another dropout": lambda: Wrapped(nn.AlphaDropout(0.3)),
@@ -241,9 +356,15 @@ def test_not_refused(name, numbers, tokens):
     plan(ACCEPTED[name]().double(), F.cross_entropy, numbers(1, N, D), tokens(2, CLASSES, N))
 
 
-# --- nothing is left behind ------------------------------------------------------------------------------------------
+# --- nothing is left behind ---------------------------------------------------------------------
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs")
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+)
 
 
 class Snapshot:
@@ -254,7 +375,11 @@ class Snapshot:
         self.values = {name: value.clone() for name, value in model.state_dict().items()}
         self.wants = {name: p.requires_grad for name, p in self.parameters.items()}
         self.training = {name: m.training for name, m in model.named_modules()}
-        self.hooks = {(name, kind): dict(getattr(m, kind)) for name, m in model.named_modules() for kind in HOOKS}
+        self.hooks = {
+            (name, kind): dict(getattr(m, kind))
+            for name, m in model.named_modules()
+            for kind in HOOKS
+        }
         self.attributes = {name: set(vars(m)) for name, m in model.named_modules()}
         self.generator = torch.get_rng_state()
 
@@ -274,7 +399,11 @@ class Twice(nn.Module):
     def __init__(self):
         super().__init__()
         layer = nn.Linear(D, D)
-        self.one, self.other, self.last = nn.Sequential(layer), nn.Sequential(layer), nn.Linear(D, CLASSES)
+        self.one, self.other, self.last = (
+            nn.Sequential(layer),
+            nn.Sequential(layer),
+            nn.Linear(D, CLASSES),
+        )
 
     def forward(self, x):
         return self.last(F.linear(self.other(self.one(x)), self.one[0].weight))

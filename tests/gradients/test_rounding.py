@@ -1,7 +1,8 @@
 """A norm is never below the norm of what the sample really adds to the sum, whatever cancels.
 
-Every model here is one layer under the loss ⟨output, y⟩, so that δ is y to the last bit and can be chosen. What sample
-i adds is weighted_sum(w·e_i) in the model's own precision; its norm is taken in float64.
+Every model here is one layer under the loss ⟨output, y⟩, so that δ is y to the last bit and can be
+chosen. What sample i adds is weighted_sum(w·e_i) in the model's own precision; its norm is taken in
+float64.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def against(output, y):
     return (output * y).flatten(1).sum(dim=1)
 
 
-LAYERS = {  # how it is made, one sample's input, one sample's output, axes of the output that run over positions
+# how it is made, one sample's input, one sample's output, axes of the output that run over
+# positions
+LAYERS = {
     "Linear, one position": (lambda: nn.Linear(7, 5), (7,), (5,), ()),
     "Linear, Gram": (lambda: nn.Linear(24, 24), (16, 24), (16, 24), (1,)),
     "Linear, formed": (lambda: nn.Linear(3, 2), (300, 3), (300, 2), (1,)),
@@ -50,7 +53,11 @@ def tapes(made, numbers, tokens):
         if (name, dtype) not in kept:
             make, inputs, outputs, _ = LAYERS[name]
             model = made(0, make).to(dtype)
-            x = tokens(1, model.num_embeddings, 3, *inputs) if "Embedding" in name else numbers(1, 3, *inputs).to(dtype)
+            x = (
+                tokens(1, model.num_embeddings, 3, *inputs)
+                if "Embedding" in name
+                else numbers(1, 3, *inputs).to(dtype)
+            )
             kept[name, dtype] = plan(model, against, x, numbers(2, 3, *outputs).to(dtype))
         return kept[name, dtype]
 
@@ -59,18 +66,24 @@ def tapes(made, numbers, tokens):
 
 @pytest.fixture(scope="session")
 def cancelling(numbers, tokens):
-    """`cancelling(name, data)`: nearly constant inputs, and δ that add up to nearly nothing over the positions."""
+    """`cancelling(name, data)`: nearly constant inputs, and δ that add up to nearly nothing over
+    the positions.
+    """
 
     def draw(name, data, n=3):
         make, inputs, outputs, positions = LAYERS[name]
         exponents = st.integers(-6, 6)
-        size_a, size_delta = (10.0 ** data.draw(exponents, label=f"size of {part}") for part in ("a", "δ"))
+        size_a, size_delta = (
+            10.0 ** data.draw(exponents, label=f"size of {part}") for part in ("a", "δ")
+        )
         wiggle = 10.0 ** data.draw(st.integers(-9, 0), label="wiggle")
         seed = data.draw(st.integers(0, 999), label="seed")
         if "Embedding" in name:
             a = tokens(seed, make().num_embeddings, n, *inputs)
         else:
-            a = size_a * (numbers(seed, n, *(1 for _ in inputs)) + wiggle * numbers(seed + 1, n, *inputs))
+            a = size_a * (
+                numbers(seed, n, *(1 for _ in inputs)) + wiggle * numbers(seed + 1, n, *inputs)
+            )
         delta = numbers(seed + 2, n, *outputs)
         if positions:
             delta = delta - delta.mean(dim=positions, keepdim=True)
@@ -89,7 +102,9 @@ def test_a_norm_is_never_too_small(name, dtype, data, tapes, cancelling):
     a = a.to(dtype) if a.is_floating_point() else a
     with tapes(name, dtype).listening() as tape:
         found = tape(a, delta.to(dtype))
-    for one, norm in zip(weight * torch.eye(len(a), dtype=torch.float64), found.norms(), strict=True):
+    for one, norm in zip(
+        weight * torch.eye(len(a), dtype=torch.float64), found.norms(), strict=True
+    ):
         assert found.weighted_sum(one).double().norm() <= weight * norm
 
 
@@ -104,7 +119,11 @@ def test_the_cases_take_the_way_they_say(name, tapes, numbers):
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_norm_is_hardly_too_large_where_nothing_cancels(name, tapes, numbers, tokens):
     make, inputs, outputs, _ = LAYERS[name]
-    a = tokens(0, make().num_embeddings, 3, *inputs) if "Embedding" in name else numbers(0, 3, *inputs).float()
+    a = (
+        tokens(0, make().num_embeddings, 3, *inputs)
+        if "Embedding" in name
+        else numbers(0, 3, *inputs).float()
+    )
     with tapes(name, torch.float32).listening() as tape:
         found = tape(a, numbers(1, 3, *outputs).float())
     exact = found.per_sample().double().norm(dim=1)
@@ -139,7 +158,9 @@ def test_the_gram_form_in_float32_is_too_small_and_ours_is_not(numbers):
     added = [found.weighted_sum(one)["weight"] for one in torch.eye(100, dtype=torch.float64)]
     norms = torch.stack(added).double().flatten(1).norm(dim=1)
     naive = naive_gram_norms(a, delta)
-    assert (naive < 0.5 * norms).sum() > 10  # less than half of what it should be, for more than a tenth of the samples
+    assert (
+        naive < 0.5 * norms
+    ).sum() > 10  # less than half of what it should be, for more than a tenth of the samples
     assert (found.square_norms().sqrt() >= norms).all()
     assert (found.square_norms().sqrt() <= 2 * norms).all()
 
@@ -171,7 +192,8 @@ def test_products_of_fewer_bits_are_accounted_for_at_one_position(precision, uni
     assert (norms >= (1 + 2 * unit) * exact).all()
 
 
-# Several layers measured together, in float32 ------------------------------------------------------------------------
+# Several layers measured together, in float32
+# ------------------------------------------------------------------------
 
 
 def layers_of(scales, data):
@@ -231,7 +253,9 @@ def test_what_the_quick_way_does_not_take(a, delta, names):
 
 
 def test_quick_norms_of_a_model_mix_both_ways(numbers):
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5, bias=False), nn.LayerNorm(5), nn.Linear(5, 3))
+    model = nn.Sequential(
+        nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5, bias=False), nn.LayerNorm(5), nn.Linear(5, 3)
+    )
     x, y = numbers(0, 7, 4).float(), numbers(1, 7, 3).float()
     with plan(model, against, x, y).listening() as tape:
         found = tape(x, y)

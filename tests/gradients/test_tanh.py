@@ -40,10 +40,12 @@ def batch(numbers, tokens):
 
 
 def mlp():
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+    return nn.Sequential(
+        nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES)
+    )
 
 
-# --- the function -----------------------------------------------------------------------------------------------------
+# --- the function -------------------------------------------------------------------------------
 
 
 def off(found, x):
@@ -59,7 +61,9 @@ def test_it_is_tanh_to_two_roundings(values):
 
 
 def test_on_a_grid_it_is_tanh_to_two_roundings():
-    x = np.concatenate([np.linspace(-12, 12, 200_001), np.logspace(-40, 2, 200_001)]).astype(np.float32)
+    x = np.concatenate([np.linspace(-12, 12, 200_001), np.logspace(-40, 2, 200_001)]).astype(
+        np.float32
+    )
     assert off(module.tanh(torch.from_numpy(x)).numpy(), x).max() <= 2
 
 
@@ -69,7 +73,9 @@ def test_what_is_not_finite():
     assert module.tanh(x)[2].isnan()
 
 
-@pytest.mark.parametrize("lie", [lambda x: x, lambda x: x.T, lambda x: x[::2, 1:], lambda x: x.expand(2, 6, 4)])
+@pytest.mark.parametrize(
+    "lie", [lambda x: x, lambda x: x.T, lambda x: x[::2, 1:], lambda x: x.expand(2, 6, 4)]
+)
 def test_the_gradient_is_that_of_torch_however_the_numbers_lie(lie, numbers):
     x, delta = lie(numbers(1, 6, 4).float()), lie(numbers(2, 6, 4).float())
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -78,7 +84,7 @@ def test_the_gradient_is_that_of_torch_however_the_numbers_lie(lie, numbers):
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-7)
 
 
-# --- where ------------------------------------------------------------------------------------------------------------
+# --- where --------------------------------------------------------------------------------------
 
 
 class Kind(torch.Tensor):
@@ -110,7 +116,9 @@ def test_where_it_pays(x, threads, expected, monkeypatch):
 
 @pytest.mark.parametrize("width", [127, 128])
 def test_how_many_samples_there_are_does_not_show(width, calls, monkeypatch):
-    """One record more or less must not change what is computed of the others: the number is private."""
+    """One record more or less must not change what is computed of the others: the number is
+    private.
+    """
     monkeypatch.setattr(module, "_FEW", 128)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, CLASSES))
@@ -177,7 +185,9 @@ def test_a_forward_of_somebodys_own_is_called(calls, batch, made):
             return torch.tanh(x / 2)
 
     def build():
-        model = nn.Sequential(nn.Linear(5, 8), Softer(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+        model = nn.Sequential(
+            nn.Linear(5, 8), Softer(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES)
+        )
         model[3].forward = lambda x: torch.tanh(x / 3)
         return model
 
@@ -191,7 +201,9 @@ def test_a_forward_of_somebodys_own_is_called(calls, batch, made):
 
 
 class Own(nn.Module):
-    """A layer with parameters of its own and a tanh in it: its gradients are formed through `torch.func`."""
+    """A layer with parameters of its own and a tanh in it: its gradients are formed through
+    `torch.func`.
+    """
 
     def __init__(self):
         super().__init__()
@@ -206,10 +218,17 @@ class Checkpointed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.middle, self.tanh, self.last = nn.Linear(5, 8), nn.ReLU(), nn.Tanh(), nn.Linear(8, CLASSES)
+        self.first, self.middle, self.tanh, self.last = (
+            nn.Linear(5, 8),
+            nn.ReLU(),
+            nn.Tanh(),
+            nn.Linear(8, CLASSES),
+        )
 
     def forward(self, x):
-        return self.last(checkpoint(lambda h: self.tanh(self.middle(h)), self.first(x), use_reentrant=False))
+        return self.last(
+            checkpoint(lambda h: self.tanh(self.middle(h)), self.first(x), use_reentrant=False)
+        )
 
 
 class Around(nn.Module):
@@ -217,7 +236,12 @@ class Around(nn.Module):
 
     def __init__(self, around):
         super().__init__()
-        self.first, self.tanh, self.last, self._around = nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, CLASSES), around
+        self.first, self.tanh, self.last, self._around = (
+            nn.Linear(5, 8),
+            nn.Tanh(),
+            nn.Linear(8, CLASSES),
+            around,
+        )
 
     def forward(self, x):
         return self.last(self._around(self.tanh, self.first(x)))
@@ -245,7 +269,13 @@ def its_own_derivative(tanh, x):
         Checkpointed,
         *(partial(Around, around) for around in (mapped, negated_by_a_bit, its_own_derivative)),
     ],
-    ids=["a layer of one's own", "checkpointed", "mapped", "negated by a bit", "its own derivative"],
+    ids=[
+        "a layer of one's own",
+        "checkpointed",
+        "mapped",
+        "negated by a bit",
+        "its own derivative",
+    ],
 )
 def test_inside_other_things(build, calls, batch, made, alone, monkeypatch):
     """Also where it is tried out on samples too few for it, so that nobody is warned."""

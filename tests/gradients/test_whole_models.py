@@ -1,4 +1,6 @@
-"""Whole models, layer upon layer and in every unusual shape we could think of, against one sample at a time."""
+"""Whole models, layer upon layer and in every unusual shape we could think of, against one sample
+at a time.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ class Attention(nn.Module):
     def forward(self, x):
         if not self.batch_first:
             x = x.transpose(0, 1)
-        mask = torch.ones(T, T, dtype=torch.bool).triu(1) if self.masked else None  # the same for all samples
+        mask = (
+            torch.ones(T, T, dtype=torch.bool).triu(1) if self.masked else None
+        )  # the same for all samples
         y, _ = self.attention(x, x, x, attn_mask=mask, need_weights=False)
         return self.head(y.mean(dim=1 if self.batch_first else 0))
 
@@ -161,7 +165,9 @@ class OneModuleInTwo(nn.Module):
 
 
 class Language(nn.Module):
-    """Tokens in, the next token out; the output layer uses the embedding's weights, openly or behind its back."""
+    """Tokens in, the next token out; the output layer uses the embedding's weights, openly or
+    behind its back.
+    """
 
     def __init__(self, openly, **options):
         super().__init__()
@@ -192,7 +198,11 @@ class Untouched(nn.Module):
 class TwoInputs(nn.Module):
     def __init__(self):
         super().__init__()
-        self.words, self.numbers, self.head = nn.Embedding(6, D), nn.Linear(D, D), nn.Linear(D, CLASSES)
+        self.words, self.numbers, self.head = (
+            nn.Embedding(6, D),
+            nn.Linear(D, D),
+            nn.Linear(D, CLASSES),
+        )
 
     def forward(self, tokens, features):
         return self.head(self.words(tokens).mean(dim=1) * self.numbers(features))
@@ -245,15 +255,24 @@ def frozen(model, *names):
 
 def folded(*layers):
     """Positions in the batch axis."""
-    return Chain(lambda x: x.reshape(-1, D), *layers, lambda x: x.reshape(-1, T * D), nn.Linear(T * D, CLASSES))
+    return Chain(
+        lambda x: x.reshape(-1, D),
+        *layers,
+        lambda x: x.reshape(-1, T * D),
+        nn.Linear(T * D, CLASSES),
+    )
 
 
 def film():
     """Convolutions over single pictures of a film, the pictures in the batch axis."""
     return Chain(
-        lambda x: x.reshape(-1, 1, 2, 2), nn.Conv2d(1, 2, 2, padding=1), nn.GroupNorm(2, 2), nn.ReLU(),
-        lambda x: x.reshape(-1, T * 18), nn.Linear(T * 18, CLASSES),
-    )  # fmt: skip
+        lambda x: x.reshape(-1, 1, 2, 2),
+        nn.Conv2d(1, 2, 2, padding=1),
+        nn.GroupNorm(2, 2),
+        nn.ReLU(),
+        lambda x: x.reshape(-1, T * 18),
+        nn.Linear(T * 18, CLASSES),
+    )
 
 
 def pictures(*layers, out):
@@ -267,72 +286,143 @@ def transformer(dropout):
 
 MODELS = {  # what it shows: how it is made, what goes in, how it is taken apart
     "layers one after the other": (
-        lambda: nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, CLASSES)), "row", Tape),
+        lambda: nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, CLASSES)),
+        "row",
+        Tape,
+    ),
     "one layer, the model itself": (lambda: nn.Linear(D, CLASSES), "row", Tape),
-    "convolutions": (lambda: pictures(
-        nn.Conv2d(1, 3, 3, padding=1), nn.GroupNorm(3, 3), nn.ReLU(), nn.MaxPool2d(2, stride=1),
-        nn.Conv2d(3, 8, 2), nn.InstanceNorm2d(8, affine=True), nn.Tanh(), nn.Conv2d(8, 9, 2), out=18),
-        "sequence", Tape),
-    "norms without parameters": (lambda: pictures(
-        nn.Conv2d(1, 4, 2), nn.GroupNorm(2, 4, affine=False), nn.Conv2d(4, 2, 2), nn.InstanceNorm2d(2),
-        nn.Flatten(), nn.LayerNorm(12, elementwise_affine=False), out=12), "sequence", Tape),
+    "convolutions": (
+        lambda: pictures(
+            nn.Conv2d(1, 3, 3, padding=1),
+            nn.GroupNorm(3, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2, stride=1),
+            nn.Conv2d(3, 8, 2),
+            nn.InstanceNorm2d(8, affine=True),
+            nn.Tanh(),
+            nn.Conv2d(8, 9, 2),
+            out=18,
+        ),
+        "sequence",
+        Tape,
+    ),
+    "norms without parameters": (
+        lambda: pictures(
+            nn.Conv2d(1, 4, 2),
+            nn.GroupNorm(2, 4, affine=False),
+            nn.Conv2d(4, 2, 2),
+            nn.InstanceNorm2d(2),
+            nn.Flatten(),
+            nn.LayerNorm(12, elementwise_affine=False),
+            out=12,
+        ),
+        "sequence",
+        Tape,
+    ),
     "LSTM": (lambda: Recurrent(nn.LSTM(D, 3, batch_first=True), 3), "sequence", Tape),
     "LSTM, position first": (lambda: Recurrent(nn.LSTM(D, 3), 3), "sequence", Tape),
     "LSTM, last state": (LastState, "sequence", Tape),
     "LSTM with projection": (lambda: Recurrent(nn.LSTM(D, 3, proj_size=2), 2), "sequence", Tape),
     "GRU, two layers, both ways": (
-        lambda: Recurrent(nn.GRU(D, 3, num_layers=2, bidirectional=True, batch_first=True), 6), "sequence", Tape),
+        lambda: Recurrent(nn.GRU(D, 3, num_layers=2, bidirectional=True, batch_first=True), 6),
+        "sequence",
+        Tape,
+    ),
     "RNN": (lambda: Recurrent(nn.RNN(D, 3), 3), "sequence", Tape),
-    "LSTMCell": (lambda: Cells(begun=True), "sequence", WholeTape),  # δ of its second output goes through the first
+    # δ of its second output goes through the first
+    "LSTMCell": (lambda: Cells(begun=True), "sequence", WholeTape),
     "LSTMCell, first called without a state": (lambda: Cells(begun=False), "sequence", WholeTape),
     "attention": (Attention, "sequence", Tape),
     "attention, position first": (lambda: Attention(batch_first=False), "sequence", Tape),
     "attention, one mask for all": (lambda: Attention(masked=True), "sequence", Tape),
     "transformer": (lambda: transformer(0.0), "sequence", Tape),
     "transformer at rest": (lambda: transformer(0.5).eval(), "sequence", Tape),
-    "own layer": (lambda: nn.Sequential(nn.Linear(D, D), Own(D), nn.Linear(D, CLASSES)), "row", Tape),
+    "own layer": (
+        lambda: nn.Sequential(nn.Linear(D, D), Own(D), nn.Linear(D, CLASSES)),
+        "row",
+        Tape,
+    ),
     "own layer around others": (CallsWithKeyword, "row", Tape),
     "class token": (ClassToken, "sequence", Tape),
     "a layer called twice": (CalledTwice, "row", Tape),
     "a layer called twice, over positions": (
-        lambda: Chain(CalledTwice(), lambda x: x.mean(dim=1)), "sequence", Tape),
+        lambda: Chain(CalledTwice(), lambda x: x.mean(dim=1)),
+        "sequence",
+        Tape,
+    ),
     "one parameter in two layers": (OneParameterInTwo, "row", Tape),
     "one layer in two modules": (OneModuleInTwo, "row", Tape),
     "tied embedding": (lambda: Language(openly=True), "tokens", Tape),
     "tied embedding, behind its back": (lambda: Language(openly=False), "tokens", WholeTape),
     "embedding with padding": (lambda: Language(openly=True, padding_idx=2), "tokens", Tape),
-    "sparse embedding": (lambda: nn.Sequential(
-        nn.Embedding(6, D, sparse=True), nn.Flatten(), nn.Linear(T * D, CLASSES)), "tokens", Tape),
+    "sparse embedding": (
+        lambda: nn.Sequential(
+            nn.Embedding(6, D, sparse=True), nn.Flatten(), nn.Linear(T * D, CLASSES)
+        ),
+        "tokens",
+        Tape,
+    ),
     "frozen layer": (lambda: frozen(CalledTwice(), "layer.weight", "layer.bias"), "row", Tape),
     "frozen weights": (lambda: frozen(CalledTwice(), "layer.weight", "head.weight"), "row", Tape),
     "frozen bias": (lambda: frozen(CalledTwice(), "layer.bias", "head.bias"), "row", Tape),
     "frozen part of a unit": (
-        lambda: frozen(Recurrent(nn.LSTM(D, 3), 3), "layer.weight_ih_l0", "layer.bias_hh_l0"), "sequence", Tape),
-    "frozen part of the model itself": (lambda: frozen(ClassToken(), "cls_token"), "sequence", Tape),
+        lambda: frozen(Recurrent(nn.LSTM(D, 3), 3), "layer.weight_ih_l0", "layer.bias_hh_l0"),
+        "sequence",
+        Tape,
+    ),
+    "frozen part of the model itself": (
+        lambda: frozen(ClassToken(), "cls_token"),
+        "sequence",
+        Tape,
+    ),
     "untouched parameters": (Untouched, "tokens", Tape),
     "two inputs": (TwoInputs, "two", Tape),
     "two inputs by name": (TwoInputs, "named", Tape),
     "positions": (lambda: Positions("plainly"), "sequence", Tape),
     "positions, with an axis of one": (lambda: Positions("with an axis of one"), "sequence", Tape),
-    "positions, through another layer": (lambda: Positions("through another layer"), "sequence", WholeTape),
+    "positions, through another layer": (
+        lambda: Positions("through another layer"),
+        "sequence",
+        WholeTape,
+    ),
     "positions, position first": (lambda: Positions("position first"), "sequence", WholeTape),
-    "positions in the batch axis": (lambda: folded(nn.Linear(D, D), nn.LayerNorm(D), nn.Tanh()), "sequence", Tape),
+    "positions in the batch axis": (
+        lambda: folded(nn.Linear(D, D), nn.LayerNorm(D), nn.Tanh()),
+        "sequence",
+        Tape,
+    ),
     "positions in the batch axis, own layer": (lambda: folded(Own(D)), "sequence", WholeTape),
     "pictures in the batch axis": (film, "sequence", WholeTape),
     "ReLU in place": (
-        lambda: nn.Sequential(nn.Linear(D, 6), nn.ReLU(inplace=True), nn.Linear(6, CLASSES)), "row", Tape),
+        lambda: nn.Sequential(nn.Linear(D, 6), nn.ReLU(inplace=True), nn.Linear(6, CLASSES)),
+        "row",
+        Tape,
+    ),
     "ReLU in place, after a convolution": (
-        lambda: pictures(nn.Conv2d(1, 2, 2), nn.ReLU(inplace=True), out=24), "sequence", Tape),
+        lambda: pictures(nn.Conv2d(1, 2, 2), nn.ReLU(inplace=True), out=24),
+        "sequence",
+        Tape,
+    ),
     "weight norm": (
-        lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(D, 6)), nn.Linear(6, CLASSES)), "row", Tape),
+        lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(D, 6)), nn.Linear(6, CLASSES)),
+        "row",
+        Tape,
+    ),
     "transposed convolution": (
-        lambda: pictures(nn.ConvTranspose2d(1, 2, 2, stride=2), out=160), "sequence", Tape),
-    "PReLU": (lambda: nn.Sequential(nn.Linear(D, D), nn.PReLU(D), nn.Linear(D, CLASSES)), "row", Tape),
+        lambda: pictures(nn.ConvTranspose2d(1, 2, 2, stride=2), out=160),
+        "sequence",
+        Tape,
+    ),
+    "PReLU": (
+        lambda: nn.Sequential(nn.Linear(D, D), nn.PReLU(D), nn.Linear(D, CLASSES)),
+        "row",
+        Tape,
+    ),
     "Bilinear": (Gate, "row", Tape),
     "EmbeddingBag": (Bag, "tokens", Tape),
     "EmbeddingBag, largest": (lambda: Bag(mode="max"), "tokens", Tape),
     "EmbeddingBag, sparse": (lambda: Bag(mode="sum", sparse=True), "tokens", Tape),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="session")
@@ -370,10 +460,16 @@ def test_float32_agrees_with_float64_to_rounding(name, case, alone, same):
     model, x, y, _ = case(name)
     expected = alone(model, F.cross_entropy, x, y)
     narrow = tree_map(lambda t: t.float() if t.is_floating_point() else t, x)
-    same(per_sample_gradients(copy.deepcopy(model).float(), F.cross_entropy, narrow, y), expected, rtol=2e-5)
+    same(
+        per_sample_gradients(copy.deepcopy(model).float(), F.cross_entropy, narrow, y),
+        expected,
+        rtol=2e-5,
+    )
 
 
-@pytest.mark.parametrize("name", ["LSTM", "own layer", "convolutions", "positions", "tied embedding, behind its back"])
+@pytest.mark.parametrize(
+    "name", ["LSTM", "own layer", "convolutions", "positions", "tied embedding, behind its back"]
+)
 def test_one_plan_serves_batches_of_any_size(name, case, alone, same):
     model, x, y, _ = case(name, n=7)
     with plan(model, F.cross_entropy, x, y).listening() as tape:
@@ -381,7 +477,9 @@ def test_one_plan_serves_batches_of_any_size(name, case, alone, same):
             same(tape(x[:n], y[:n]), alone(model, F.cross_entropy, x[:n], y[:n]))
 
 
-@pytest.mark.parametrize("name", ["LSTM", "positions", "positions, with an axis of one", "attention", "own layer"])
+@pytest.mark.parametrize(
+    "name", ["LSTM", "positions", "positions, with an axis of one", "attention", "own layer"]
+)
 @pytest.mark.parametrize("length", [1, 8])
 def test_one_plan_serves_sequences_of_any_length(name, length, case, made, numbers, alone, same):
     model, x, y, _ = case(name)
@@ -436,12 +534,15 @@ def test_a_batch_unlike_the_one_of_the_plan_is_an_error_and_not_a_mistake(made, 
         mask = mask.clone()
         mask[0, 0] = False
         with pytest.raises(
-            RuntimeError, match=r"shape \[19, 4\], where it should have 20 entries along axis 0 for 4 samples"
+            RuntimeError,
+            match=r"shape \[19, 4\], where it should have 20 entries along axis 0 for 4 samples",
         ):
             tape((x, mask), y).norms()
 
 
-@pytest.mark.parametrize("name", ["layers one after the other", "LSTM", "tied embedding, behind its back"])
+@pytest.mark.parametrize(
+    "name", ["layers one after the other", "LSTM", "tied embedding, behind its back"]
+)
 def test_a_batch_of_nobody(name, case):
     model, x, y, _ = case(name)
     with plan(model, F.cross_entropy, x, y).listening() as tape:
@@ -456,7 +557,9 @@ def test_losses_and_layout(case):
     torch.testing.assert_close(found.losses, F.cross_entropy(model(x), y, reduction="none"))
     assert found.layout.names == tuple(name for name, _ in model.named_parameters())
     parts = found.layout.split(found.weighted_sum(torch.ones(N)))
-    assert {name: part.shape for name, part in parts.items()} == {n: p.shape for n, p in model.named_parameters()}
+    assert {name: part.shape for name, part in parts.items()} == {
+        n: p.shape for n, p in model.named_parameters()
+    }
     zero = {name for name, part in parts.items() if not part.any()}
     assert zero == {"never.weight", "never.bias", "ignored.weight", "ignored.bias"}
 
@@ -470,11 +573,13 @@ def test_a_parameter_nobody_uses_is_alone_in_the_model(numbers):
     assert torch.equal(found.weighted_sum(torch.ones(3)), torch.zeros(6))
 
 
-# --- what is random --------------------------------------------------------------------------------------------------
+# --- what is random -----------------------------------------------------------------------------
 
 
 def one_forward_pass(model, loss, x, y, seed):
-    """Every sample's gradient by autograd from one forward pass over the batch, so with the same dropout masks."""
+    """Every sample's gradient by autograd from one forward pass over the batch, so with the same
+    dropout masks.
+    """
     torch.manual_seed(seed)
     losses = loss(model(x), y, reduction="none")
     parameters = list(model.parameters())
@@ -483,7 +588,12 @@ def one_forward_pass(model, loss, x, y, seed):
 
 
 def test_dropout_between_layers_keeps_its_masks(numbers, tokens, made, same):
-    model = made(0, lambda: nn.Sequential(nn.Linear(D, 9), nn.Dropout(0.5), Own(9), nn.Dropout(0.5), nn.Linear(9, 3)))
+    model = made(
+        0,
+        lambda: nn.Sequential(
+            nn.Linear(D, 9), nn.Dropout(0.5), Own(9), nn.Dropout(0.5), nn.Linear(9, 3)
+        ),
+    )
     x, y = numbers(1, N, D), tokens(2, 3, N)
     tape = plan(model, F.cross_entropy, x, y)
     with torch.random.fork_rng(devices=[]), tape.listening():
@@ -502,7 +612,9 @@ RANDOM = {  # dropout inside a unit, which would draw other masks if it were run
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_dropout_inside_a_unit_is_differentiated_with_the_masks_of_its_losses(name, numbers, tokens, made):
+def test_dropout_inside_a_unit_is_differentiated_with_the_masks_of_its_losses(
+    name, numbers, tokens, made
+):
     model, x, y = made(0, RANDOM[name]), numbers(1, N, T, D), tokens(2, 3, N)
     tape = plan(model, F.cross_entropy, x, y)
     assert isinstance(tape, WholeTape)
@@ -513,7 +625,9 @@ def test_dropout_inside_a_unit_is_differentiated_with_the_masks_of_its_losses(na
         slopes = (moved(tape, along, 1e-5, x, y) - moved(tape, along, -1e-5, x, y)) / 2e-5
     torch.testing.assert_close(found.per_sample() @ along, slopes, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(found.norms(), found.per_sample().norm(dim=1))
-    assert name == "attention, rarely" or not torch.allclose(found.losses, tape(x, y).losses)  # other masks
+    assert name == "attention, rarely" or not torch.allclose(
+        found.losses, tape(x, y).losses
+    )  # other masks
 
 
 def moved(tape, along, by, x, y):
@@ -540,17 +654,22 @@ class SometimesSkipped(nn.Module):
         return self.head(x if torch.rand(()) < 0.6 else self.layer(x))
 
 
-def test_a_layer_that_was_skipped_in_the_plan_does_not_go_untrained_in_silence(numbers, tokens, made):
+def test_a_layer_that_was_skipped_in_the_plan_does_not_go_untrained_in_silence(
+    numbers, tokens, made
+):
     model, x, y = made(0, SometimesSkipped), numbers(1, N, D), tokens(2, CLASSES, N)
     with torch.random.fork_rng(devices=[]), plan(model, F.cross_entropy, x, y).listening() as tape:
         torch.manual_seed(0)
         tape(x, y)
         torch.manual_seed(1)
-        with pytest.raises(RuntimeError, match=r"layer \(Linear\) was not called when the model was taken apart"):
+        with pytest.raises(
+            RuntimeError, match=r"layer \(Linear\) was not called when the model was taken apart"
+        ):
             tape(x, y)
 
 
-# The plan compares itself with autograd ------------------------------------------------------------------------------
+# The plan compares itself with autograd
+# ------------------------------------------------------------------------------
 
 
 def without_bias_norm(delta):
@@ -564,10 +683,15 @@ def weight_only(self, weights):
 
 @pytest.mark.parametrize(
     "place",
-    [(linear, "sum_square_norms", without_bias_norm), (linear.Positions, "weighted_sum", weight_only)],
+    [
+        (linear, "sum_square_norms", without_bias_norm),
+        (linear.Positions, "weighted_sum", weight_only),
+    ],
     ids=["in the norm", "in the sum"],
 )
-def test_a_layer_whose_formula_is_wrong_is_taken_as_a_whole(place, made, numbers, alone, same, monkeypatch):
+def test_a_layer_whose_formula_is_wrong_is_taken_as_a_whole(
+    place, made, numbers, alone, same, monkeypatch
+):
     model, x, y = made(0, lambda: nn.Linear(3, 3)), numbers(1, 4, 5, 3), numbers(2, 4, 5, 3)
     assert isinstance(plan(model, F.mse_loss, x, y), Tape)
     monkeypatch.setattr(*place)

@@ -1,4 +1,6 @@
-"""ε against other routes: published numbers, Opacus, quadrature and convolution of the definition, closed forms."""
+"""ε against other routes: published numbers, Opacus, quadrature and convolution of the definition,
+closed forms.
+"""
 
 import itertools
 import logging
@@ -30,8 +32,8 @@ from evenclip.mechanism.accounting import (
 )
 from evenclip.mechanism.release import Entry, Ledger
 
-# name: (batches, σ, epochs, RDP, PLD, RDP with a count of σ_count = 10), at δ = 1e-6 with q = 1/batches.
-# The RDP column is what the paper prints (3.41, 2.27, 5.90, 2.49), to another digit.
+# name: (batches, σ, epochs, RDP, PLD, RDP with a count of σ_count = 10), at δ = 1e-6 with q =
+# 1/batches. The RDP column is what the paper prints (3.41, 2.27, 5.90, 2.49), to another digit.
 PUBLISHED = {
     "adult": (92, 1.0, 20, 3.408, 3.10, 3.444),
     "dutch": (189, 1.0, 20, 2.269, 2.04, 2.293),
@@ -66,12 +68,16 @@ def test_the_published_epsilons_come_out(name):
 
 # Opacus' own search for a domain says which order was best.
 @pytest.mark.filterwarnings("ignore:Optimal order is the")
-@pytest.mark.parametrize(("q", "sigma", "steps"), [(1 / 92, 1.0, 1840), (0.02, 3.0, 500), (0.1, 5.0, 3000)])
+@pytest.mark.parametrize(
+    ("q", "sigma", "steps"), [(1 / 92, 1.0, 1840), (0.02, 3.0, 500), (0.1, 5.0, 3000)]
+)
 def test_opacus_agrees(q, sigma, steps):
     ledger = ledger_of(q, steps, gradient=sigma)
     opacus_rdp, opacus_prv = RDPAccountant(), PRVAccountant()
     opacus_rdp.history = opacus_prv.history = [(sigma, q, steps)]
-    assert epsilon(ledger, 1e-6, "rdp") == pytest.approx(opacus_rdp.get_epsilon(1e-6, alphas=ORDERS), rel=1e-4)
+    assert epsilon(ledger, 1e-6, "rdp") == pytest.approx(
+        opacus_rdp.get_epsilon(1e-6, alphas=ORDERS), rel=1e-4
+    )
     # PRV answers with the upper end of an interval of half-width eps_error.
     prv = opacus_prv.get_epsilon(1e-6, eps_error=0.01)
     assert prv - 0.021 <= epsilon(ledger, 1e-6) <= prv
@@ -99,16 +105,25 @@ def renyi_by_quadrature(q, sigma, alpha):
     x = np.linspace(-alpha - 30 * sigma, alpha + 30 * sigma, 20_001)
     log_p, log_q = log_densities(x, q, sigma)
     directions = [(log_p, log_q), (log_q, log_p)]
-    integrals = [logsumexp(alpha * a + (1 - alpha) * b) + math.log(x[1] - x[0]) for a, b in directions]
+    integrals = [
+        logsumexp(alpha * a + (1 - alpha) * b) + math.log(x[1] - x[0]) for a, b in directions
+    ]
     return max(integrals) / (alpha - 1)
 
 
-@pytest.mark.parametrize(("q", "sigma", "steps", "delta"), [(1 / 92, 1.0, 1840, 1e-6), (0.05, 4.0, 200, 1e-5)])
+@pytest.mark.parametrize(
+    ("q", "sigma", "steps", "delta"), [(1 / 92, 1.0, 1840, 1e-6), (0.05, 4.0, 200, 1e-5)]
+)
 def test_rdp_is_the_renyi_divergence_of_the_definition(q, sigma, steps, delta):
     by_order = [
-        steps * renyi_by_quadrature(q, sigma, a) + math.log1p(-1 / a) - math.log(delta * a) / (a - 1) for a in ORDERS
+        steps * renyi_by_quadrature(q, sigma, a)
+        + math.log1p(-1 / a)
+        - math.log(delta * a) / (a - 1)
+        for a in ORDERS
     ]
-    assert epsilon(ledger_of(q, steps, gradient=sigma), delta, "rdp") == pytest.approx(min(by_order), rel=1e-6)
+    assert epsilon(ledger_of(q, steps, gradient=sigma), delta, "rdp") == pytest.approx(
+        min(by_order), rel=1e-6
+    )
 
 
 def where_loss_is(loss, q, sigma):
@@ -131,7 +146,9 @@ def one_step_delta(epsilon, q, sigma):
 # Every pair of a rate, a multiplier and a δ once.
 ONE_STEP = [
     (q, sigma, (1e-3, 1e-6, 1e-9)[(i + j) % 3])
-    for (i, q), (j, sigma) in itertools.product(enumerate([0.003, 0.1, 0.9]), enumerate([0.4, 1.0, 5.0]))
+    for (i, q), (j, sigma) in itertools.product(
+        enumerate([0.003, 0.1, 0.9]), enumerate([0.4, 1.0, 5.0])
+    )
 ]
 
 
@@ -147,7 +164,9 @@ def test_pld_of_one_step_is_the_hockey_stick_divergence(q, sigma, delta):
 
 
 def rounded_loss(q, sigma, h, add):
-    """(lowest value, masses) of the loss of one step rounded down to multiples of h; a tail of 1e-20 is left out."""
+    """(lowest value, masses) of the loss of one step rounded down to multiples of h; a tail of
+    1e-20 is left out.
+    """
     edges = np.linspace(-10 * sigma, 1 + 10 * sigma, 400_001)
     mass = np.diff(norm.cdf(edges, 0, sigma))
     if not add:
@@ -162,7 +181,9 @@ def excess_delta(epsilon, losses, masses, delta):
 
 
 def epsilon_by_convolution(q, sigma, steps, delta, h):
-    """ε of the composition with every loss rounded down to a multiple of h: too small, by at most steps·h."""
+    """ε of the composition with every loss rounded down to a multiple of h: too small, by at most
+    steps·h.
+    """
     answers = []
     for add in (False, True):
         lowest, masses = rounded_loss(q, sigma, h, add)
@@ -174,7 +195,9 @@ def epsilon_by_convolution(q, sigma, steps, delta, h):
     return max(answers)
 
 
-@pytest.mark.parametrize(("q", "sigma", "steps", "delta"), [(0.02, 0.7, 3, 1e-6), (0.5, 2.0, 6, 1e-6)])
+@pytest.mark.parametrize(
+    ("q", "sigma", "steps", "delta"), [(0.02, 0.7, 3, 1e-6), (0.5, 2.0, 6, 1e-6)]
+)
 def test_pld_of_some_steps_is_the_convolution_of_the_definition(q, sigma, steps, delta):
     h = 2e-3
     computed = epsilon(ledger_of(q, steps, gradient=sigma), delta)
@@ -194,11 +217,15 @@ def gaussian_epsilon(mu, delta):
     return brentq(lambda epsilon: gaussian_delta(epsilon, mu) - delta, 0, 100, xtol=1e-12)
 
 
-@pytest.mark.parametrize(("sigma", "steps", "delta"), [(1.0, 1, 1e-5), (50.0, 2000, 1e-6), (5.0, 400, 1e-9)])
+@pytest.mark.parametrize(
+    ("sigma", "steps", "delta"), [(1.0, 1, 1e-5), (50.0, 2000, 1e-6), (5.0, 400, 1e-9)]
+)
 def test_without_sampling_it_is_the_gaussian_mechanism(sigma, steps, delta):
     mu = math.sqrt(steps) / sigma
     ledger = ledger_of(1.0, steps, gradient=sigma)
-    assert gaussian_delta(epsilon_without_amplification(ledger, delta), mu) == pytest.approx(delta, rel=1e-6)
+    assert gaussian_delta(epsilon_without_amplification(ledger, delta), mu) == pytest.approx(
+        delta, rel=1e-6
+    )
     exact = gaussian_epsilon(mu, delta)
     assert exact <= epsilon(ledger, delta) <= exact * (1 + 2e-4)
     assert exact < epsilon(ledger, delta, "rdp") < 1.2 * exact
@@ -208,12 +235,16 @@ def test_without_amplification_is_the_same_ledger_at_rate_one():
     sampled = Ledger([Entry(0.01, (("a", 20.0), ("b", 30.0)), 50), Entry(0.5, (("a", 7.0),), 3)])
     full = Ledger([Entry(1.0, entry.multipliers, entry.steps) for entry in sampled.entries])
     assert epsilon_without_amplification(sampled, 1e-6) == epsilon_without_amplification(full, 1e-6)
-    assert epsilon_without_amplification(sampled, 1e-6) == pytest.approx(epsilon(full, 1e-6), rel=3e-4)
+    assert epsilon_without_amplification(sampled, 1e-6) == pytest.approx(
+        epsilon(full, 1e-6), rel=3e-4
+    )
     assert epsilon(sampled, 1e-6) < epsilon_without_amplification(sampled, 1e-6)
 
 
 def test_without_amplification_survives_a_huge_and_a_tiny_cost():
-    mu = math.sqrt(20_000) / 0.5  # e^ε is far beyond a float; ε = μ²/2 + μ·Φ⁻¹(1 − δ) up to terms in 1/μ
+    mu = (
+        math.sqrt(20_000) / 0.5
+    )  # e^ε is far beyond a float; ε = μ²/2 + μ·Φ⁻¹(1 − δ) up to terms in 1/μ
     huge = epsilon_without_amplification(ledger_of(0.01, 20_000, gradient=0.5), 1e-6)
     assert huge == pytest.approx(mu**2 / 2 + mu * norm.isf(1e-6), rel=1e-4)
     assert epsilon_without_amplification(ledger_of(0.01, 1, gradient=1e9), 1e-6) == 0.0
@@ -223,8 +254,8 @@ def test_without_amplification_survives_a_huge_and_a_tiny_cost():
 
 
 def test_pld_stays_above_the_exact_value_at_a_tiny_delta():
-    # q is 1 up to rounding: the exact ε is the Gaussian's, while the accountant still goes by Fourier transform, whose
-    # rounding would take it below the exact ε from about 1e-12 on.
+    # q is 1 up to rounding: the exact ε is the Gaussian's, while the accountant still goes by
+    # Fourier transform, whose rounding would take it below the exact ε from about 1e-12 on.
     steps, sigma = 20_000, 500.0
     ledger = ledger_of(1 - 1e-13, steps, gradient=sigma)
     for delta, slack in ((1e-6, 2e-4), (1e-9, 2e-3), (1.1 * smallest_delta(ledger), 0.1)):
@@ -237,7 +268,9 @@ def test_pld_stays_above_the_exact_value_at_a_tiny_delta():
 
 def test_a_delta_below_double_precision_is_refused_by_pld_only():
     ledger = ledger_of(0.01, 2**20, gradient=30.0)
-    with pytest.raises(ValueError, match=r"delta is 1e-10; PLD in double precision is a bound only above 1.9e-09"):
+    with pytest.raises(
+        ValueError, match=r"delta is 1e-10; PLD in double precision is a bound only above 1.9e-09"
+    ):
         epsilon(ledger, 1e-10)
     assert epsilon(ledger, 1e-10, "rdp") > epsilon(ledger, 1e-8, "rdp")
 
@@ -255,11 +288,15 @@ def test_the_type_of_a_number_does_not_matter(accountant):
             ledger.write(np.float32(0.125), {"count": sigma_count, "gradient": sigma})
         answers.add(epsilon(ledger, 1e-6, accountant))
     assert len(answers) == 1
-    assert answers.pop() == epsilon(ledger_of(0.125, 100, one=(2.0**-2 + 10.0**-2) ** -0.5), 1e-6, accountant)
+    assert answers.pop() == epsilon(
+        ledger_of(0.125, 100, one=(2.0**-2 + 10.0**-2) ** -0.5), 1e-6, accountant
+    )
 
 
 def test_the_trap_our_event_avoids():
-    """In dp-accounting 0.6.0 a composed event under sampling ends at the first multiplier that is not a float."""
+    """In dp-accounting 0.6.0 a composed event under sampling ends at the first multiplier that is
+    not a float.
+    """
     together = [dp_accounting.GaussianDpEvent(10), dp_accounting.GaussianDpEvent(1)]
     trap = dp_accounting.PoissonSampledDpEvent(1 / 92, dp_accounting.ComposedDpEvent(together))
     library = dp_accounting.rdp.RdpAccountant()
@@ -276,7 +313,11 @@ def test_the_exported_event_gives_the_same_epsilon_by_hand():
     exported = event(ledger)
     by_hand = dp_accounting.rdp.RdpAccountant().compose(exported).get_epsilon(1e-5)
     assert epsilon(ledger, 1e-5, "rdp") == by_hand
-    by_hand = dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-4).compose(exported).get_epsilon(1e-5)
+    by_hand = (
+        dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-4)
+        .compose(exported)
+        .get_epsilon(1e-5)
+    )
     assert epsilon(ledger, 1e-5) == pytest.approx(by_hand, rel=2e-4)
 
 
@@ -288,7 +329,11 @@ def test_order_does_not_matter_and_equal_steps_are_taken_together():
         sorted_.write(0.01, other if k >= 100 else one)
         swapped.write(0.01, other if k < 100 else dict(reversed(one.items())))
     assert len(event(mixed).events) == 2
-    assert epsilon(mixed, 1e-6) == epsilon(sorted_, 1e-6) == pytest.approx(epsilon(swapped, 1e-6), rel=1e-9)
+    assert (
+        epsilon(mixed, 1e-6)
+        == epsilon(sorted_, 1e-6)
+        == pytest.approx(epsilon(swapped, 1e-6), rel=1e-9)
+    )
 
 
 def test_what_releases_nothing_costs_nothing():
@@ -394,11 +439,15 @@ def test_calibration_scales_only():
 
 
 def test_calibration_that_makes_no_sense_is_refused():
-    with pytest.raises(ValueError, match=r"10 steps at q = 1e-08 sample a record with probability 1e-07 only"):
+    with pytest.raises(
+        ValueError, match=r"10 steps at q = 1e-08 sample a record with probability 1e-07 only"
+    ):
         scale_for({"gradient": 1.0}, epsilon=1.0, delta=1e-6, q=1e-8, steps=10)
     with pytest.raises(ValueError, match=r"epsilon is 1e\+07; it is reached with next to no noise"):
         scale_for({"gradient": 1.0}, epsilon=1e7, delta=1e-6, q=1.0, steps=1)
-    with pytest.raises(ValueError, match=r"multipliers is empty; give the multiplier of at least one release"):
+    with pytest.raises(
+        ValueError, match=r"multipliers is empty; give the multiplier of at least one release"
+    ):
         scale_for({}, epsilon=1.0, delta=1e-6, q=0.1, steps=1)
     with pytest.raises(ValueError, match=r"count is 0\.0; it must be a finite number above 0"):
         scale_for({"count": 0.0}, epsilon=1.0, delta=1e-6, q=0.1, steps=1)
@@ -417,7 +466,9 @@ def test_gradient_and_count_cost_what_the_joint_costs(s):
 
 
 def test_a_count_that_costs_too_much_is_refused():
-    with pytest.raises(ValueError, match=r"^count is 1\.0; it must be above s·joint = 1, .* more noise\.$"):
+    with pytest.raises(
+        ValueError, match=r"^count is 1\.0; it must be above s·joint = 1, .* more noise\.$"
+    ):
         gradient_multiplier(1.0, 1.0)
     assert gradient_multiplier(1.0, 1.0, s=0.5) == pytest.approx(0.75**-0.5)
 
@@ -438,7 +489,9 @@ def test_a_printed_number_is_never_below_its_value(value, digits):
 def test_a_delta_out_of_range_is_refused(delta):
     ledger = ledger_of(0.01, 10, gradient=1.0)
     for ask in (epsilon, epsilon_without_amplification):
-        with pytest.raises(ValueError, match=rf"^delta is {delta}; it must lie above 0 and below 1"):
+        with pytest.raises(
+            ValueError, match=rf"^delta is {delta}; it must lie above 0 and below 1"
+        ):
             ask(ledger, delta)
     with pytest.raises(ValueError, match=rf"^delta is {delta}; it must lie above 0 and below 1"):
         curve(ledger, [1e-6, delta])
@@ -450,19 +503,24 @@ def test_an_unknown_accountant_is_refused():
 
 
 def test_a_rate_above_one_is_refused():
-    with pytest.raises(ValueError, match=r"^The ledger has a step of rate q = 1\.5; a Poisson rate lies"):
+    with pytest.raises(
+        ValueError, match=r"^The ledger has a step of rate q = 1\.5; a Poisson rate lies"
+    ):
         epsilon(ledger_of(1.5, 10, gradient=1.0), 1e-6)
 
 
 def test_without_the_library_the_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(ImportError, match=r"^ε is computed by dp-accounting, .* run `pip install 'dp-accounting"):
+    with pytest.raises(
+        ImportError, match=r"^ε is computed by dp-accounting, .* run `pip install 'dp-accounting"
+    ):
         epsilon(ledger_of(0.01, 10, gradient=1.0), 1e-6)
 
 
 def test_importing_the_module_does_not_import_the_library():
     code = (
-        "import evenclip.mechanism.accounting, sys; sys.exit('dp_accounting' in sys.modules or 'scipy' in sys.modules)"
+        "import evenclip.mechanism.accounting, sys; sys.exit('dp_accounting' in sys.modules or "
+        "'scipy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -475,15 +533,22 @@ def test_what_was_asked_before_is_not_computed_again_and_nothing_else_is_answere
     """A step more, another rate, multiplier, δ or accountant is another question."""
     asked, accountant = [], dp_accounting.pld.PLDAccountant
     compose = accountant.compose
-    monkeypatch.setattr(accountant, "compose", lambda self, *event: asked.append(event) or compose(self, *event))
+    monkeypatch.setattr(
+        accountant, "compose", lambda self, *event: asked.append(event) or compose(self, *event)
+    )
     first = Ledger([Entry(0.01037, (("gradient", 1.1),), 100)])  # no other test asks for this rate
-    again = Ledger([Entry(0.01037, (("gradient", 1.1),), 60), Entry(0.01037, (("gradient", 1.1),), 40)])
+    again = Ledger(
+        [Entry(0.01037, (("gradient", 1.1),), 60), Entry(0.01037, (("gradient", 1.1),), 40)]
+    )
     known = epsilon(first, 1e-5)
     count = len(asked)
     assert epsilon(again, 1e-5) == known
     assert len(asked) == count > 0
     others = [Entry(0.01037, (("gradient", 1.1),), 101), Entry(0.011, (("gradient", 1.1),), 100)]
-    others += [Entry(0.01037, (("gradient", 1.0),), 100), Entry(0.01037, (("gradient", 1.1), ("count", 9.0)), 100)]
+    others += [
+        Entry(0.01037, (("gradient", 1.0),), 100),
+        Entry(0.01037, (("gradient", 1.1), ("count", 9.0)), 100),
+    ]
     found = [
         known,
         *(epsilon(Ledger([entry]), 1e-5) for entry in others),

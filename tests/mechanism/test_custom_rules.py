@@ -38,7 +38,9 @@ class Custom(Rule):
 
 def run_of(rule, **settings):
     torch.manual_seed(0)
-    return prepare(torch.nn.Linear(4, 2), DATA, rule=rule, batch_size=20, seed=0, steps=4, **settings)
+    return prepare(
+        torch.nn.Linear(4, 2), DATA, rule=rule, batch_size=20, seed=0, steps=4, **settings
+    )
 
 
 class Shrinks(Custom):
@@ -79,17 +81,21 @@ def test_noise_is_for_the_bound_that_was_enforced_whatever_the_rule_changes_in_p
 def test_a_step_outside_of_listening_is_refused_before_it_is_in_the_ledger():
     run = run_of(DPSGD())
     with pytest.raises(
-        RuntimeError, match=r"^Take steps inside `with run\.listening\(\):`; outside of it no gradients"
+        RuntimeError,
+        match=r"^Take steps inside `with run\.listening\(\):`; outside of it no gradients",
     ):
         run.step()
     assert run.ledger.steps == 0
     with run.listening():
         step = run.step()
-    with pytest.raises(RuntimeError, match=r"^Gradients are recorded only inside `with run\.listening\(\):`\."):
+    with pytest.raises(
+        RuntimeError, match=r"^Gradients are recorded only inside `with run\.listening\(\):`\."
+    ):
         run_of(DPSGD()).tape(*DATA)
     run.update(step)
     with pytest.raises(
-        RuntimeError, match=r"^This is step 0, and the run is at step 1; update once for each run\.step"
+        RuntimeError,
+        match=r"^This is step 0, and the run is at step 1; update once for each run\.step",
     ):
         run.update(step)
 
@@ -101,7 +107,8 @@ def test_weighted_sums_take_one_weight_for_each_sample():
         n = len(step.losses)
         for wrong in (torch.ones(n + 3), torch.ones(n - 1), torch.ones(n, 1), torch.tensor(1.0)):
             with pytest.raises(
-                ValueError, match=rf"^The weights have shape .*; give one for each of the {n} samples\."
+                ValueError,
+                match=rf"^The weights have shape .*; give one for each of the {n} samples\.",
             ):
                 step.weighted_sum(wrong)
         torch.testing.assert_close(step.weighted_sum(step.weights), step.clipped_sum)
@@ -122,17 +129,53 @@ def test_a_tape_that_hides_in_the_instance_is_not_used():
     [
         ("weight", lambda *_: 1.0, "weight of custom cannot be mapped over samples"),
         ("weight", lambda *_: None, "weight of custom cannot be mapped over samples"),
-        ("weight", lambda s, norm, *_: norm if norm > 1 else 0 * norm, "write torch.where instead of if"),
-        ("weight", lambda s, norm, *_: torch.stack([norm, norm]), "weight of custom returned 2 numbers for one sample"),
+        (
+            "weight",
+            lambda s, norm, *_: norm if norm > 1 else 0 * norm,
+            "write torch.where instead of if",
+        ),
+        (
+            "weight",
+            lambda s, norm, *_: torch.stack([norm, norm]),
+            "weight of custom returned 2 numbers for one sample",
+        ),
         ("statistic", lambda *_: 1.0, "statistic of custom cannot be mapped over samples"),
-        ("sensitivity", lambda *_: None, "sensitivity of custom returned None; it must return one number"),
-        ("sensitivity", lambda *_: torch.ones(2), "returned a tensor of shape [2]; it must return one number"),
-        ("sensitivity", lambda *_: float("nan"), "sensitivity of custom returned nan; it must be a finite number"),
-        ("sensitivity", lambda *_: float("inf"), "sensitivity of custom returned inf; it must be a finite number"),
-        ("sensitivity", lambda *_: torch.tensor(-1.0), "sensitivity of custom returned -1.0; it must be a finite"),
+        (
+            "sensitivity",
+            lambda *_: None,
+            "sensitivity of custom returned None; it must return one number",
+        ),
+        (
+            "sensitivity",
+            lambda *_: torch.ones(2),
+            "returned a tensor of shape [2]; it must return one number",
+        ),
+        (
+            "sensitivity",
+            lambda *_: float("nan"),
+            "sensitivity of custom returned nan; it must be a finite number",
+        ),
+        (
+            "sensitivity",
+            lambda *_: float("inf"),
+            "sensitivity of custom returned inf; it must be a finite number",
+        ),
+        (
+            "sensitivity",
+            lambda *_: torch.tensor(-1.0),
+            "sensitivity of custom returned -1.0; it must be a finite",
+        ),
         ("init", lambda *_: [1.0], "init of custom returned list; it must return a tensor"),
-        ("observe", lambda *_: torch.ones(1), "observe of custom must return two tensors, (now, next)"),
-        ("observe", lambda *_: (1.0, 1.0), "observe of custom must return two tensors, (now, next)"),
+        (
+            "observe",
+            lambda *_: torch.ones(1),
+            "observe of custom must return two tensors, (now, next)",
+        ),
+        (
+            "observe",
+            lambda *_: (1.0, 1.0),
+            "observe of custom must return two tensors, (now, next)",
+        ),
     ],
 )
 def test_mistakes_are_sentences(method, returned, says):
@@ -145,7 +188,8 @@ def test_mistakes_are_sentences(method, returned, says):
 @pytest.mark.parametrize("given", [float("nan"), float("inf"), -1.0, "x"])
 def test_a_multiplier_is_a_finite_number_of_at_least_0(name, given):
     with pytest.raises(
-        ValueError, match=rf"^{name} of custom is {given!r}; it must be a finite number of at least 0\."
+        ValueError,
+        match=rf"^{name} of custom is {given!r}; it must be a finite number of at least 0\.",
     ):
         run_of(Custom(**{name: given}))
 
@@ -162,7 +206,10 @@ def test_one_weight_in_a_vector_is_one_weight():
 
 
 def test_what_an_observer_returns_is_a_dict_or_nothing():
-    with pytest.raises(TypeError, match=r"^An observer returned list; it must return a dict of what it saw, or None\."):
+    with pytest.raises(
+        TypeError,
+        match=r"^An observer returned list; it must return a dict of what it saw, or None\.",
+    ):
         fit(torch.nn.Linear(4, 2), DATA, rule=DPSGD(), batch_size=20, observers=[lambda step: [1]])
 
 

@@ -1,16 +1,18 @@
 """Is the noise that is added the noise that is claimed? Ask an attacker.
 
-One step of training is run very often on two batches that differ in one worst-case record, and an attacker tries to
-tell which it was from everything the step makes public. With true and false positive rates TPR and FPR of its best
-test, any (ε, δ)-private step has TPR ≤ e^ε FPR + δ, so
+One step of training is run very often on two batches that differ in one worst-case record, and an
+attacker tries to tell which it was from everything the step makes public. With true and false
+positive rates TPR and FPR of its best test, any (ε, δ)-private step has TPR ≤ e^ε FPR + δ, so
 
     ε ≥ ln((TPR − δ)/FPR),
 
-here with Clopper–Pearson bounds that hold together with probability 1 − 10⁻⁶, on draws that the test was not chosen
-on. The bound must stay below the claim for every rule, come close to it for DPSGD (so that the attacker is known to be
-strong), and rise above it for each planted fault (so that the audit is known to see).
+here with Clopper–Pearson bounds that hold together with probability 1 − 10⁻⁶, on draws that the
+test was not chosen on. The bound must stay below the claim for every rule, come close to it for
+DPSGD (so that the attacker is known to be strong), and rise above it for each planted fault (so
+that the audit is known to see).
 
-The steps are those of training: the same `step`, rules, guard, releases and noise, mapped over draws of the noise.
+The steps are those of training: the same `step`, rules, guard, releases and noise, mapped over
+draws of the noise.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ DELTA = 1e-2
 DOUBT = 1e-6
 D = 16  # parameters
 
-Transcript = dict[str, Tensor]  # what is public, for many draws: "gradient" [draw, D], "now" [draw, ...]
+Transcript = dict[
+    str, Tensor
+]  # what is public, for many draws: "gradient" [draw, D], "now" [draw, ...]
 Score = Callable[[Transcript], Tensor]  # [draw]; larger means "the record was in"
 
 
@@ -50,7 +54,9 @@ class GivenGradients:
         self.layout = Layout(("weight",), (torch.Size([D]),), torch.zeros(0, dtype=torch.float64))
 
     def __call__(self, x: Tensor, y: Tensor, group: Tensor) -> PerSample:
-        return PerSample(torch.zeros(len(x), dtype=torch.float64), [Whole({"weight": x})], self.layout)
+        return PerSample(
+            torch.zeros(len(x), dtype=torch.float64), [Whole({"weight": x})], self.layout
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,9 @@ class OneStep:
     groups: int = 1
     B: float = 4.0
     divide_by_size: bool = False
-    releases: Callable[[dict[str, Tensor], World], Release] = field(default=lambda noise, world: Release(noise))
+    releases: Callable[[dict[str, Tensor], World], Release] = field(
+        default=lambda noise, world: Release(noise)
+    )
 
     def __post_init__(self) -> None:
         self.mechanism = Mechanism(self.rule, self.groups, traceable=True)  # mapped over noise
@@ -92,7 +100,9 @@ class OneStep:
         return torch.func.vmap(lambda drawn: self._once(world, drawn))(noise)
 
     def _once(self, world: World, drawn: Tensor) -> Transcript:
-        release = self.releases({"count": drawn[: self.counts], "gradient": drawn[self.counts :]}, world)
+        release = self.releases(
+            {"count": drawn[: self.counts], "gradient": drawn[self.counts :]}, world
+        )
         B = float(len(world.group)) if self.divide_by_size else self.B
         chunk = Chunk(world.gradients, world.group, world.group)
         public, _ = step(GivenGradients(), self.mechanism, self.state, [chunk], B, release)
@@ -102,7 +112,10 @@ class OneStep:
         """Many steps with fresh noise."""
         noise = Noise(np.random.SeedSequence(seed))
         width = self.counts + D
-        blocks = [self(world, noise.normal(t, width, torch.float64, BLOCK)) for t in range(0, DRAWS, BLOCK)]
+        blocks = [
+            self(world, noise.normal(t, width, torch.float64, BLOCK))
+            for t in range(0, DRAWS, BLOCK)
+        ]
         return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 
     @property
@@ -114,7 +127,9 @@ class OneStep:
 
 
 def lower_bound(scores_in: Tensor, scores_out: Tensor) -> float:
-    """A lower bound on ε that holds with probability 1 − 10⁻⁶: the test is chosen on one half, judged on the other."""
+    """A lower bound on ε that holds with probability 1 − 10⁻⁶: the test is chosen on one half,
+    judged on the other.
+    """
     half = len(scores_in) // 2
     best, chosen = -math.inf, (1.0, 1.0, math.inf)
     # Either world may be the conspicuous one, by a high score or by a low one.
@@ -131,9 +146,15 @@ def lower_bound(scores_in: Tensor, scores_out: Tensor) -> float:
     return _bound(int((a > t).sum()), int((b > t).sum()), half)
 
 
-def _oriented(scores_in: Tensor, scores_out: Tensor, world: float, tail: float) -> tuple[Tensor, Tensor]:
+def _oriented(
+    scores_in: Tensor, scores_out: Tensor, world: float, tail: float
+) -> tuple[Tensor, Tensor]:
     """The conspicuous world first, high scores conspicuous."""
-    return (tail * scores_in, tail * scores_out) if world > 0 else (tail * scores_out, tail * scores_in)
+    return (
+        (tail * scores_in, tail * scores_out)
+        if world > 0
+        else (tail * scores_out, tail * scores_in)
+    )
 
 
 def _bound(hits: int, alarms: int, n: int) -> float:
@@ -176,7 +197,9 @@ SOUND = {
 def audit(mechanism: OneStep, worlds: tuple[World, World], score: Score) -> float:
     """The attacker's lower bound on the ε of one step."""
     present, absent = worlds
-    return lower_bound(score(mechanism.draw(present, seed=1)), score(mechanism.draw(absent, seed=2)))
+    return lower_bound(
+        score(mechanism.draw(present, seed=1)), score(mechanism.draw(absent, seed=2))
+    )
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -202,8 +225,7 @@ def test_the_claim_of_one_step_is_that_of_the_gaussian_mechanism():
     assert delta == pytest.approx(DELTA, rel=2e-3)
 
 
-# --- planted faults: each must be seen
-# -----------------------------------------------------------------------------------
+# --- planted faults: each must be seen ----------------------------------------------------------
 
 
 class NoiseForC0(Release):
@@ -223,10 +245,14 @@ class NoiseForThosePresent(Release):
 
     def __call__(self, name, value, *, sensitivity, multiplier):
         if name == "count":
-            self.noisy_counts = super().__call__(name, value, sensitivity=sensitivity, multiplier=multiplier)
+            self.noisy_counts = super().__call__(
+                name, value, sensitivity=sensitivity, multiplier=multiplier
+            )
             return self.noisy_counts
         C, _ = DPSGDF(C0=1.0, sigma=1.0).observe(self.noisy_counts, 4.0, torch.ones(2))
-        return super().__call__(name, value, sensitivity=C[self.present].max(), multiplier=multiplier)
+        return super().__call__(
+            name, value, sensitivity=C[self.present].max(), multiplier=multiplier
+        )
 
 
 def test_fault_noise_for_C0_is_seen():

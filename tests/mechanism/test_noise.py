@@ -1,8 +1,9 @@
 """Noise: its words, its distribution, its tail, and that no number is ever used twice.
 
-A tail of 2e-9 cannot be counted in seconds, so it is reached by another road: prepared words stand in for Philox's,
-with u in the first 2⁻²⁴ of the unit interval only. Whatever lies beyond √(48 ln 2) = 5.77 standard deviations comes
-from there (24-bit uniforms have a single number in it), so rare events are 2²⁴ times as frequent as they are without.
+A tail of 2e-9 cannot be counted in seconds, so it is reached by another road: prepared words stand
+in for Philox's, with u in the first 2⁻²⁴ of the unit interval only. Whatever lies beyond √(48 ln 2)
+= 5.77 standard deviations comes from there (24-bit uniforms have a single number in it), so rare
+events are 2²⁴ times as frequent as they are without.
 """
 
 from __future__ import annotations
@@ -34,20 +35,32 @@ def in_parts(noise, t, size, dtype=torch.float32, steps=1):
     """As several ranks draw them: each a range of the numbers."""
     cut = size // 3
     return torch.stack(
-        [torch.cat([noise.part(t + s, size, *ends, dtype) for ends in ((0, cut), (cut, size))]) for s in range(steps)]
+        [
+            torch.cat([noise.part(t + s, size, *ends, dtype) for ends in ((0, cut), (cut, size))])
+            for s in range(steps)
+        ]
     )
 
 
 over_roads = pytest.mark.parametrize("road", [by_numpy])
-over_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-ROUNDING = {torch.float32: 3e-6, torch.float64: 2e-14}  # of a number: that of its angle, times its radius
+over_dtypes = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64], ids=["float32", "float64"]
+)
+ROUNDING = {
+    torch.float32: 3e-6,
+    torch.float64: 2e-14,
+}  # of a number: that of its angle, times its radius
 examples = settings(derandomize=True, deadline=None, database=None)
 SIZES = [0, 1, 2, 3, 7, 8, 1001]
 SOME_T = [0, 1, 12_345, 2**40]
-TAIL, FLAT = 2**12, 2**32 - 2**24  # the words, by their lower 32 bits, that are no plain u in float32: below, from here
+TAIL, FLAT = (
+    2**12,
+    2**32 - 2**24,
+)  # the words, by their lower 32 bits, that are no plain u in float32: below, from here
 
 
-# Words ---------------------------------------------------------------------------------------------------------------
+# Words
+# --------------------------------------------------------------------------------------------------
 
 KEYS = st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 2)
 
@@ -57,7 +70,9 @@ def unsigned(words):
 
 
 def philox(key, t, size, blocks, stream):
-    """The words of step t by numpy, which adds 1 to the counter before it draws.  # [4 · blocks], uint64"""
+    """The words of step t by numpy, which adds 1 to the counter before it draws.  # [4 · blocks],
+    uint64
+    """
     counter = np.array([t * blocks, stream, size, 0], dtype=np.uint64)
     return np.random.Philox(key=unsigned(key), counter=counter).random_raw(4 * blocks)
 
@@ -79,10 +94,15 @@ def philox(key, t, size, blocks, stream):
     ],
 )
 def test_numpy_has_the_published_philox(counter, key, words):
-    counter, key, words = ([int(word, 16) for word in text.split()] for text in (counter, key, words))
+    counter, key, words = (
+        [int(word, 16) for word in text.split()] for text in (counter, key, words)
+    )
     before = (sum(word << 64 * i for i, word in enumerate(counter)) - 1) % 2**256
     before = np.array([before >> 64 * i & 2**64 - 1 for i in range(4)], dtype=np.uint64)
-    assert np.random.Philox(key=np.array(key, np.uint64), counter=before).random_raw(4).tolist() == words
+    assert (
+        np.random.Philox(key=np.array(key, np.uint64), counter=before).random_raw(4).tolist()
+        == words
+    )
 
 
 @given(
@@ -110,12 +130,24 @@ def test_words_of_a_run_are_those_of_its_key_whatever_was_drawn_before(key, draw
                 assert np.array_equal(found[s], philox(key, t + s, size, blocks, stream))
 
 
-# Numbers: their distribution -----------------------------------------------------------------------------------------
+# Numbers: their distribution
+# -----------------------------------------------------------------------------------------
 
 MANY = 1_000_000
 CHANCE = 1e-5  # of a false alarm, for each of about a hundred tests
-DRAWS = [(torch.float32, 100_000), (torch.float64, 100_000), (torch.float32, 1000), (torch.float64, 1000)]
-DRAWS += [(torch.float32, 1), (torch.float64, 2), (torch.float64, 3), (torch.float32, 7), (torch.float32, 8)]
+DRAWS = [
+    (torch.float32, 100_000),
+    (torch.float64, 100_000),
+    (torch.float32, 1000),
+    (torch.float64, 1000),
+]
+DRAWS += [
+    (torch.float32, 1),
+    (torch.float64, 2),
+    (torch.float64, 3),
+    (torch.float32, 7),
+    (torch.float32, 8),
+]
 
 
 @pytest.fixture(scope="module", params=DRAWS, ids=[f"{d}-{s}"[6:] for d, s in DRAWS])
@@ -131,13 +163,17 @@ def many(draws):
 
 
 def halves(draws):
-    """The first and the second numbers of the pairs that Box–Muller makes; an odd size has one without a second."""
+    """The first and the second numbers of the pairs that Box–Muller makes; an odd size has one
+    without a second.
+    """
     half = (draws.shape[1] + 1) // 2
     return draws[:, : draws.shape[1] - half].ravel(), draws[:, half:].ravel()
 
 
 def uncorrelated(a, b):
-    """No correlation between a and b, their squares, their signs or their sizes, to 4.5 standard errors."""
+    """No correlation between a and b, their squares, their signs or their sizes, to 4.5 standard
+    errors.
+    """
     for view in (np.asarray, np.square, np.sign, np.abs, lambda v: v * v * v):
         assert abs(np.corrcoef(view(a), view(b))[0, 1]) < 4.5 / math.sqrt(len(a))
     assert abs(np.corrcoef(a, b**2)[0, 1]) < 4.5 / math.sqrt(len(a))
@@ -145,7 +181,9 @@ def uncorrelated(a, b):
 
 def test_moments(many):
     for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96), (6, 15, 10170)):
-        assert abs(np.mean(math.prod([many] * power)) - moment) < 4 * math.sqrt(variance / len(many)), power
+        assert abs(np.mean(math.prod([many] * power)) - moment) < 4 * math.sqrt(
+            variance / len(many)
+        ), power
 
 
 def test_kolmogorov_smirnov(many, draws):
@@ -157,8 +195,14 @@ def test_the_two_numbers_of_a_pair_are_independent(draws):
     first, second = halves(draws)
     if len(first):
         uncorrelated(first, second)
-        assert stats.kstest(np.hypot(first, second)[:200_000] ** 2, "expon", args=(0, 2)).pvalue > CHANCE
-        assert stats.kstest(np.arctan2(second, first)[:200_000] / math.tau + 0.5, "uniform").pvalue > CHANCE
+        assert (
+            stats.kstest(np.hypot(first, second)[:200_000] ** 2, "expon", args=(0, 2)).pvalue
+            > CHANCE
+        )
+        assert (
+            stats.kstest(np.arctan2(second, first)[:200_000] / math.tau + 0.5, "uniform").pvalue
+            > CHANCE
+        )
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 64])
@@ -172,7 +216,9 @@ def test_consecutive_steps_are_independent(draws):
 
 def test_seeds_are_independent():
     parent = np.random.SeedSequence(13)
-    a, b, c = (Noise(seed).normal(0, 500_000)[0].double().numpy() for seed in (*parent.spawn(2), parent))
+    a, b, c = (
+        Noise(seed).normal(0, 500_000)[0].double().numpy() for seed in (*parent.spawn(2), parent)
+    )
     for one, other in ((a, b), (a, c), (b, c)):
         uncorrelated(one, other)
 
@@ -202,11 +248,14 @@ def test_more_than_five_standard_deviations_by_plain_counting():
     assert low <= beyond <= high
 
 
-# Numbers: two roads to the same --------------------------------------------------------------------------------------
+# Numbers: two roads to the same
+# --------------------------------------------------------------------------------------
 
 
 def by_hand(word, extra, dtype):
-    """The pair of a word and of 32 bits more for its u, in float32 only in the tail; the radius to thirty digits."""
+    """The pair of a word and of 32 bits more for its u, in float32 only in the tail; the radius to
+    thirty digits.
+    """
     low = word % 2**32
     more = extra + 1 if dtype == torch.float64 or low < TAIL else 2**31 if low >= FLAT else 0
     with localcontext(prec=30):
@@ -222,9 +271,16 @@ def by_hand(word, extra, dtype):
 @pytest.mark.parametrize("t", SOME_T)
 def test_every_number_is_that_of_its_bits(road, dtype, size, t):
     noise, half = seeded(2), (size + 1) // 2
-    words, extra = (philox(noise.key, t, size, -(-half // each), stream) for each, stream in ((4, 0), (8, 1)))
-    pairs = [by_hand(int(w), int(e), dtype) for w, e in zip(words[:half], extra.view("<u4")[:half], strict=True)]
-    expected = torch.tensor([z for z, _ in pairs] + [z for _, z in pairs], dtype=torch.float64)[:size]
+    words, extra = (
+        philox(noise.key, t, size, -(-half // each), stream) for each, stream in ((4, 0), (8, 1))
+    )
+    pairs = [
+        by_hand(int(w), int(e), dtype)
+        for w, e in zip(words[:half], extra.view("<u4")[:half], strict=True)
+    ]
+    expected = torch.tensor([z for z, _ in pairs] + [z for _, z in pairs], dtype=torch.float64)[
+        :size
+    ]
     found = road(noise, t, size, dtype)[0]
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=ROUNDING[dtype])
 
@@ -232,7 +288,9 @@ def test_every_number_is_that_of_its_bits(road, dtype, size, t):
 @over_roads
 @over_dtypes
 def test_where_u_lies_in_the_tail_its_further_bits_count(road, dtype):
-    """One pair in 2²⁰: of eight million the seven or so that take more bits, against a calculation by hand."""
+    """One pair in 2²⁰: of eight million the seven or so that take more bits, against a calculation
+    by hand.
+    """
     noise, pairs = seeded(0), 1024
     words = philox(noise.key, 0, 2 * pairs, 8000 * pairs // 4, 0)
     where = np.nonzero((words & 0xFFFFFFFF) < TAIL)[0]
@@ -247,13 +305,20 @@ def test_where_u_lies_in_the_tail_its_further_bits_count(road, dtype):
         assert (found - other).abs().max() > 3 * ROUNDING[dtype]  # the comparison can tell
 
 
-# Any step at any time ------------------------------------------------------------------------------------------------
+# Any step at any time
+# --------------------------------------------------------------------------------------------------
 
 T = st.integers(0, 2**40)
 
 
 @over_dtypes
-@given(st.integers(0, 2**32), T, st.integers(0, 70), st.integers(1, 6), st.lists(st.tuples(T, st.integers(0, 9))))
+@given(
+    st.integers(0, 2**32),
+    T,
+    st.integers(0, 70),
+    st.integers(1, 6),
+    st.lists(st.tuples(T, st.integers(0, 9))),
+)
 @examples
 def test_a_step_has_its_numbers_however_it_is_come_by(dtype, seed, t, size, steps, before):
     noise = seeded(seed)
@@ -281,16 +346,33 @@ def test_a_seed_is_a_stream():
 
 
 @over_dtypes
-@pytest.mark.parametrize("sizes", [{"gradient": 9}, {"count": 2, "gradient": 7}, {"gradient": 40_000}, {}])
+@pytest.mark.parametrize(
+    "sizes", [{"gradient": 9}, {"count": 2, "gradient": 7}, {"gradient": 40_000}, {}]
+)
 def test_ahead_has_the_numbers_of_every_step_in_any_order(dtype, sizes):
     total = sum(sizes.values())
     ahead, noise = Ahead(seeded(4), sizes, dtype, torch.device("cpu")), seeded(4)
     assert ahead.size == total
     block = max(1, 2**15 // max(total, 1))
-    for t in (0, 1, 2, block - 1, block, block + 1, 3 * block, 1, 0, 2**40, 2**40 - 1, 5):  # on, far on, and back
+    for t in (
+        0,
+        1,
+        2,
+        block - 1,
+        block,
+        block + 1,
+        3 * block,
+        1,
+        0,
+        2**40,
+        2**40 - 1,
+        5,
+    ):  # on, far on, and back
         expected = noise.normal(t, total, dtype)[0]
         parts = ahead.of(t)
-        assert {name: part.shape for name, part in parts.items()} == {name: (n,) for name, n in sizes.items()}
+        assert {name: part.shape for name, part in parts.items()} == {
+            name: (n,) for name, n in sizes.items()
+        }
         assert list(parts) == list(sizes)
         assert torch.equal(torch.cat([expected[:0], *parts.values()]), expected)
 
@@ -313,7 +395,9 @@ def test_ahead_forgets_what_it_has_drawn_when_it_becomes_another(dtype, sizes):
     ahead.set_state(other.state())
     for t in (2, 3, 1, 0):
         assert torch.equal(ahead.of(t)["gradient"], rows[t])
-        assert torch.equal(torch.cat(list(ahead.of(t).values())), seeded(6).normal(t, ahead.size, dtype)[0])
+        assert torch.equal(
+            torch.cat(list(ahead.of(t).values())), seeded(6).normal(t, ahead.size, dtype)[0]
+        )
     assert torch.equal(ahead.state(), other.state())
     ahead.set_state(before)  # and back
     assert all(torch.equal(ahead.of(t)["gradient"], row) for t, row in drawn.items())
@@ -325,11 +409,15 @@ def test_state_restores_the_stream(road):
     state = noise.state()
     assert state.dtype == torch.int64
     kept = state.clone()
-    expected = [road(noise, t, size, dtype) for t in SOME_T for size in (1, 9) for dtype in ROUNDING]
+    expected = [
+        road(noise, t, size, dtype) for t in SOME_T for size in (1, 9) for dtype in ROUNDING
+    ]
     other = seeded(99)
     other.normal(2, 5)
     other.set_state(state)
-    assert torch.equal(by_numpy(other, 3, 5), by_numpy(seeded(3), 3, 5))  # where the other one would have gone on
+    assert torch.equal(
+        by_numpy(other, 3, 5), by_numpy(seeded(3), 3, 5)
+    )  # where the other one would have gone on
     found = [road(other, t, size, dtype) for t in SOME_T for size in (1, 9) for dtype in ROUNDING]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert torch.equal(other.state(), noise.state())
@@ -337,7 +425,9 @@ def test_state_restores_the_stream(road):
 
 
 @over_roads
-@pytest.mark.parametrize("of", [lambda noise: noise, lambda noise: Ahead(noise, {"all": 9}, torch.float32, "cpu")])
+@pytest.mark.parametrize(
+    "of", [lambda noise: noise, lambda noise: Ahead(noise, {"all": 9}, torch.float32, "cpu")]
+)
 def test_a_state_is_a_copy(road, of):
     """Neither who has taken one nor who has given one can change the noise with it."""
     fresh, noise, other = seeded(3), seeded(3), seeded(4)
@@ -350,22 +440,29 @@ def test_a_state_is_a_copy(road, of):
     taken.zero_()
     given.zero_()
     for one in (noise, other):
-        assert all(torch.equal(road(one, t, 9), expected[t]) for t in (1, 2, 5, 4, 0))  # going on, and jumping
+        assert all(
+            torch.equal(road(one, t, 9), expected[t]) for t in (1, 2, 5, 4, 0)
+        )  # going on, and jumping
         assert torch.equal(of(one).state(), fresh.key)
         assert fresh.key.all()
 
 
-# Nothing twice -------------------------------------------------------------------------------------------------------
+# Nothing twice
+# --------------------------------------------------------------------------------------------------
 
 FAULTS = {
     "t ignored": lambda key, t, size, blocks, stream: philox(key, 0, size, blocks, stream),
-    "t wraps around": lambda key, t, size, blocks, stream: philox(key, t % 32, size, blocks, stream),
+    "t wraps around": lambda key, t, size, blocks, stream: philox(
+        key, t % 32, size, blocks, stream
+    ),
     "key ignored": lambda key, t, size, blocks, stream: philox([0, 0], t, size, blocks, stream),
     "half of the key ignored": lambda key, t, size, blocks, stream: philox(
         [0, int(key[1]) % 2], t, size, blocks, stream
     ),
     "one stream for both": lambda key, t, size, blocks, stream: philox(key, t, size, blocks, 0),
-    "stream beside stream": lambda key, t, size, blocks, stream: philox(key, t + stream, size, blocks, 0),
+    "stream beside stream": lambda key, t, size, blocks, stream: philox(
+        key, t + stream, size, blocks, 0
+    ),
     "steps overlap by a block": lambda key, t, size, blocks, stream: np.concatenate(
         [philox(key, t * max(blocks - 1, 1) + b, size, 1, stream) for b in range(blocks)]
     ),
@@ -375,9 +472,13 @@ FAULTS = {
 }
 FAULTS_OF_SIZES = {
     "size ignored": lambda key, t, size, blocks, stream: philox(key, t, 0, blocks, stream),
-    "size in pairs": lambda key, t, size, blocks, stream: philox(key, t, (size + 1) // 2, blocks, stream),
+    "size in pairs": lambda key, t, size, blocks, stream: philox(
+        key, t, (size + 1) // 2, blocks, stream
+    ),
     "size in blocks": lambda key, t, size, blocks, stream: philox(key, t, blocks, blocks, stream),
-    "size beside stream": lambda key, t, size, blocks, stream: philox(key, t, 0, blocks, stream + size),
+    "size beside stream": lambda key, t, size, blocks, stream: philox(
+        key, t, 0, blocks, stream + size
+    ),
     "size of the first stream only": lambda key, t, size, blocks, stream: philox(
         key, t, 0 if stream else size, blocks, stream
     ),
@@ -397,7 +498,9 @@ def plant(fault, monkeypatch):
 
 
 def check_nothing_twice(road, sizes, monkeypatch):
-    """Of several runs, all words that the numbers are made of differ, and so do the numbers, over streams and sizes."""
+    """Of several runs, all words that the numbers are made of differ, and so do the numbers, over
+    streams and sizes.
+    """
     seen, of = [], module._Words.of
 
     def heard(found):
@@ -413,7 +516,9 @@ def check_nothing_twice(road, sizes, monkeypatch):
             for size in sizes
         ]
     every = np.concatenate(seen)
-    assert len(every) >= 4 * 40 * 1.5 * sum((size + 1) // 2 for size in sizes)  # a word and a half for each pair
+    assert len(every) >= 4 * 40 * 1.5 * sum(
+        (size + 1) // 2 for size in sizes
+    )  # a word and a half for each pair
     assert len(np.unique(every)) == len(every)
     assert len(torch.cat(found).unique()) == 4 * 40 * sum(sizes)
 
@@ -425,7 +530,9 @@ def test_no_word_and_no_number_is_used_twice(road, size, monkeypatch):
 
 
 @over_roads
-@pytest.mark.parametrize("sizes", [[1, 2, 7, 8, 9, 16, 17], [8, 1001, 1002]], ids=["neighbours", "far apart"])
+@pytest.mark.parametrize(
+    "sizes", [[1, 2, 7, 8, 9, 16, 17], [8, 1001, 1002]], ids=["neighbours", "far apart"]
+)
 def test_two_sizes_under_one_key_share_nothing(road, sizes, monkeypatch):
     check_nothing_twice(road, sizes, monkeypatch)
 
@@ -454,12 +561,16 @@ def test_what_two_sizes_share_is_seen(road, fault, monkeypatch):
 def test_sizes_that_take_turns_do_not_go_on_where_the_other_one_stopped(dtype):
     noise = seeded(8)
     for t in range(12):
-        for size in ((7,), (8,), (7, 8), (8, 7))[t % 4]:  # of one block each, so that the counters meet
+        for size in ((7,), (8,), (7, 8), (8, 7))[
+            t % 4
+        ]:  # of one block each, so that the counters meet
             assert torch.equal(noise.normal(t, size, dtype), seeded(8).normal(t, size, dtype))
 
 
 def test_steps_of_any_size_follow_each_other_without_overlap(monkeypatch):
-    """The counters themselves: step t has blocks t·b + 1 … (t + 1)·b, and b blocks are enough for its pairs."""
+    """The counters themselves: step t has blocks t·b + 1 … (t + 1)·b, and b blocks are enough for
+    its pairs.
+    """
     for size in range(1, 70):
         asked = []
         with monkeypatch.context() as patch:
@@ -478,7 +589,8 @@ def test_steps_of_any_size_follow_each_other_without_overlap(monkeypatch):
         assert one == (1, 3, 2, size, -(-half // 8))
 
 
-# The tail ------------------------------------------------------------------------------------------------------------
+# The tail
+# --------------------------------------------------------------------------------------------------
 
 END = 2.0**-24  # of the unit interval: the resolution of float32 uniforms
 FIRST = math.sqrt(48 * math.log(2))  # the radius at which the last END begins, 5.768
@@ -486,19 +598,29 @@ FIRST = math.sqrt(48 * math.log(2))  # the radius at which the last END begins, 
 
 @pytest.fixture
 def feed(monkeypatch):
-    """Prepared bits in place of Philox's: for each step and pair 64 of u, of which 0 means 2⁻⁶⁴, and 32 of the turn."""
+    """Prepared bits in place of Philox's: for each step and pair 64 of u, of which 0 means 2⁻⁶⁴,
+    and 32 of the turn.
+    """
 
     def prepare(u, turns):
-        u, turns = np.atleast_2d(np.asarray(u, np.uint64)), np.atleast_2d(np.asarray(turns, np.uint64))
+        u, turns = (
+            np.atleast_2d(np.asarray(u, np.uint64)),
+            np.atleast_2d(np.asarray(turns, np.uint64)),
+        )
         room = ((0, 0), (0, -u.shape[1] % 8))
         words = np.pad(u >> np.uint64(32) | turns << np.uint64(32), room)
         extra = np.pad(u.astype("<u4"), room).view(np.uint64)  # the lower 32 bits
         extra = np.pad(extra, ((0, 0), (0, -extra.shape[1] % 4)))
-        plant(lambda key, t, size, blocks, stream: (words, extra)[stream][t, : 4 * blocks], monkeypatch)
+        plant(
+            lambda key, t, size, blocks, stream: (words, extra)[stream][t, : 4 * blocks],
+            monkeypatch,
+        )
         monkeypatch.setattr(
             module._Words,
             "of",
-            lambda self, t, steps, size, blocks: (words, extra)[self._stream][t : t + steps, : 4 * blocks],
+            lambda self, t, steps, size, blocks: (words, extra)[self._stream][
+                t : t + steps, : 4 * blocks
+            ],
         )
 
     return prepare
@@ -520,7 +642,10 @@ def check_tail(road, noise, dtype, size, feed):
     """The distribution beyond 5.77 standard deviations, given that the radius lies there."""
     pairs, random = 400_000, np.random.default_rng(1)
     shape = (2 * pairs // size, size // 2)
-    feed(random.integers(0, 2**40, shape, dtype=np.uint64), random.integers(0, 2**32, shape, dtype=np.uint64))
+    feed(
+        random.integers(0, 2**40, shape, dtype=np.uint64),
+        random.integers(0, 2**32, shape, dtype=np.uint64),
+    )
     z = road(noise, 0, size, dtype, shape[0]).double().numpy()
     r = np.hypot(*halves(z))
     # r² − FIRST² is exponential with mean 2, as everywhere
@@ -546,7 +671,9 @@ def test_uniforms_of_24_bits_would_fail(feed):
     assert stats.kstest(noise.normal(0, MANY)[0].numpy(), "norm").pvalue > CHANCE  # unnoticed
     with pytest.raises(AssertionError):
         check_tail(by_numpy, noise, torch.float32, 1000, feed)
-    assert float(noise.normal(0, 1000, steps=800).abs().max()) < 5.77  # on the words that check_tail has fed
+    assert (
+        float(noise.normal(0, 1000, steps=800).abs().max()) < 5.77
+    )  # on the words that check_tail has fed
 
 
 def add_half(self, u, t, size):
@@ -570,7 +697,9 @@ def test_uniforms_of_32_bits_would_fail(road, name, fault, feed, monkeypatch):
 
 
 def radii(road, u, dtype, feed):
-    """The radius of each u, [pair] or [step, pair], by its 64 bits: the first numbers of pairs that lie at angle 0."""
+    """The radius of each u, [pair] or [step, pair], by its 64 bits: the first numbers of pairs that
+    lie at angle 0.
+    """
     u = np.asarray(u, np.uint64)
     feed(u, np.zeros_like(u))
     steps, pairs = np.atleast_2d(u).shape
@@ -580,7 +709,9 @@ def radii(road, u, dtype, feed):
 
 
 def beyond(road, rho, dtype, feed):
-    """Of the 2⁶⁴ values of u, how many give a radius larger than each rho: radii fall as u grows, so by bisection."""
+    """Of the 2⁶⁴ values of u, how many give a radius larger than each rho: radii fall as u grows,
+    so by bisection.
+    """
     low, high = [0] * len(rho), [2**64] * len(rho)  # all below `low` do, none from `high` on
     for _ in range(65):
         middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
@@ -598,20 +729,29 @@ def share(rho):
 
 
 SWITCH = math.sqrt(40 * math.log(2))  # the radius at which u takes more bits, 5.266
-SMALL = math.sqrt(-2 * math.log1p(-(2.0**-8)))  # the radius at which it is taken from 1 − u in float32, 0.0885
+SMALL = math.sqrt(
+    -2 * math.log1p(-(2.0**-8))
+)  # the radius at which it is taken from 1 − u in float32, 0.0885
 
 
 @over_roads
 @over_dtypes
 def test_the_share_of_words_beyond_a_radius_is_that_of_the_normal(road, dtype, feed):
-    """P(r > ρ) is right to 2⁻⁶⁴ and the rounding of r; inside the switch, in float32, to 2⁻³² and rounding."""
-    near = np.array([-1e-1, -1e-2, -1e-3, -1e-4, -2e-5, -1e-5, 0, 1e-5, 2e-5, 1e-4, 1e-3, 1e-2, 1e-1])
+    """P(r > ρ) is right to 2⁻⁶⁴ and the rounding of r; inside the switch, in float32, to 2⁻³² and
+    rounding.
+    """
+    near = np.array(
+        [-1e-1, -1e-2, -1e-3, -1e-4, -2e-5, -1e-5, 0, 1e-5, 2e-5, 1e-4, 1e-3, 1e-2, 1e-1]
+    )
     small = [2e-5, 1e-4, 1e-3, 0.01, *(SMALL + near[3:-1])]
-    rho = np.array([*small, 1.0, 3.0, 5.0, *(SWITCH + near), 6.0, 7.0, 8.0, 8.5, 9.0, 9.3, 9.4], str(dtype)[6:])
+    rho = np.array(
+        [*small, 1.0, 3.0, 5.0, *(SWITCH + near), 6.0, 7.0, 8.0, 8.5, 9.0, 9.3, 9.4], str(dtype)[6:]
+    )
     unit = {torch.float32: 2.0**-23, torch.float64: 2.0**-52}[dtype]
     for radius, found in zip(rho.tolist(), beyond(road, rho, dtype, feed), strict=True):
         expected = share(radius)
-        # r to 1.5 units, and u to 1: its logarithm is at least that wrong, unless it is taken from 1 − u
+        # r to 1.5 units, and u to 1: its logarithm is at least that wrong, unless it is taken from
+        # 1 − u
         of_u = 0 if dtype == torch.float32 and radius < SMALL - 1e-6 else 1
         rounding = float(expected) * unit * (1.5 * radius**2 + of_u)
         bits = 2**32 if dtype == torch.float32 and radius < SWITCH else 1
@@ -622,13 +762,20 @@ def test_the_share_of_words_beyond_a_radius_is_that_of_the_normal(road, dtype, f
 @over_dtypes
 def test_radii_fall_without_a_gap_across_the_switch(road, dtype, feed):
     switch = 2**44
-    u = [switch + k for k in (-(2**33), -(2**32) - 1, -(2**32), -(2**31), -2, -1, 0, 1, 2**32 - 1, 2**32, 2**33)]
+    u = [
+        switch + k
+        for k in (-(2**33), -(2**32) - 1, -(2**32), -(2**31), -2, -1, 0, 1, 2**32 - 1, 2**32, 2**33)
+    ]
     found = radii(road, u, dtype, feed).astype(float)
     expected = [math.sqrt(2 * (64 * math.log(2) - math.log(k + 1))) for k in u]
     assert (np.diff(found) <= 0).all()
     # inside, float32 leaves out the last 32 bits: du = 2⁻³² moves r by du/(u·r) = 2⁻¹²/5.27
-    np.testing.assert_allclose(found[:6], expected[:6], rtol={torch.float32: 2e-7, torch.float64: 4e-16}[dtype])
-    np.testing.assert_allclose(found, expected, rtol=0, atol={torch.float32: 4.7e-5, torch.float64: 2e-15}[dtype])
+    np.testing.assert_allclose(
+        found[:6], expected[:6], rtol={torch.float32: 2e-7, torch.float64: 4e-16}[dtype]
+    )
+    np.testing.assert_allclose(
+        found, expected, rtol=0, atol={torch.float32: 4.7e-5, torch.float64: 2e-15}[dtype]
+    )
     assert found[5] == pytest.approx(SWITCH, rel=2e-7)
 
 
@@ -639,7 +786,9 @@ def test_the_largest_radii(road, dtype, feed):
     k = np.arange(1, 1001)
     found = radii(road, k - 1, dtype, feed)
     expected = np.sqrt(2 * (64 * math.log(2) - np.log(k)))
-    np.testing.assert_allclose(found, expected, rtol={torch.float32: 2e-7, torch.float64: 4e-16}[dtype])
+    np.testing.assert_allclose(
+        found, expected, rtol={torch.float32: 2e-7, torch.float64: 4e-16}[dtype]
+    )
     assert found[0] == pytest.approx(math.sqrt(2 * 64 * math.log(2)), rel=2e-7)
     assert round(float(found[0]), 2) == 9.42
     assert len(np.unique(found)) == 1000
@@ -648,21 +797,29 @@ def test_the_largest_radii(road, dtype, feed):
 @over_roads
 @pytest.mark.parametrize(("dtype", "words"), [(torch.float32, 0), (torch.float64, 2**10 + 1)])
 def test_how_often_there_is_no_noise_at_all(road, dtype, words, feed):
-    """Where u rounds to 1, both numbers of the pair are 0: never in float32, once in 2⁵⁴ pairs in float64."""
+    """Where u rounds to 1, both numbers of the pair are 0: never in float32, once in 2⁵⁴ pairs in
+    float64.
+    """
     (some,) = beyond(road, np.zeros(1), dtype, feed)
     assert 2**64 - some == words
 
 
 def check_small_radii(road, feed):
-    """In float32, all 2²⁴ words whose u is taken from 1 − u: r > 0, falling, and exact up to rounding."""
+    """In float32, all 2²⁴ words whose u is taken from 1 − u: r > 0, falling, and exact up to
+    rounding.
+    """
     last = np.float32(0)
-    for first in range(2**32 - 2**20, FLAT - 1, -(2**20)):  # from the end on, where u is nearest to 1
+    for first in range(
+        2**32 - 2**20, FLAT - 1, -(2**20)
+    ):  # from the end on, where u is nearest to 1
         low = np.arange(first, first + 2**20, dtype=np.uint64)
         found = radii(road, low << np.uint64(32), torch.float32, feed)
         assert found.min() > 0
         assert found[-1] == 2.0**-16 or last  # 1.5e-5, the smallest: u = 1 − 2⁻³³
         falls = -np.diff(found, append=last)
-        assert (falls >= 0).all() if last else (falls > 0).all()  # the first of them float32 can tell apart
+        assert (
+            (falls >= 0).all() if last else (falls > 0).all()
+        )  # the first of them float32 can tell apart
         exact = np.sqrt(-2 * np.log1p((low.astype(float) + 0.5 - 2.0**32) * 2.0**-32))
         assert np.abs(found / exact - 1).max() < 1.5 * 2.0**-23
         last = found[0]
@@ -698,7 +855,19 @@ def test_radii_fall_without_a_gap_to_where_they_are_small(road, feed):
 @over_roads
 @over_dtypes
 def test_no_word_gives_an_infinite_number(road, dtype, feed):
-    ends = [0, 1, 2**32 - 1, 2**32, 2**44 - 1, 2**44, 2**63 - 1, 2**63, 2**64 - 2**32, 2**64 - 2, 2**64 - 1]
+    ends = [
+        0,
+        1,
+        2**32 - 1,
+        2**32,
+        2**44 - 1,
+        2**44,
+        2**63 - 1,
+        2**63,
+        2**64 - 2**32,
+        2**64 - 2,
+        2**64 - 1,
+    ]
     turns = [0, 1, 2**30, 2**31 - 1, 2**31, 2**31 + 1, 3 * 2**30, 2**32 - 1]
     u, angle = np.array(list(itertools.product(ends, turns)), np.uint64).T
     feed(u, angle)
@@ -713,7 +882,9 @@ def test_randn_of_torch_ends_at_5_77():
     uniforms = torch.rand(16_000, generator=torch.Generator().manual_seed(0))
     assert torch.equal((uniforms * 2**24).round() / 2**24, uniforms)
     normals = torch.randn(16_000, generator=torch.Generator().manual_seed(0)).view(-1, 2, 8)
-    u, v = uniforms.double().view(-1, 2, 8).unbind(dim=1)  # sixteen at a time: eight radii, eight angles
+    u, v = (
+        uniforms.double().view(-1, 2, 8).unbind(dim=1)
+    )  # sixteen at a time: eight radii, eight angles
     radius, angle = (-2 * torch.log1p(-u)).sqrt(), 2 * math.pi * v
     torch.testing.assert_close(normals[:, 0].double(), radius * angle.cos(), rtol=0, atol=1e-5)
     torch.testing.assert_close(normals[:, 1].double(), radius * angle.sin(), rtol=0, atol=1e-5)

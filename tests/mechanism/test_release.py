@@ -16,7 +16,8 @@ from evenclip.mechanism import Entry, Ledger, Mechanism, Release, joint_multipli
 from evenclip.mechanism.noise import Noise
 from evenclip.rules import FairLens
 
-# Release ------------------------------------------------------------------------------------------------------------
+# Release
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sensitivity", [0.5, torch.tensor(0.5, dtype=torch.float64)])
@@ -28,7 +29,10 @@ def test_a_release_adds_exactly_sensitivity_times_multiplier_times_noise(sensiti
     )
     release = Release({"count": torch.zeros(1), "gradient": noise})
     found = release("gradient", value, sensitivity=sensitivity, multiplier=6.0)
-    assert found.tolist() == [[6.0, -2.0], [24.0, -0.25]]  # value + 3·noise, in powers of two: no rounding
+    assert found.tolist() == [
+        [6.0, -2.0],
+        [24.0, -0.25],
+    ]  # value + 3·noise, in powers of two: no rounding
     assert found.dtype == dtype
 
 
@@ -49,13 +53,17 @@ def test_each_name_is_released_once_even_in_clear():
 
 def test_a_name_without_noise_is_refused():
     with pytest.raises(KeyError):
-        Release({"gradient": torch.ones(2)})("count", torch.zeros(1), sensitivity=1.0, multiplier=1.0)
+        Release({"gradient": torch.ones(2)})(
+            "count", torch.zeros(1), sensitivity=1.0, multiplier=1.0
+        )
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_one_number_of_noise_for_each_number_released(size):
     with pytest.raises(RuntimeError):  # never spread over several
-        Release({"gradient": torch.ones(size)})("gradient", torch.zeros(2), sensitivity=1.0, multiplier=1.0)
+        Release({"gradient": torch.ones(size)})(
+            "gradient", torch.zeros(2), sensitivity=1.0, multiplier=1.0
+        )
 
 
 def test_an_empty_value_needs_no_noise_and_is_not_in_the_ledger():
@@ -74,21 +82,34 @@ def test_multiplier_0_is_in_clear_and_the_ledger_says_so():
 
 
 def test_released_values_have_the_spread_that_the_ledger_claims():
-    """Standard deviation ÷ sensitivity over 200,000 releases of one number is the multiplier in the ledger."""
+    """Standard deviation ÷ sensitivity over 200,000 releases of one number is the multiplier in the
+    ledger.
+    """
     noise, n = Noise(np.random.SeedSequence(0)), 200_000
     release = Release({"gradient": noise.normal(0, n, torch.float64)[0]})
-    found = release("gradient", torch.full((n,), 7.0, dtype=torch.float64), sensitivity=0.3, multiplier=2.5)
+    found = release(
+        "gradient", torch.full((n,), 7.0, dtype=torch.float64), sensitivity=0.3, multiplier=2.5
+    )
     spread = float((found - 7.0).std()) / 0.3
     assert abs(spread / 2.5 - 1) < 4 / math.sqrt(2 * n)
 
 
-# The ledger ----------------------------------------------------------------------------------------------------------
+# The ledger
+# --------------------------------------------------------------------------------------------------
 
 
 def test_equal_steps_in_a_row_are_one_entry():
     ledger = Ledger()
     one, other = {"count": 10.0, "gradient": 1.0}, {"gradient": 1.0}
-    for q, step in ((0.1, one), (0.1, one), (0.1, other), (0.1, one), (0.2, one), (0.2, one), (None, one)):
+    for q, step in (
+        (0.1, one),
+        (0.1, one),
+        (0.1, other),
+        (0.1, one),
+        (0.2, one),
+        (0.2, one),
+        (None, one),
+    ):
         ledger.write(q, step)
     assert [(e.q, dict(e.multipliers), e.steps) for e in ledger.entries] == [
         (0.1, one, 2),
@@ -102,7 +123,9 @@ def test_equal_steps_in_a_row_are_one_entry():
 
 STEPS = st.tuples(
     st.none() | st.floats(0, 1, exclude_min=True),
-    st.dictionaries(st.sampled_from(["count", "gradient", "other"]), st.just(0.0) | st.floats(1e-3, 100)),
+    st.dictionaries(
+        st.sampled_from(["count", "gradient", "other"]), st.just(0.0) | st.floats(1e-3, 100)
+    ),
 )
 
 
@@ -123,7 +146,9 @@ def test_every_number_becomes_a_float_of_python(number):
     """dp-accounting 0.6 silently drops others from composed events."""
     ledger = Ledger()
     ledger.write(number(1), {"count": number(4), "gradient": number(3)})
-    read = Ledger.from_json([{"q": number(1), "multipliers": {"count": number(4), "gradient": number(3)}, "steps": 1}])
+    read = Ledger.from_json(
+        [{"q": number(1), "multipliers": {"count": number(4), "gradient": number(3)}, "steps": 1}]
+    )
     for entry in (*ledger.entries, *read.entries):
         assert entry == Entry(1.0, (("count", 4.0), ("gradient", 3.0)), 1)
         assert [type(m) for _, m in entry.multipliers] == [float, float]
@@ -152,7 +177,8 @@ def test_private_only_with_poisson_batches_and_noise_on_everything(q, multiplier
     assert ledger.is_private is private
 
 
-# The joint multiplier ------------------------------------------------------------------------------------------------
+# The joint multiplier
+# --------------------------------------------------------------------------------------------------
 
 SEVERAL = st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=6)
 
@@ -172,10 +198,14 @@ def test_joint_multiplier_forgets_order_and_nesting(several, random):
 @given(SEVERAL)
 @settings(derandomize=True, deadline=None, database=None)
 def test_joint_multiplier_is_that_of_the_best_estimate(several):
-    """Of all x + m_j·N_j, weighed by their precisions, comes the estimate of x of least variance: the joint m²."""
+    """Of all x + m_j·N_j, weighed by their precisions, comes the estimate of x of least variance:
+    the joint m².
+    """
     variances = np.square(several)
     shares = (1 / variances) / np.sum(1 / variances)
-    assert joint_multiplier(several) == pytest.approx(math.sqrt(np.sum(shares**2 * variances)), rel=1e-12)
+    assert joint_multiplier(several) == pytest.approx(
+        math.sqrt(np.sum(shares**2 * variances)), rel=1e-12
+    )
 
 
 def test_joint_multiplier_at_the_ends():

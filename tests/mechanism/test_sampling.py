@@ -1,4 +1,6 @@
-"""Batches: the distribution that amplification by sampling assumes, and nothing lost on the way into chunks."""
+"""Batches: the distribution that amplification by sampling assumes, and nothing lost on the way
+into chunks.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +32,32 @@ def memberships(sampler, n, draws):
     return found
 
 
-# Poisson -------------------------------------------------------------------------------------------------------------
+# Poisson
+# --------------------------------------------------------------------------------------------------
 
 
 def test_every_set_of_records_has_its_own_probability():
-    """The whole distribution at once: each of the 2⁵ subsets of five records, with probability q^k (1 − q)^(5 − k)."""
+    """The whole distribution at once: each of the 2⁵ subsets of five records, with probability q^k
+    (1 − q)^(5 − k).
+    """
     n, q, draws = 5, 0.3, 40_000
     sampler = poisson(n, q)
     seen = Counter(sum(1 << i for i in sampler.next().tolist()) for _ in range(draws))
     observed = [seen[subset] for subset in range(2**n)]
-    expected = [draws * q ** subset.bit_count() * (1 - q) ** (n - subset.bit_count()) for subset in range(2**n)]
+    expected = [
+        draws * q ** subset.bit_count() * (1 - q) ** (n - subset.bit_count())
+        for subset in range(2**n)
+    ]
     assert stats.chisquare(observed, expected).pvalue > 1e-3
 
 
-# numpy draws geometric gaps in two ways: by inversion below q = 1/3, else by search; a block holds many steps or one
-REGIMES = {"few": (300, 0.05, 6000), "many": (300, 0.6, 4000), "one step a block": (20_000, 0.8, 500)}
+# numpy draws geometric gaps in two ways: by inversion below q = 1/3, else by search; a block holds
+# many steps or one
+REGIMES = {
+    "few": (300, 0.05, 6000),
+    "many": (300, 0.6, 4000),
+    "one step a block": (20_000, 0.8, 500),
+}
 
 
 @pytest.fixture(scope="module", params=REGIMES)
@@ -64,7 +77,9 @@ def test_records_are_independent_in_pairs(drawn):
     _, q, draws, found = drawn
     centred = (found[:, :250] - q) / math.sqrt(q * (1 - q))
     correlation = (centred.T @ centred / draws)[np.triu_indices(250, 1)] * math.sqrt(draws)
-    together = (found[:, :250].T.astype(float) @ found[:, :250])[np.triu_indices(250, 1)]  # of 31,125 pairs
+    together = (found[:, :250].T.astype(float) @ found[:, :250])[
+        np.triu_indices(250, 1)
+    ]  # of 31,125 pairs
     low, high = stats.binom.interval(1 - 1e-3 / len(together), draws, q**2)
     assert low <= together.min()
     assert together.max() <= high
@@ -82,7 +97,9 @@ def test_batches_are_independent_of_each_other(drawn):
 
 def test_batch_sizes_are_binomial(drawn):
     n, q, draws, found = drawn
-    cuts = np.unique(stats.binom.ppf(np.linspace(0, 1, 13)[1:-1], n, q))  # bins of about the same probability
+    cuts = np.unique(
+        stats.binom.ppf(np.linspace(0, 1, 13)[1:-1], n, q)
+    )  # bins of about the same probability
     observed = np.bincount(np.searchsorted(cuts, found.sum(axis=1)), minlength=len(cuts) + 1)
     probabilities = np.diff([0.0, *stats.binom.cdf(cuts, n, q), 1.0])
     assert stats.chisquare(observed, draws * probabilities).pvalue > 1e-3
@@ -113,7 +130,11 @@ def test_q_1_takes_everything():
 
 
 def test_a_seed_is_a_stream():
-    one, same, other = poisson(500, 0.1, seed=1), poisson(500, 0.1, seed=1), poisson(500, 0.1, seed=2)
+    one, same, other = (
+        poisson(500, 0.1, seed=1),
+        poisson(500, 0.1, seed=1),
+        poisson(500, 0.1, seed=2),
+    )
     a, b, c = ([sampler.next().tolist() for _ in range(5)] for sampler in (one, same, other))
     assert a == b
     assert all(x != y for x, y in zip(a, c, strict=True))
@@ -144,11 +165,17 @@ def test_poisson_resumes(steps):
 def test_what_is_divided_by_does_not_tell_neighbouring_datasets_apart(n):
     sampler = Poisson(n, 0.1, 100.0, np.random.SeedSequence(0))
     assert sampler.q == 0.1
-    for batch in (sampler.next(), torch.zeros(0, dtype=torch.int64), torch.arange(7), torch.arange(n)):
+    for batch in (
+        sampler.next(),
+        torch.zeros(0, dtype=torch.int64),
+        torch.arange(7),
+        torch.arange(n),
+    ):
         assert sampler.expected_size(batch) == 100.0
 
 
-# Shuffled ------------------------------------------------------------------------------------------------------------
+# Shuffled
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("n", "size"), [(10, 3), (10, 5), (10, 10), (10, 11), (1, 1), (7, 1)])

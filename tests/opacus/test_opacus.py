@@ -1,4 +1,6 @@
-"""The rules inside Opacus: every mode against sums by hand, noise, logical batches, accounts, checkpoints, refusals."""
+"""The rules inside Opacus: every mode against sums by hand, noise, logical batches, accounts,
+checkpoints, refusals.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from opacus import PrivacyEngine
-from opacus.optimizers import AdaClipDPOptimizer, DistributedDPOptimizer, DPOptimizer, DPPerLayerOptimizer
+from opacus.optimizers import (
+    AdaClipDPOptimizer,
+    DistributedDPOptimizer,
+    DPOptimizer,
+    DPPerLayerOptimizer,
+)
 from opacus.schedulers import StepGradClip, StepNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
@@ -39,7 +46,9 @@ from evenclip.opacus.clipping import Clipper, joint
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:Full backward hook is firing when gradients are computed:UserWarning"
+    ),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:opacus"),
 ]
 
@@ -49,7 +58,8 @@ NETS = {
     "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.Tanh(), nn.Linear(6, 3)),
     "cnn": lambda: nn.Sequential(nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)),
 }
-# C0, Z and Z0 lie among the norms of the data below, so that some samples are clipped and some are not.
+# C0, Z and Z0 lie among the norms of the data below, so that some samples are clipped and some are
+# not.
 RULES = [
     DPSGD(C0=1.5, sigma=1.0),
     DPSGDGlobal(C0=0.7, sigma=1.0, Z=2.5),
@@ -84,7 +94,9 @@ def gradients(model, x, y):
     """Every sample's gradient by one backward pass each.  # [sample, parameter], float64"""
     rows = []
     for i in range(len(x)):
-        found = torch.autograd.grad(cross_entropy(model(x[i : i + 1]), y[i : i + 1]), list(model.parameters()))
+        found = torch.autograd.grad(
+            cross_entropy(model(x[i : i + 1]), y[i : i + 1]), list(model.parameters())
+        )
         rows.append(torch.cat([g.flatten() for g in found]).double())
     return torch.stack(rows)
 
@@ -97,7 +109,16 @@ class Private:
     """A network in Opacus's hands with a rule in it, and the inside of a training loop."""
 
     def __init__(
-        self, rule, mode="hooks", net="mlp", n=40, batch=10, reduction="mean", seed=None, by="engine", accountant="prv"
+        self,
+        rule,
+        mode="hooks",
+        net="mlp",
+        n=40,
+        batch=10,
+        reduction="mean",
+        seed=None,
+        by="engine",
+        accountant="prv",
     ):
         self.net = made(net=net)
         self.x, self.y = some(n)
@@ -114,7 +135,9 @@ class Private:
             out = self.engine.make_private(rule=rule, **common)
         else:
             self.engine = PrivacyEngine(accountant=accountant)
-            out = self.engine.make_private(noise_multiplier=joint(rule), max_grad_norm=1.0, **common)
+            out = self.engine.make_private(
+                noise_multiplier=joint(rule), max_grad_norm=1.0, **common
+            )
         self.model, self.optimizer, self.loader = out[0], out[1], out[-1]
         self.loss = out[2] if mode == "ghost" else loss
         if by == "even":
@@ -174,7 +197,9 @@ def test_a_step_is_the_weighted_sum_by_hand(mode, rule, net, by, silent):
     run.step(run.x, run.y)
     weights = weights_by_hand(rule, norms, Z=getattr(rule, "Z0", None))
     assert 0.1 < np.mean(np.array(weights) < max(weights)) < 0.9  # the data do test both branches
-    expected = torch.tensor(weights, dtype=torch.float64) @ g / 10  # the loader's batch size, not the 40 samples
+    expected = (
+        torch.tensor(weights, dtype=torch.float64) @ g / 10
+    )  # the loader's batch size, not the 40 samples
     torch.testing.assert_close(run.gradient, expected, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(run.parameters, before - 0.1 * expected, rtol=1e-4, atol=1e-6)
     assert list(run.engine.accountant.history) == [(joint(rule), 1 / 4, 1)]
@@ -199,24 +224,36 @@ def test_a_model_that_is_not_wrapped(mode, silent):
     rule, net = RULES[2], made()
     x, y = some()
     out = EvenPrivacyEngine().make_private(
-        rule=rule, module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), grad_sample_mode=mode,
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=10), wrap_model=False,
-    )  # fmt: skip
+        rule=rule,
+        module=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        grad_sample_mode=mode,
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=10),
+        wrap_model=False,
+    )
     (out[2] if mode == "ghost" else nn.CrossEntropyLoss())(net(x), y).backward()
     out[1].step()
     same = Private(rule)
     same.step(x, y)
-    torch.testing.assert_close(flat(p.grad for p in net.parameters()), same.gradient, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        flat(p.grad for p in net.parameters()), same.gradient, rtol=1e-4, atol=1e-6
+    )
 
 
 def test_accumulated_batches_are_one_batch_of_their_sizes_together(silent):
-    """What Opacus allows without Poisson sampling: two backward passes, one step, twice the expected size."""
+    """What Opacus allows without Poisson sampling: two backward passes, one step, twice the
+    expected size.
+    """
     net = made()
     x, y = some()
     model, optimizer, _ = PrivacyEngine().make_private(
-        module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=10), poisson_sampling=False,
-    )  # fmt: skip
+        module=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=10),
+        poisson_sampling=False,
+    )
     optimizer = even(optimizer, RULES[2])
     for part in (slice(0, 25), slice(25, 40)):
         cross_entropy(model(x[part]), y[part]).backward()
@@ -224,7 +261,9 @@ def test_accumulated_batches_are_one_batch_of_their_sizes_together(silent):
     optimizer.step()
     whole = Private(RULES[2])
     whole.step(x, y)
-    torch.testing.assert_close(flat(p.grad for p in net.parameters()), whole.gradient / 2, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        flat(p.grad for p in net.parameters()), whole.gradient / 2, rtol=1e-5, atol=1e-7
+    )
     b = (math.log(whole.Z / 2.5) + 0.3) / 2  # half the share
     assert optimizer.rule_state.item() == pytest.approx(2.5 * math.exp(-0.3 + b))
 
@@ -240,10 +279,20 @@ NUMBERS = st.one_of(
 def clipped(rule, rows, dtype=torch.float32):
     """Σ γ_i g_i of arbitrary per-sample gradients, as they would lie there after backward()."""
     wide = max((len(row) for row in rows), default=3)
-    p, q = nn.Parameter(torch.zeros(wide - 1, dtype=dtype)), nn.Parameter(torch.zeros((), dtype=dtype))
+    p, q = (
+        nn.Parameter(torch.zeros(wide - 1, dtype=dtype)),
+        nn.Parameter(torch.zeros((), dtype=dtype)),
+    )
     inner = torch.optim.SGD([p, q], lr=1.0)
     optimizer = EvenOptimizer(
-        DPOptimizer(inner, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1, loss_reduction="sum"), rule
+        DPOptimizer(
+            inner,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            expected_batch_size=1,
+            loss_reduction="sum",
+        ),
+        rule,
     )
     table = torch.tensor(np.array(rows), dtype=torch.float64).reshape(-1, wide).to(dtype)
     p.grad_sample, q.grad_sample = table[:, :-1], table[:, -1]
@@ -269,7 +318,9 @@ def test_a_finite_gradient_is_clipped_and_not_dropped(size):
     """Its square is no float32."""
     row = torch.tensor([size, -size, size], dtype=torch.float64)
     expected = row if size < 1 else row / row.norm()
-    torch.testing.assert_close(clipped(DPSGD(C0=1.0), [row.tolist()]), expected, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(
+        clipped(DPSGD(C0=1.0), [row.tolist()]), expected, rtol=1e-5, atol=0.0
+    )
 
 
 def test_a_gradient_whose_square_vanishes_has_a_norm_all_the_same():
@@ -278,7 +329,9 @@ def test_a_gradient_whose_square_vanishes_has_a_norm_all_the_same():
     assert found.norm() <= 1e-25
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 @pytest.mark.parametrize("width", [2, 64, 65, 66, 1000])
 def test_the_bound_holds_in_every_precision_and_width(width, dtype):
     """Widths around the block whose squares are summed in float32."""
@@ -289,12 +342,16 @@ def test_the_bound_holds_in_every_precision_and_width(width, dtype):
         exact = torch.tensor(row).to(dtype).double()
         assert found.norm() <= 0.1
         expected = exact * min(1.0, 0.1 / exact.norm().item())
-        torch.testing.assert_close(found, expected, rtol=20 * torch.finfo(dtype).eps + 1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            found, expected, rtol=20 * torch.finfo(dtype).eps + 1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("C0", [1e-3, 1e-5, 1e-6])
 def test_a_weight_that_has_lost_its_digits_is_none(C0):
-    """C0/‖g‖ is no normal float32 here: rounded to the nearest number, it could be half as large again."""
+    """C0/‖g‖ is no normal float32 here: rounded to the nearest number, it could be half as large
+    again.
+    """
     for size in np.geomspace(1e37, 3.4e38, 50):
         assert clipped(DPSGD(C0=C0), [[size, 0.0, 0.0]]).norm() <= C0
 
@@ -316,7 +373,9 @@ def test_in_ghost_mode_a_record_that_is_not_finite_stops_the_training(silent):
     run = Private(RULES[2], "ghost")
     run.x[7] = math.nan
     before = run.parameters
-    with pytest.raises(FloatingPointError, match=r"use grad_sample_mode='hooks', where they contribute nothing"):
+    with pytest.raises(
+        FloatingPointError, match=r"use grad_sample_mode='hooks', where they contribute nothing"
+    ):
         run.step(run.x, run.y)
     assert torch.equal(run.parameters, before)
     assert run.Z == RULES[2].Z0
@@ -336,8 +395,12 @@ def test_the_gradients_noise_has_standard_deviation_sigma_S_over_B(mode):
     drawn = torch.stack(drawn) * 10 / (3.0 * 0.5)
     assert drawn.numel() > 15_000
     assert drawn.mean().abs() < 4 / math.sqrt(drawn.numel())
-    assert drawn.var().item() == pytest.approx(1.0, abs=4 * math.sqrt(2 / drawn.numel()))  # 4 standard errors
-    assert torch.corrcoef(drawn[:, :50].T).fill_diagonal_(0).abs().max() < 0.5  # fresh for every coordinate
+    assert drawn.var().item() == pytest.approx(
+        1.0, abs=4 * math.sqrt(2 / drawn.numel())
+    )  # 4 standard errors
+    assert (
+        torch.corrcoef(drawn[:, :50].T).fill_diagonal_(0).abs().max() < 0.5
+    )  # fresh for every coordinate
 
 
 def test_the_counts_noise_has_standard_deviation_sigma_count():
@@ -408,13 +471,17 @@ def test_ghost_and_hooks_are_one_mechanism():
 
 
 def trained(mode, physical, silent, steps=3):
-    """What `steps` logical batches of Poisson sampling leave behind, passed in pieces of at most `physical`."""
+    """What `steps` logical batches of Poisson sampling leave behind, passed in pieces of at most
+    `physical`.
+    """
     del silent.asked[:]
     run = Private(RULES[2], mode, accountant="rdp")
     batches = np.random.default_rng(0).random((steps, 40)) < 0.3
     logical = [np.flatnonzero(row).tolist() for row in batches]
     loader = DataLoader(run.loader.dataset, batch_sampler=logical, collate_fn=run.loader.collate_fn)
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical, optimizer=run.optimizer) as pieces:
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=physical, optimizer=run.optimizer
+    ) as pieces:
         for x, y in pieces:
             assert len(x) <= physical
             run.step(x, y)
@@ -422,12 +489,16 @@ def trained(mode, physical, silent, steps=3):
 
 
 def same_as_whole(mode, silent):
-    """Whether three pieces to a batch make the same parameters, Z, accounts and draws of noise as one."""
+    """Whether three pieces to a batch make the same parameters, Z, accounts and draws of noise as
+    one.
+    """
     whole, pieces = trained(mode, 1000, silent), trained(mode, 5, silent)
     return (
         torch.allclose(whole.parameters, pieces.parameters, rtol=1e-4, atol=1e-6)
         and pytest.approx(pieces.Z) == whole.Z
-        and whole.engine.accountant.history == pieces.engine.accountant.history == [(joint(RULES[2]), 1 / 4, 3)]
+        and whole.engine.accountant.history
+        == pieces.engine.accountant.history
+        == [(joint(RULES[2]), 1 / 4, 3)]
         and len(silent.asked) == 3 * 2
     )
 
@@ -455,7 +526,9 @@ def only_the_last_piece_is_counted(optimizer):
     EvenOptimizer.clip_and_accumulate(optimizer)
 
 
-@pytest.mark.parametrize("fault", [z_moves_with_every_piece, noise_with_every_piece, only_the_last_piece_is_counted])
+@pytest.mark.parametrize(
+    "fault", [z_moves_with_every_piece, noise_with_every_piece, only_the_last_piece_is_counted]
+)
 def test_that_test_finds_planted_faults(fault, silent, monkeypatch):
     class Faulty(EvenOptimizer):
         clip_and_accumulate = fault
@@ -468,10 +541,15 @@ def test_a_manager_made_before_the_rule_goes_on_working(silent):
     net = made()
     x, y = some()
     model, optimizer, loader = PrivacyEngine().make_private(
-        module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
+        module=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
         data_loader=DataLoader(TensorDataset(x, y), batch_size=40),
-    )  # fmt: skip
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=7, optimizer=optimizer) as pieces:
+    )
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=7, optimizer=optimizer
+    ) as pieces:
         optimizer = even(optimizer, RULES[2])
         for a, b in pieces:
             optimizer.zero_grad()
@@ -485,7 +563,8 @@ def test_a_manager_made_before_the_rule_goes_on_working(silent):
 
 
 @pytest.mark.parametrize(
-    ("mode", "net"), [("hooks", "mlp"), ("hooks", "cnn"), ("functorch", "mlp"), ("ghost", "mlp"), ("ghost", "cnn")]
+    ("mode", "net"),
+    [("hooks", "mlp"), ("hooks", "cnn"), ("functorch", "mlp"), ("ghost", "mlp"), ("ghost", "cnn")],
 )
 def test_an_empty_batch_is_a_step_like_any_other(mode, net):
     rule = DPSGDGlobalAdapt(C0=0.5, sigma=1.0, Z0=2.5)
@@ -507,7 +586,9 @@ def test_opacus_own_loader_with_a_manager_and_many_empty_batches():
     torch.manual_seed(0)
     sizes = []
     for _ in range(10):
-        with BatchMemoryManager(data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer) as pieces:
+        with BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer
+        ) as pieces:
             for x, y in pieces:
                 run.step(x, y)
                 sizes.append(len(x))
@@ -532,7 +613,11 @@ def test_epsilon_is_that_of_our_own_ledger(accountant):
     ours = epsilon(ledger, 1e-5, "rdp" if accountant == "rdp" else "pld")
     theirs = run.engine.get_epsilon(1e-5)
     assert theirs == pytest.approx(ours, abs=0.02)
-    alone = epsilon(Ledger([Entry(0.01, (("gradient", 1.0),), 30)]), 1e-5, "rdp" if accountant == "rdp" else "pld")
+    alone = epsilon(
+        Ledger([Entry(0.01, (("gradient", 1.0),), 30)]),
+        1e-5,
+        "rdp" if accountant == "rdp" else "pld",
+    )
     assert theirs > alone + 0.2
 
 
@@ -561,13 +646,20 @@ def test_noise_for_a_given_epsilon_includes_the_count(rule, accountant):
     x, y = some(93)
     engine = EvenPrivacyEngine(accountant=accountant)
     _, optimizer, loader = engine.make_private_with_epsilon(
-        module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), rule=rule, target_epsilon=2.0,
-        target_delta=1e-5, epochs=3, data_loader=DataLoader(TensorDataset(x, y), batch_size=1),
-    )  # fmt: skip
+        module=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        rule=rule,
+        target_epsilon=2.0,
+        target_delta=1e-5,
+        epochs=3,
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=1),
+    )
     assert len(loader) == 92
     made_rule = optimizer.rule
     if rule.sigma_count:
-        assert made_rule.sigma_count / made_rule.sigma == pytest.approx(rule.sigma_count / rule.sigma)
+        assert made_rule.sigma_count / made_rule.sigma == pytest.approx(
+            rule.sigma_count / rule.sigma
+        )
     engine.accountant.history = [(optimizer.noise_multiplier, 1 / 92, 3 * 92)]
     assert 1.97 < engine.get_epsilon(1e-5) <= 2.0
     ledger = Ledger([Entry(1 / 92, tuple(made_rule.multipliers().items()), 3 * 92)])
@@ -582,23 +674,34 @@ def test_a_noise_scheduler_scales_all_the_noise_and_is_accounted(silent):
     run.step(run.x, run.y)
     assert (run.optimizer.rule.sigma, run.optimizer.rule.sigma_count) == (1.0, 3.0)
     both = (2**-2 + 6**-2) ** -0.5
-    assert [m for m, _, _ in run.engine.accountant.history] == [pytest.approx(both), pytest.approx(both / 2)]
+    assert [m for m, _, _ in run.engine.accountant.history] == [
+        pytest.approx(both),
+        pytest.approx(both / 2),
+    ]
 
 
 def test_the_bound_is_the_rules():
     run = Private(RULES[2])
     assert run.optimizer.max_grad_norm == 0.7
     scheduler = StepGradClip(run.optimizer, step_size=1, gamma=0.5)
-    with pytest.raises(ValueError, match=r"max_grad_norm cannot become 0.35: it is 0.7, dpsgd-global-adapt's sensitiv"):
+    with pytest.raises(
+        ValueError,
+        match=r"max_grad_norm cannot become 0.35: it is 0.7, dpsgd-global-adapt's sensitiv",
+    ):
         scheduler.step()
 
 
 def test_less_noise_than_make_private_was_given_is_said():
     run = Private(RULES[2], by="even")
     theirs = DPOptimizer(
-        run.optimizer.original_optimizer, noise_multiplier=5.0, max_grad_norm=1.0, expected_batch_size=10
+        run.optimizer.original_optimizer,
+        noise_multiplier=5.0,
+        max_grad_norm=1.0,
+        expected_batch_size=10,
     )
-    with pytest.warns(UserWarning, match=r"joint multiplier 0.995, and make_private was given 5: ε will be larger"):
+    with pytest.warns(
+        UserWarning, match=r"joint multiplier 0.995, and make_private was given 5: ε will be larger"
+    ):
         even(theirs, RULES[2])
 
 
@@ -617,10 +720,16 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(mode, tmp_path):
 
     first = Private(RULES[2], mode, seed=8)
     steps_of(first, 0, 3)
-    first.engine.save_checkpoint(path=tmp_path / "c.pt", module=first.model, optimizer=first.optimizer)
+    first.engine.save_checkpoint(
+        path=tmp_path / "c.pt", module=first.model, optimizer=first.optimizer
+    )
     second = Private(RULES[2], mode, seed=8)
-    second.engine.load_checkpoint(path=tmp_path / "c.pt", module=second.model, optimizer=second.optimizer)
-    second.optimizer.generator.set_state(first.optimizer.generator.get_state())  # Opacus does not keep it
+    second.engine.load_checkpoint(
+        path=tmp_path / "c.pt", module=second.model, optimizer=second.optimizer
+    )
+    second.optimizer.generator.set_state(
+        first.optimizer.generator.get_state()
+    )  # Opacus does not keep it
     assert second.Z == first.Z != RULES[2].Z0
     steps_of(second, 3, 6)
     assert torch.equal(second.parameters, straight.parameters)
@@ -638,14 +747,21 @@ def test_the_optimizers_state_is_safe_to_load_and_left_as_it_was(tmp_path):
     other.optimizer.load_state_dict(state)
     assert other.Z == run.Z
     assert state == before
-    Private(DPSGD()).optimizer.load_state_dict(torch.optim.SGD(run.net.parameters(), lr=0.3).state_dict())
+    Private(DPSGD()).optimizer.load_state_dict(
+        torch.optim.SGD(run.net.parameters(), lr=0.3).state_dict()
+    )
 
 
 def test_a_checkpoint_of_another_rule_or_of_none_is_refused():
     adapt, plain = Private(RULES[2]), Private(DPSGD())
-    with pytest.raises(ValueError, match=r"This checkpoint is of dpsgd and the optimizer has dpsgd-global-adapt\."):
+    with pytest.raises(
+        ValueError, match=r"This checkpoint is of dpsgd and the optimizer has dpsgd-global-adapt\."
+    ):
         adapt.optimizer.load_state_dict(plain.optimizer.state_dict())
-    with pytest.raises(ValueError, match=r"has no state of a rule, and dpsgd-global-adapt needs the Z it had got to"):
+    with pytest.raises(
+        ValueError,
+        match=r"has no state of a rule, and dpsgd-global-adapt needs the Z it had got to",
+    ):
         adapt.optimizer.load_state_dict(plain.optimizer.original_optimizer.state_dict())
 
 
@@ -654,7 +770,9 @@ def test_a_checkpoint_of_another_rule_or_of_none_is_refused():
 
 def dp_optimizer(kind=DPOptimizer, **more):
     inner = torch.optim.SGD(made().parameters(), lr=0.1)
-    return kind(inner, **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, "expected_batch_size": 10, **more})
+    return kind(
+        inner, **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, "expected_batch_size": 10, **more}
+    )
 
 
 class Late(DPSGDGlobalAdapt):
@@ -685,14 +803,18 @@ def test_rules_that_are_refused(rule, complaint):
 def test_a_rule_that_needs_this_steps_count_is_refused_at_the_latest_before_it_releases_a_gradient():
     run = Private(Late())
     before = run.parameters
-    with pytest.raises(ValueError, match=r"clips with this step's count.* train it with evenclip\.fit"):
+    with pytest.raises(
+        ValueError, match=r"clips with this step's count.* train it with evenclip\.fit"
+    ):
         run.step(run.x, run.y)
     assert torch.equal(run.parameters, before)
 
 
 @pytest.mark.parametrize("name", ["dpsgd-f", "non-private", "flat", "per_layer", "adaptive"])
 def test_names_that_are_refused(name):
-    complaint = {"dpsgd-f": r"evenclip\.fit", "non-private": "has no ε"}.get(name, r"use its PrivacyEngine")
+    complaint = {"dpsgd-f": r"evenclip\.fit", "non-private": "has no ε"}.get(
+        name, r"use its PrivacyEngine"
+    )
     with pytest.raises(ValueError, match=complaint):
         EvenPrivacyEngine().make_private(clipping=name, noise_multiplier=1.0, max_grad_norm=1.0)
 
@@ -701,10 +823,14 @@ def test_names_that_are_refused(name):
 def test_names_make_rules_from_opacus_own_words(name):
     net, (x, y) = made(), some()
     _, optimizer, _ = EvenPrivacyEngine().make_private(
-        module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), noise_multiplier=2.0, max_grad_norm=0.5,
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=10), clipping=name,
+        module=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        noise_multiplier=2.0,
+        max_grad_norm=0.5,
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=10),
+        clipping=name,
         **({"Z0": 4.0, "sigma_count": 9.0} if name is None else {}),
-    )  # fmt: skip
+    )
     expected = {
         "dpsgd": DPSGD(C0=0.5, sigma=2.0), "dpsgd-global": DPSGDGlobal(C0=0.5, sigma=2.0),
         "dpsgd-global-adapt": DPSGDGlobalAdapt(C0=0.5, sigma=2.0),
@@ -726,20 +852,29 @@ def test_names_make_rules_from_opacus_own_words(name):
 )  # fmt: skip
 def test_other_optimizers_are_refused(optimizer):
     given = optimizer()
-    with pytest.raises(TypeError, match=rf"The optimizer is a {type(given).__name__}; a rule works on what Opacus's"):
+    with pytest.raises(
+        TypeError,
+        match=rf"The optimizer is a {type(given).__name__}; a rule works on what Opacus's",
+    ):
         even(given, DPSGD())
 
 
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [
-        ({"poisson_sampling": False}, r"poisson_sampling is False, and the ε of this engine is that of Poisson"),
+        (
+            {"poisson_sampling": False},
+            r"poisson_sampling is False, and the ε of this engine is that of Poisson",
+        ),
         ({"rand_on_empty": True}, r"a made-up record in place of an empty batch"),
         (
             {"grad_sample_mode": "no_op"},
             r"grad_sample_mode is 'no_op'; the rules work with hooks, functorch, ew, ghost",
         ),
-        ({"eta_z": 0.3}, r"eta_z: neither an argument of Opacus's make_private nor a field of the rule"),
+        (
+            {"eta_z": 0.3},
+            r"eta_z: neither an argument of Opacus's make_private nor a field of the rule",
+        ),
         ({"C0": 1.0}, r"C0: neither an argument"),
         ({"noise_multiplier": 3.0}, r"say something else; leave them out"),
         ({"clipping": "dpsgd"}, r"say something else; leave them out"),
@@ -751,12 +886,18 @@ def test_arguments_that_are_refused(more, complaint):
     loader = DataLoader(TensorDataset(x, y), batch_size=10)
     with pytest.raises((TypeError, ValueError), match=complaint):
         EvenPrivacyEngine().make_private(
-            module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), data_loader=loader, rule=RULES[2], **more
+            module=net,
+            optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+            data_loader=loader,
+            rule=RULES[2],
+            **more,
         )
 
 
 def test_a_rule_by_name_needs_its_noise_and_its_bound():
-    with pytest.raises(ValueError, match=r"Give noise_multiplier and max_grad_norm, or the rule itself"):
+    with pytest.raises(
+        ValueError, match=r"Give noise_multiplier and max_grad_norm, or the rule itself"
+    ):
         EvenPrivacyEngine().make_private(clipping="dpsgd", noise_multiplier=1.0)
     with pytest.raises(ValueError, match=r"Give max_grad_norm, or the rule itself"):
         EvenPrivacyEngine().make_private_with_epsilon(
@@ -766,8 +907,17 @@ def test_a_rule_by_name_needs_its_noise_and_its_bound():
 
 def test_a_count_without_an_expected_batch_size_is_refused():
     inner = torch.optim.SGD(made().parameters(), lr=0.1)
-    theirs = DPOptimizer(inner, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=None, loss_reduction="sum")
-    with pytest.raises(ValueError, match=r"divides its count by the expected batch size, and this optimizer has none"):
+    theirs = DPOptimizer(
+        inner,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=None,
+        loss_reduction="sum",
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"divides its count by the expected batch size, and this optimizer has none",
+    ):
         even(theirs, DPSGDGlobalAdapt())
     even(theirs, DPSGD())
 
@@ -776,10 +926,14 @@ def test_a_count_without_an_expected_batch_size_is_refused():
 def test_no_gradient_is_used_twice(mode):
     run = Private(RULES[2], mode)
     run.step(run.x, run.y)
-    with pytest.raises(ValueError, match=r"Gradients haven't been cleared|There is no gradient to step with"):
+    with pytest.raises(
+        ValueError, match=r"Gradients haven't been cleared|There is no gradient to step with"
+    ):
         run.optimizer.step()
     run.optimizer.zero_grad()
-    with pytest.raises(ValueError, match=r"has no per-sample gradients|There is no gradient to step with"):
+    with pytest.raises(
+        ValueError, match=r"has no per-sample gradients|There is no gradient to step with"
+    ):
         run.optimizer.step()
 
 
@@ -789,7 +943,9 @@ def test_no_gradient_is_added_twice_to_a_logical_batch(mode):
     run.optimizer.signal_skip_step(True)
     run.optimizer.signal_skip_step(True)
     run.step(run.x, run.y)
-    with pytest.raises(ValueError, match=r"Gradients haven't been cleared|There is no gradient to step with"):
+    with pytest.raises(
+        ValueError, match=r"Gradients haven't been cleared|There is no gradient to step with"
+    ):
         run.optimizer.step()
 
 
@@ -806,7 +962,9 @@ def test_in_ghost_mode_a_second_backward_replaces_the_first_and_its_count(silent
 def test_in_ghost_mode_another_loss_than_the_criterions_is_refused():
     run = Private(RULES[2], "ghost")
     cross_entropy(run.model(run.x), run.y).backward()  # its gradients are not clipped
-    with pytest.raises(ValueError, match=r"There is no gradient to step with: call backward\(\) before every step"):
+    with pytest.raises(
+        ValueError, match=r"There is no gradient to step with: call backward\(\) before every step"
+    ):
         run.optimizer.step()
 
 
@@ -815,10 +973,17 @@ def test_in_ghost_mode_a_loss_of_several_numbers_a_sample_is_refused():
     net = nn.Linear(4, 1)
     x, y = torch.randn(20, 4), torch.rand(20, 1)
     model, _, criterion, _ = EvenPrivacyEngine().make_private(
-        module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), criterion=nn.MSELoss(), rule=DPSGD(),
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=5), grad_sample_mode="ghost",
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"The loss has the shape \[20, 1\] before it is reduced, and ghost clipping"):
+        module=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        criterion=nn.MSELoss(),
+        rule=DPSGD(),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=5),
+        grad_sample_mode="ghost",
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"The loss has the shape \[20, 1\] before it is reduced, and ghost clipping",
+    ):
         criterion(model(x), y)
 
 
@@ -827,9 +992,12 @@ def test_in_ghost_mode_a_layer_without_a_norm_is_refused():
     net = nn.Sequential(nn.Linear(4, 3), nn.Flatten(), nn.Linear(12, 2))
     x, y = torch.randn(20, 4, 4), torch.randint(2, (20,))
     out = EvenPrivacyEngine().make_private(
-        module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), rule=DPSGD(), grad_sample_mode="ghost",
+        module=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        rule=DPSGD(),
+        grad_sample_mode="ghost",
         data_loader=DataLoader(TensorDataset(x, y), batch_size=5),
-    )  # fmt: skip
+    )
     model, optimizer, criterion, _ = out
     criterion(model(x), y).backward()
     optimizer.step()
@@ -841,9 +1009,13 @@ def test_in_ghost_mode_a_layer_without_a_norm_is_refused():
 def test_in_ghost_mode_even_needs_the_criterion():
     net, (x, y) = made(), some()
     _, optimizer, criterion, _ = PrivacyEngine().make_private(
-        module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=10), grad_sample_mode="ghost",
-    )  # fmt: skip
+        module=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=10),
+        grad_sample_mode="ghost",
+    )
     with pytest.raises(ValueError, match=r"even\(optimizer, rule, criterion\)"):
         even(optimizer, DPSGD())
     assert even(optimizer, DPSGD(), criterion) is criterion.optimizer
@@ -882,7 +1054,9 @@ def test_frozen_parameters_are_left_alone(silent):
 def fresh(code):
     """What a new Python prints."""
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -899,7 +1073,10 @@ def test_without_opacus_the_import_says_what_to_install():
 
 
 def test_the_package_itself_does_not_import_opacus():
-    assert fresh("import sys, evenclip; evenclip.fit, evenclip.DPSGD; print('opacus' in sys.modules)") == "False\n"
+    assert (
+        fresh("import sys, evenclip; evenclip.fit, evenclip.DPSGD; print('opacus' in sys.modules)")
+        == "False\n"
+    )
 
 
 # --- whole trainings ---
@@ -911,24 +1088,36 @@ def accuracy(model, test):
 
 
 def test_an_opacus_loop_with_one_changed_line_learns_what_fit_learns():
-    """The digits, two seeds, same q, B, steps, rule and learning rate: the same accuracy within noise, the same ε."""
+    """The digits, two seeds, same q, B, steps, rule and learning rate: the same accuracy within
+    noise, the same ε.
+    """
     train, test, _ = digits()
     rule = DPSGDGlobalAdapt(C0=1.0, sigma=0.8, Z0=5.0)
     found, epsilons = {"opacus": [], "fit": [], "opacus alone": []}, set()
     for seed in range(2):
         result = evenclip.fit(
-            mlp_of_digits(seed), (train.x, train.y), rule=rule, epochs=12, batch_size=62, q=1 / 21, lr=1.0, seed=seed,
+            mlp_of_digits(seed),
+            (train.x, train.y),
+            rule=rule,
+            epochs=12,
+            batch_size=62,
+            q=1 / 21,
+            lr=1.0,
+            seed=seed,
             delta=1e-4,
-        )  # fmt: skip
+        )
         found["fit"].append(accuracy(result.model, test))
         for name in ("opacus", "opacus alone")[: 2 - seed]:
             network = mlp_of_digits(seed)
             torch.manual_seed(seed)
             engine = PrivacyEngine(accountant="prv")
             model, optimizer, loader = engine.make_private(
-                module=network, optimizer=torch.optim.SGD(network.parameters(), lr=1.0), max_grad_norm=1.0,
-                data_loader=DataLoader(TensorDataset(train.x, train.y), batch_size=64), noise_multiplier=0.8,
-            )  # fmt: skip
+                module=network,
+                optimizer=torch.optim.SGD(network.parameters(), lr=1.0),
+                max_grad_norm=1.0,
+                data_loader=DataLoader(TensorDataset(train.x, train.y), batch_size=64),
+                noise_multiplier=0.8,
+            )
             if name == "opacus":
                 optimizer = even(optimizer, rule)  # the one changed line
             for _ in range(12):
@@ -992,7 +1181,11 @@ def test_noise_is_for_the_bound_that_was_enforced_and_for_the_multiplier_that_is
         for _ in range(3):
             weights, count = clipper.look(norms)
             clipper.add(count)
-            noise = clipper.release(torch.zeros(4), 1.0, lambda n: torch.ones(n, dtype=torch.float64))
+            noise = clipper.release(
+                torch.zeros(4), 1.0, lambda n: torch.ones(n, dtype=torch.float64)
+            )
             (multiplier,) = clipper.mechanism.multipliers.values()
-            assert float((weights * norms).max()) * multiplier == pytest.approx(float(noise.max()), rel=1e-6)
+            assert float((weights * norms).max()) * multiplier == pytest.approx(
+                float(noise.max()), rel=1e-6
+            )
         next(READS)

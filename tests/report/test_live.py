@@ -39,7 +39,9 @@ def test_a_terminal_is_told_what_runs_what_is_done_and_how_long_it_will_take():
         text = drawn(live)
         assert "2 of 4 runs" in text
         assert "s left" in text
-        assert "failed: dpsgd-f, seed 3, lr 0.1: its process was ended by SIGKILL" in " ".join(text.split())
+        assert "failed: dpsgd-f, seed 3, lr 0.1: its process was ended by SIGKILL" in " ".join(
+            text.split()
+        )
     assert max(map(len, text.splitlines())) <= 80
 
 

@@ -1,4 +1,6 @@
-"""report.html: what it says, in which order, and that nothing in it needs or trusts anything outside."""
+"""report.html: what it says, in which order, and that nothing in it needs or trusts anything
+outside.
+"""
 
 import copy
 import json
@@ -27,9 +29,15 @@ def part(n, seed):
 def whole(tmp_path_factory, here):
     """A real comparison, as results.json has it."""
     found = evenclip.compare(
-        Splits(part(400, 0), part(300, 1), part(100, 2)), seeds=3, epochs=3, batch_size=50, delta=1e-4, model="mlp:8",
-        store=tmp_path_factory.mktemp("store"), on=here,
-    )  # fmt: skip
+        Splits(part(400, 0), part(300, 1), part(100, 2)),
+        seeds=3,
+        epochs=3,
+        batch_size=50,
+        delta=1e-4,
+        model="mlp:8",
+        store=tmp_path_factory.mktemp("store"),
+        on=here,
+    )
     return json.loads(json.dumps(found.to_json()))
 
 
@@ -52,7 +60,12 @@ def told(results):
     cost(results, "dpsgd-global-adapt", 0.12, -0.04, 0.16)
     for rule, epsilon in (("dpsgd", 2.9951), ("dpsgd-global-adapt", 2.9999)):
         results["privacy"][rule]["epsilon_pld"] = epsilon
-    results["verdict"]["dpsgd-global-adapt"] |= {"mean": -6.8, "low": -7.9, "high": -5.7, "reads": "smaller by 6.8"}
+    results["verdict"]["dpsgd-global-adapt"] |= {
+        "mean": -6.8,
+        "low": -7.9,
+        "high": -5.7,
+        "reads": "smaller by 6.8",
+    }
     return results
 
 
@@ -62,7 +75,8 @@ def told(results):
 def test_the_answer_is_one_sentence_with_its_interval(results):
     first, second = words.answer(told(results))
     assert first == (
-        "At ε = 3, DPSGD costs women 3.6 points of accuracy and men 10.6; DPSGD-Global-Adapt costs 0.1 and 0.0."
+        "At ε = 3, DPSGD costs women 3.6 points of accuracy and men 10.6; DPSGD-Global-Adapt "
+        "costs 0.1 and 0.0."
     )
     assert second == (
         "The gap between the groups is 6.8 points smaller with DPSGD-Global-Adapt than with DPSGD "
@@ -82,9 +96,11 @@ def test_an_epsilon_is_never_rounded_down(results):
         ({"reads": "no difference shown", "low": -1.0, "high": 2.0},
          "Between the gaps of DPSGD-Global-Adapt and DPSGD no difference is shown with 3 seeds."),
         ({"reads": "too few seeds to tell", "low": None, "high": None},
-         "Whether the gap of DPSGD-Global-Adapt differs from DPSGD's: too few seeds to tell (3 seeds)."),
+         "Whether the gap of DPSGD-Global-Adapt differs from DPSGD's: too few seeds to tell (3 "
+         "seeds)."),
         ({"mean": 2.0, "reads": "larger by 2 (1 to 3)", "low": 1.0, "high": 3.0},
-         "The gap between the groups is 2.0 points larger with DPSGD-Global-Adapt than with DPSGD (95\u00a0% interval "
+         "The gap between the groups is 2.0 points larger with DPSGD-Global-Adapt than with DPSGD "
+         "(95\u00a0% interval "
          "1.0 to 3.0, over 3 seeds)."),
     ],
 )  # fmt: skip
@@ -108,7 +124,10 @@ def test_a_rule_alone_and_a_rule_of_ones_own(results):
     for name in ("dpsgd", "dpsgd-f", "dpsgd-global"):
         for what in ("table", "privacy", "settings", "course", "statement"):
             del results[what][name]
-    assert re.fullmatch(r"At ε = [\d.]+, DPSGD-Global-Adapt costs women 0.1 .* and men 0.0\.", words.answer(results)[0])
+    assert re.fullmatch(
+        r"At ε = [\d.]+, DPSGD-Global-Adapt costs women 0.1 .* and men 0.0\.",
+        words.answer(results)[0],
+    )
     for what in ("table", "privacy", "settings", "course", "statement"):
         results[what]["halves"] = results[what].pop("dpsgd-global-adapt")
     drawn = page(results)
@@ -118,7 +137,10 @@ def test_a_rule_alone_and_a_rule_of_ones_own(results):
 
 def test_of_many_groups_the_pair_or_those_that_pay_least_and_most(results):
     results = told(results)
-    cells = {name: {"mean": value, "se": 0.1} for name, value in zip("abcd", (5.0, 1.0, 3.0, 9.0), strict=True)}
+    cells = {
+        name: {"mean": value, "se": 0.1}
+        for name, value in zip("abcd", (5.0, 1.0, 3.0, 9.0), strict=True)
+    }
     for row in results["table"].values():
         row["privacy_cost"] = cells
     results["groups"] = list("abcd")
@@ -150,7 +172,9 @@ class Outline(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         given = dict(attrs)
-        self.refers += [v for k, v in attrs if k in ("src", "href", "xlink:href", "action", "data", "srcset")]
+        self.refers += [
+            v for k, v in attrs if k in ("src", "href", "xlink:href", "action", "data", "srcset")
+        ]
         if "id" in given:
             self.ids.append(given["id"])
         if tag not in ("meta", "line", "circle", "path", "rect", "polyline"):
@@ -183,7 +207,8 @@ def test_the_page_stands_alone_and_in_order(results):
     text = page(told(results))
     found = outline(text)
     assert found.headings[1:7] == [
-        "What this does not say", "The table", "Pictures", "Privacy statement", "How each method works", "Settings",
+        "What this does not say", "The table", "Pictures", "Privacy statement", "How each method "
+                                                                                "works", "Settings",
     ]  # fmt: skip
     assert found.headings[0].startswith("At ε = 3, DPSGD costs women")
     assert found.refers == []
@@ -208,8 +233,13 @@ def test_every_number_of_the_table_is_there_and_the_best_private_one_is_marked(r
     results = told(results)
     text = page(results)
     rows = re.search(r"points of accuracy lost against.*?</table>", text, re.S)[0]
-    assert re.search(r"DPSGD</th><td>3.6 <span>± 0.1</span></td><td>10.6 <span>± 0.1</span></td><td>7.0 ", rows)
-    best = r"DPSGD-Global-Adapt</th><td><strong>0.1 .*?</strong></td><td><strong>0.0 .*?</strong></td><td><strong>0.2 "
+    assert re.search(
+        r"DPSGD</th><td>3.6 <span>± 0.1</span></td><td>10.6 <span>± 0.1</span></td><td>7.0 ", rows
+    )
+    best = (
+        r"DPSGD-Global-Adapt</th><td><strong>0.1 .*?</strong></td><td><strong>0.0 "
+        r".*?</strong></td><td><strong>0.2 "
+    )
     assert re.search(best, rows)
     assert "Non-private" not in rows
     losses = re.search(r"Loss on test records.*?</table>", text, re.S)[0]
@@ -227,7 +257,9 @@ def test_the_statement_has_every_field_of_the_report(results):
         if name in told_elsewhere or value is None:
             continue
         if isinstance(value, list):
-            assert all(text in statement for text in (v.replace("'", "&#x27;") for v in value)), name
+            assert all(text in statement for text in (v.replace("'", "&#x27;") for v in value)), (
+                name
+            )
         elif isinstance(value, str) and name != "specification":
             assert value.replace("'", "&#x27;") in statement, name
     for text in results["not_covered_by_epsilon"]:
@@ -238,9 +270,12 @@ def test_the_statement_has_every_field_of_the_report(results):
 
 def test_a_rule_without_an_epsilon_has_none_and_says_why(results):
     results["statement"]["dpsgd"] |= {
-        "epsilon": None, "epsilon_rdp": None, "epsilon_without_amplification": None, "soundness": "no valid ε",
+        "epsilon": None,
+        "epsilon_rdp": None,
+        "epsilon_without_amplification": None,
+        "soundness": "no valid ε",
         "why_no_epsilon": "it was invented for this test",
-    }  # fmt: skip
+    }
     statement = page(results).split('id="statement"')[1].split("</section>")[0]
     assert '<th scope="row">ε, by PLD</th><td>none</td>' in statement
     assert '<th scope="row">δ</th><td>–</td><td>0.0001</td>' in statement
@@ -259,7 +294,9 @@ def test_pictures_are_drawn_of_what_there_is(results):
     assert "Z of DPSGD-Global-Adapt" in text
     assert "Bounds of DPSGD-F by group" in text
     assert "Risk by direction" not in text
-    results["risk"] = {"dpsgd": [{"dir": [0.1, 0.2], "mag": [0.3, 0.4]}, {"dir": [0.1, 0.1], "mag": [0.1, 0.1]}]}
+    results["risk"] = {
+        "dpsgd": [{"dir": [0.1, 0.2], "mag": [0.3, 0.4]}, {"dir": [0.1, 0.1], "mag": [0.1, 0.1]}]
+    }
     assert "Risk by direction" in page(results)
 
 
@@ -318,7 +355,10 @@ def test_many_groups_stand_below_each_other(results):
         course |= {"loss": [[1.0] * 8] * 3, "gradient_norm": [[1.0] * 8] * 3, "state": None}
     results["groups"] = names
     table = re.search(r"Accuracy on test records.*?</table>", page(results), re.S)[0]
-    assert '<th scope="col">Group</th><th scope="col">Non-private</th><th scope="col">DPSGD</th>' in table
+    assert (
+        '<th scope="col">Group</th><th scope="col">Non-private</th><th scope="col">DPSGD</th>'
+        in table
+    )
     private = "<td>10.0</td><td>20.0</td><td>30.0</td><td><strong>40.0</strong></td>"
     assert f'<tr><th scope="row">a</th><td>0.0</td>{private}</tr>' in table
     assert table.count('scope="row"') == 8
@@ -327,7 +367,9 @@ def test_many_groups_stand_below_each_other(results):
 # --- pictures ---
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-3.2, 11.7), (71.0, 92.0), (1e-6, 3e-6), (5.0, 5.0), (-2, -1)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, 1.0), (-3.2, 11.7), (71.0, 92.0), (1e-6, 3e-6), (5.0, 5.0), (-2, -1)]
+)
 def test_a_scale_has_round_ends_around_the_values(low, high):
     first, last, ticks = charts._scale(low, high)
     assert first <= low
@@ -338,10 +380,18 @@ def test_a_scale_has_round_ends_around_the_values(low, high):
 
 
 def test_markers_stand_at_their_values():
-    svg = charts.dots("t", "d", "points", [("a", [charts.Dot(0.0, -1.0, 1.0), charts.Dot(4.0, None, None)])])
-    x = {float(v): k for k, v in re.findall(r'class="g(\d) mark"><(?:circle cx="|path d="M)([\d.]+)', svg)}
+    svg = charts.dots(
+        "t", "d", "points", [("a", [charts.Dot(0.0, -1.0, 1.0), charts.Dot(4.0, None, None)])]
+    )
+    x = {
+        float(v): k
+        for k, v in re.findall(r'class="g(\d) mark"><(?:circle cx="|path d="M)([\d.]+)', svg)
+    }
     zero, four = sorted(x)
-    low, high = (float(v) for v in re.search(r'class="g0" stroke-width="2" x1="([\d.]+)" x2="([\d.]+)"', svg).groups())
+    low, high = (
+        float(v)
+        for v in re.search(r'class="g0" stroke-width="2" x1="([\d.]+)" x2="([\d.]+)"', svg).groups()
+    )
     assert (low + high) / 2 == pytest.approx(zero, abs=0.1)
     assert four - zero == pytest.approx(4 * (high - zero), abs=0.5)
     assert charts.dots("t", "d", "points", [("a", [charts.Dot(None, None, None)])]) == ""
@@ -361,7 +411,12 @@ def test_report_writes_the_page_beside_the_results(results, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(None, "cannot be read"), ("{", "is not JSON"), ("[]", "has no results in it"), ("{}", "There is no 'dataset'")],
+    [
+        (None, "cannot be read"),
+        ("{", "is not JSON"),
+        ("[]", "has no results in it"),
+        ("{}", "There is no 'dataset'"),
+    ],
 )
 def test_what_is_no_result_is_one_sentence(content, says, tmp_path, capsys):
     if content is not None:

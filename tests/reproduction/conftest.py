@@ -25,16 +25,26 @@ def record(name="adult", quick=False, **changes):
             "epsilon": {"pld": 3.1035, "rdp": 3.4075} if private else {"pld": None, "rdp": None},
             "delta": 1e-6,
             "accuracy": rows(80.0 - 2 * i),
-            "train_loss": [[0.4 + 0.1 * i + 0.001 * s, 0.2 + 0.05 * i + 0.001 * s] for s in range(SEEDS)],
+            "train_loss": [
+                [0.4 + 0.1 * i + 0.001 * s, 0.2 + 0.05 * i + 0.001 * s] for s in range(SEEDS)
+            ],
             "test_loss": [[0.5 + 0.1 * i, 0.3 + 0.05 * i]] * SEEDS,
             "overall": {"accuracy": [80.0] * SEEDS, "loss": [0.5] * SEEDS},
             "seconds": [1.0] * SEEDS,
         }
     return {
-        "format": 1, "table": name, "quick": quick, "seeds": list(range(SEEDS)), "groups": ["Male", "Female"],
-        "n_train": [23_000 + i for i in range(SEEDS)], "says": "Settings as published.", "notes": ["A note."],
-        "rules": rules, "made_with": {"device": "cpu"}, **changes,
-    }  # fmt: skip
+        "format": 1,
+        "table": name,
+        "quick": quick,
+        "seeds": list(range(SEEDS)),
+        "groups": ["Male", "Female"],
+        "n_train": [23_000 + i for i in range(SEEDS)],
+        "says": "Settings as published.",
+        "notes": ["A note."],
+        "rules": rules,
+        "made_with": {"device": "cpu"},
+        **changes,
+    }
 
 
 def watched(rule, dataset="adult", match=False, looks=6):
@@ -50,15 +60,23 @@ def watched(rule, dataset="adult", match=False, looks=6):
         for k in (0, 1)
     ]  # fmt: skip
     return {
-        "watch": {"dataset": dataset, "rule": rule, "match": match}, "hash": "none", "lr": 0.01, "rule": rule,
-        "groups": ["Male", "Female"], "shares": [0.5, 0.5], "n": 1000, "q": 0.01, "B": 256.0, "steps": 100,
+        "watch": {"dataset": dataset, "rule": rule, "match": match},
+        "hash": "none",
+        "lr": 0.01,
+        "rule": rule,
+        "groups": ["Male", "Female"],
+        "shares": [0.5, 0.5],
+        "n": 1000,
+        "q": 0.01,
+        "B": 256.0,
+        "steps": 100,
         "loss": [[0.7 - 0.05 * e, 0.5 - 0.05 * e] for e in range(4)],
         "norm": [[1.0, 0.8 - 0.1 * e, 0.5 - 0.1 * e] for e in range(4)],
         "risk": [
             {"t": 10 * i, "risk": groups, "norms": [[1.0], [0.4]], "sensitivity": 0.5, "lr": 0.01}
             for i in range(looks)
         ],
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,9 @@ def filled(folder, kept, seen):
     for method in PUBLISHED["adult"].methods:
         path = artifacts.watched / f"{Watch('adult', method.name).name}.json"
         path.write_text(json.dumps(seen(method.name)))
-    (artifacts.watched / "adult-published-dpsgd-eigenvalues.json").write_text(json.dumps(seen("dpsgd")))
+    (artifacts.watched / "adult-published-dpsgd-eigenvalues.json").write_text(
+        json.dumps(seen("dpsgd"))
+    )
     return artifacts
 
 
@@ -36,9 +38,18 @@ def drawn(tmp_path_factory, kept, seen):
 
 
 def test_everything_is_drawn_again_from_what_is_kept(drawn):
-    first = {path: path.read_bytes() for path in drawn.rglob("*") if path.is_file() and path.suffix != ".json"}
+    first = {
+        path: path.read_bytes()
+        for path in drawn.rglob("*")
+        if path.is_file() and path.suffix != ".json"
+    }
     names = {path.relative_to(drawn).as_posix() for path in first}
-    assert {"tables/adult.md", "figures/adult-risk.svg", "figures/adult-bounds.png", "index.html"} <= names
+    assert {
+        "tables/adult.md",
+        "figures/adult-risk.svg",
+        "figures/adult-bounds.png",
+        "index.html",
+    } <= names
     assert not any("mnist" in name for name in names)
     artifacts = Artifacts(drawn)
     again = [
@@ -70,7 +81,9 @@ def test_the_index_links_every_table_and_figure(drawn):
     ids=["whole", "partial", "quick"],
 )
 def test_a_figure_that_is_not_the_papers_is_marked(change, says, tmp_path, kept, seen):
-    artifacts = filled(tmp_path, kept, lambda rule: {**seen(rule), "n": 23458, "watch": {"epochs": None}, **change})
+    artifacts = filled(
+        tmp_path, kept, lambda rule: {**seen(rule), "n": 23458, "watch": {"epochs": None}, **change}
+    )
     (drawing,) = [path for path in artifacts.draw_figure("adult-noise") if path.suffix == ".svg"]
     caption = f"{FIGURES['adult-noise'].caption}{says and ' ' + says} (<a"
     assert caption in artifacts.index().read_text()
@@ -95,7 +108,9 @@ def test_a_figure_with_runs_missing_is_not_drawn(tmp_path, kept, seen):
 
 def test_noise_at_the_scale_of_the_paper(seen):
     runs = {method.name: seen(method.name) for method in PUBLISHED["adult"].methods}
-    drawn = [figures.draw(FIGURES["adult-noise"], runs, published_scale=scale) for scale in (False, True)]
+    drawn = [
+        figures.draw(FIGURES["adult-noise"], runs, published_scale=scale) for scale in (False, True)
+    ]
     ours, theirs = (figure.axes[0].lines[1].get_ydata()[0] for figure in drawn)
     assert drawn[0].axes[0].get_ylabel() == r"$R^{\mathrm{noise}}$ in $10^{-1}$"
     assert drawn[1].axes[0].get_ylabel() == r"$R^{\mathrm{noise}}$ in $10^{3}$, without $1/B^2$"
@@ -114,7 +129,7 @@ def test_bounds_of_a_look(seen):
     assert row["small_steps"] is True
 
 
-# --- watching ---------------------------------------------------------------------------------------------------------
+# --- watching -----------------------------------------------------------------------------------
 
 
 def test_a_watched_run_is_the_run_of_the_table():
@@ -127,9 +142,15 @@ def test_a_watched_run_is_the_run_of_the_table():
     loaded = load_data({"name": "adult"}, 0).splits.train
     method = given.method
     plain = fit(
-        make_model(given.settings.model, loaded, 0), loaded, rule=method.rule, epochs=1, lr=method.lr, q=1 / 92,
-        delta=1e-6, seed=0,
-    )  # fmt: skip
+        make_model(given.settings.model, loaded, 0),
+        loaded,
+        rule=method.rule,
+        epochs=1,
+        lr=method.lr,
+        q=1 / 92,
+        delta=1e-6,
+        seed=0,
+    )
     order = [loaded.group_names.index(group) for group in ("Male", "Female")]
     assert seen["groups"] == ["Male", "Female"]
     assert seen["loss"] == [[row["loss"][k] for k in order] for row in plain.trace]
@@ -168,7 +189,9 @@ def test_the_matched_reference_is_watched_at_the_rate_that_its_table_chose(tmp_p
     artifacts = Artifacts(tmp_path)
     assert artifacts.reference_lr("adult") is None
     (tmp_path / "tables").mkdir()
-    (tmp_path / "tables" / "adult-matched.json").write_text('{"rules": {"non-private": {"lr": [0.3, 0.1]}}}')
+    (tmp_path / "tables" / "adult-matched.json").write_text(
+        '{"rules": {"non-private": {"lr": [0.3, 0.1]}}}'
+    )
     plan = observed.plan("adult", match=True, reference_lr=artifacts.reference_lr("adult"))
     rates = {w.rule: w.method.lr for w in plan}
     assert rates["non-private"] == 0.3
@@ -197,7 +220,7 @@ def test_matched_runs_have_the_same_largest_step():
     assert Watch("adult", "dpsgd").method.lr == 0.01
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
+# --- commands -----------------------------------------------------------------------------------
 
 
 def test_the_list_names_everything_and_what_is_missing(monkeypatch, tmp_path):
@@ -208,19 +231,36 @@ def test_the_list_names_everything_and_what_is_missing(monkeypatch, tmp_path):
         assert f" {name} " in found.output
     assert "Dutch, as published (no data)" in found.output
     assert all(
-        len(line) <= 80 for line in found.output.splitlines() if not line.startswith(("dutch:", "mnist:", "celeba:"))
+        len(line) <= 80
+        for line in found.output.splitlines()
+        if not line.startswith(("dutch:", "mnist:", "celeba:"))
     )
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["paper", "table", "iris"], "There is no table 'iris'; choose among directions, variants, adult,"),
-        (["paper", "figure", "iris"], "There is no figure 'iris'; `evenclip paper list` has their names."),
+        (
+            ["paper", "table", "iris"],
+            "There is no table 'iris'; choose among directions, variants, adult,",
+        ),
+        (
+            ["paper", "figure", "iris"],
+            "There is no figure 'iris'; `evenclip paper list` has their names.",
+        ),
         (["paper", "redraw", "--out", "nowhere"], "nowhere is not there; give the folder"),
-        (["paper", "table", "directions", "--tf32"], "Table directions is not made with --tf32; leave it out,"),
-        (["paper", "table", "adult", "--tf32"], "tf32 is for a GPU; give cuda as the device with it, or leave it out."),
-        (["paper", "all", "--only", "iris"], "There is no dataset 'iris' in the paper; choose among adult,"),
+        (
+            ["paper", "table", "directions", "--tf32"],
+            "Table directions is not made with --tf32; leave it out,",
+        ),
+        (
+            ["paper", "table", "adult", "--tf32"],
+            "tf32 is for a GPU; give cuda as the device with it, or leave it out.",
+        ),
+        (
+            ["paper", "all", "--only", "iris"],
+            "There is no dataset 'iris' in the paper; choose among adult,",
+        ),
     ],
 )
 def test_a_mistake_is_a_sentence(words, says, capsys, monkeypatch, tmp_path):

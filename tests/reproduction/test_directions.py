@@ -1,4 +1,6 @@
-"""Table 1's steps: the length of one and the direction of the other; no ε; drawn from a record alone."""
+"""Table 1's steps: the length of one and the direction of the other; no ε; drawn from a record
+alone.
+"""
 
 import pytest
 import torch
@@ -20,7 +22,9 @@ def table(n=60):
 
 
 def stepped(rule):
-    run = prepare(mlp(4, 2, (5,), seed=0).double(), table(), rule=rule, batch_size=20, steps=1, seed=0)
+    run = prepare(
+        mlp(4, 2, (5,), seed=0).double(), table(), rule=rule, batch_size=20, steps=1, seed=0
+    )
     with run.listening():
         return run.step(), run
 
@@ -41,12 +45,21 @@ def test_magnitude_only_has_the_direction_of_the_true_gradient_and_the_length_of
     found, run = stepped(MagnitudeOnly(C0=0.3))
     plain, clipped = gradients()
     torch.testing.assert_close(found.clipped_sum, plain * clipped.norm() / plain.norm())
-    assert cosine_similarity(plain, clipped, dim=0) < 1 - 1e-4  # there is a direction error to leave out
+    assert (
+        cosine_similarity(plain, clipped, dim=0) < 1 - 1e-4
+    )  # there is a direction error to leave out
     assert not run.ledger.is_private
 
 
 def test_direction_only_has_the_length_of_the_true_gradient_and_the_direction_of_the_clipped():
-    run = prepare(mlp(4, 2, (5,), seed=0).double(), table(), rule=DirectionOnly(C0=0.3), batch_size=20, steps=1, seed=0)
+    run = prepare(
+        mlp(4, 2, (5,), seed=0).double(),
+        table(),
+        rule=DirectionOnly(C0=0.3),
+        batch_size=20,
+        steps=1,
+        seed=0,
+    )
     batch = run.sampler.next()
     x, y = table()
     with run.listening():
@@ -54,13 +67,17 @@ def test_direction_only_has_the_length_of_the_true_gradient_and_the_direction_of
         own = found._found
         weights = DPSGD(C0=0.3).weight(own.norms(), torch.zeros(len(batch)), torch.zeros(0))
         plain, clipped = own.weighted_sum(torch.ones_like(weights)), own.weighted_sum(weights)
-        torch.testing.assert_close(found.weighted_sum(weights), clipped * plain.norm() / clipped.norm())
+        torch.testing.assert_close(
+            found.weighted_sum(weights), clipped * plain.norm() / clipped.norm()
+        )
 
 
 @pytest.mark.parametrize("rule", [MagnitudeOnly(), DirectionOnly()], ids=lambda rule: rule.name)
 def test_they_train_have_no_epsilon_and_can_be_sent_to_a_worker(rule):
     x, y = table()
-    run = prepare(mlp(4, 2, (5,)), (x.float(), y), rule=rule, q=0.05, batch_size=2, steps=20, seed=1)
+    run = prepare(
+        mlp(4, 2, (5,)), (x.float(), y), rule=rule, q=0.05, batch_size=2, steps=20, seed=1
+    )
     with run.listening():
         while run.t < 20:
             run.update(run.step())  # empty batches among them
@@ -72,13 +89,26 @@ def test_they_train_have_no_epsilon_and_can_be_sent_to_a_worker(rule):
 
 def test_the_table_is_drawn_from_its_record():
     rows = [
-        {"error": error, "lr": lr, "seeds": list(range(seeds)), "accuracy": [[95.0 + s] * 10 for s in range(seeds)],
-         "train_loss": [[0.1] * 10] * seeds}
+        {
+            "error": error,
+            "lr": lr,
+            "seeds": list(range(seeds)),
+            "accuracy": [[95.0 + s] * 10 for s in range(seeds)],
+            "train_loss": [[0.1] * 10] * seeds,
+        }
         for error, lr, seeds in (("magnitude", 0.1, 3), ("direction", 0.01, 1))
-    ]  # fmt: skip
-    record = {"table": "directions", "quick": False, "groups": [str(d) for d in range(10)], "rows": rows}
+    ]
+    record = {
+        "table": "directions",
+        "quick": False,
+        "groups": [str(d) for d in range(10)],
+        "rows": rows,
+    }
     text = draw(record)
     assert f"## {directions.TITLE}" in text
-    assert "| magnitude | 0.1 | 3 | 96.0 ± 0.6 | 99.0 | 96.0 ± 0.6 | 93.5 | 0.100 ± 0.000 | 0.002 |" in text
+    assert (
+        "| magnitude | 0.1 | 3 | 96.0 ± 0.6 | 99.0 | 96.0 ± 0.6 | 93.5 | 0.100 ± 0.000 | 0.002 |"
+        in text
+    )
     assert "| direction | 0.01 | 1 | 95.0 | 96.8 | 95.0 | 84.1 | 0.100 | 0.076 |" in text
     assert "quick look" in draw({**record, "quick": True})

@@ -1,4 +1,6 @@
-"""What the drawings show is computed and true; how they look is the same everywhere, down to the byte."""
+"""What the drawings show is computed and true; how they look is the same everywhere, down to the
+byte.
+"""
 
 import itertools
 import math
@@ -56,10 +58,14 @@ def angle(a, b):
 
 def test_gradients_are_those_of_the_loss():
     of, theta, h = drawings.problem(), np.array([1.3, -0.4]), 0.5
-    slopes = [(of.losses(theta + h * e) - of.losses(theta - h * e)) / (2 * h) for e in np.eye(2)]  # exact: quadratic
+    slopes = [
+        (of.losses(theta + h * e) - of.losses(theta - h * e)) / (2 * h) for e in np.eye(2)
+    ]  # exact: quadratic
     means = [of.gradients(theta)[of.group == k].mean(0) for k in (0, 1)]
     np.testing.assert_allclose(np.transpose(slopes), means, atol=1e-12)
-    np.testing.assert_allclose(of.loss(theta), (48 * of.losses(theta)[0] + 12 * of.losses(theta)[1]) / 60)
+    np.testing.assert_allclose(
+        of.loss(theta), (48 * of.losses(theta)[0] + 12 * of.losses(theta)[1]) / 60
+    )
 
 
 def test_the_minimum_is_one():
@@ -116,7 +122,9 @@ def test_clipping_one_by_one_turns_the_mean_and_scaling_does_not(rules):
     assert rules.treatments["scaled"].degrees == pytest.approx(0, abs=1e-9)
     assert rules.treatments["capped"].degrees < 10 < rules.treatments["dropped"].degrees
     for treatment in rules.treatments.values():
-        assert abs(treatment.degrees) == pytest.approx(angle(rules.mean, treatment.summed.mean(0)), abs=1e-5)
+        assert abs(treatment.degrees) == pytest.approx(
+            angle(rules.mean, treatment.summed.mean(0)), abs=1e-5
+        )
 
 
 def test_the_mean_is_turned_towards_the_larger_group(rules):
@@ -128,7 +136,10 @@ def test_the_mean_is_turned_towards_the_larger_group(rules):
 def test_each_rule_does_what_its_panel_says(rules):
     enough, scarce = rules.Z
     norms = np.array([math.hypot(*g) for g in rules.gradients])
-    lengths = {name: np.linalg.norm(treatment.summed, axis=1) for name, treatment in rules.treatments.items()}
+    lengths = {
+        name: np.linalg.norm(treatment.summed, axis=1)
+        for name, treatment in rules.treatments.items()
+    }
     above = norms > scarce
     assert not np.any(norms > enough)
     assert 0 < above.sum() < len(norms)
@@ -136,7 +147,9 @@ def test_each_rule_does_what_its_panel_says(rules):
     np.testing.assert_allclose(lengths["local"], [min(n, rules.C0) for n in norms])
     np.testing.assert_allclose(lengths["scaled"], norms * rules.C0 / enough)
     np.testing.assert_allclose(lengths["dropped"], np.where(above, 0, norms * rules.C0 / scarce))
-    np.testing.assert_allclose(lengths["capped"], np.where(above, rules.C0, norms * rules.C0 / scarce))
+    np.testing.assert_allclose(
+        lengths["capped"], np.where(above, rules.C0, norms * rules.C0 / scarce)
+    )
 
 
 def test_the_two_errors_add_up_to_that_of_clipping(step):
@@ -144,14 +157,20 @@ def test_the_two_errors_add_up_to_that_of_clipping(step):
 
 
 def test_the_numbers_that_are_printed_add_up(step):
-    np.testing.assert_allclose(step.mag.round(2) + step.dir.round(2), step.clip.round(2), rtol=0, atol=1e-9)
+    np.testing.assert_allclose(
+        step.mag.round(2) + step.dir.round(2), step.clip.round(2), rtol=0, atol=1e-9
+    )
 
 
 def test_the_terms_are_what_the_losses_really_do(step):
     """The loss is quadratic, so that the second order is all there is."""
     after = {
         name: step.problem.losses(step.theta - step.lr * along)
-        for name, along in (("plain", step.plain), ("shorter", step.rho * step.plain), ("clipped", step.clipped))
+        for name, along in (
+            ("plain", step.plain),
+            ("shorter", step.rho * step.plain),
+            ("clipped", step.clipped),
+        )
     }
     np.testing.assert_allclose(step.mag, after["shorter"] - after["plain"], atol=1e-12)
     np.testing.assert_allclose(step.dir, after["clipped"] - after["shorter"], atol=1e-12)
@@ -161,7 +180,9 @@ def test_the_terms_are_what_the_losses_really_do(step):
 def test_the_clipped_gradient_is_the_shortened_one_turned(step):
     np.testing.assert_allclose(step.M @ step.M.T, np.eye(2), atol=1e-15)
     np.testing.assert_allclose(step.M @ (step.rho * step.plain), step.clipped, atol=1e-15)
-    np.testing.assert_allclose(step.clipped, clipped_mean(step.problem.gradients(step.theta), 1.0), atol=1e-15)
+    np.testing.assert_allclose(
+        step.clipped, clipped_mean(step.problem.gradients(step.theta), 1.0), atol=1e-15
+    )
     assert abs(step.degrees) == pytest.approx(angle(step.plain, step.clipped))
 
 
@@ -192,12 +213,16 @@ def test_a_redraw_gives_the_same_bytes(name, saved, tmp_path):
 
 def test_so_does_saving_twice(figures, saved, tmp_path):
     again = style.save(figures["decomposition"], tmp_path, "again")
-    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in saved[1]["decomposition"]]
+    assert [path.read_bytes() for path in again] == [
+        path.read_bytes() for path in saved[1]["decomposition"]
+    ]
 
 
 def test_another_process_with_other_defaults_draws_the_same_bytes(saved, tmp_path):
     """And what computes the numbers does not import matplotlib."""
-    (tmp_path / "matplotlibrc").write_text("font.size: 20\nlines.linewidth: 9\nsvg.fonttype: path\n")
+    (tmp_path / "matplotlibrc").write_text(
+        "font.size: 20\nlines.linewidth: 9\nsvg.fonttype: path\n"
+    )
     code = (
         "import sys\n"
         "from evenclip.reproduction import drawings, style\n"
@@ -214,7 +239,9 @@ def test_another_process_with_other_defaults_draws_the_same_bytes(saved, tmp_pat
         "PYTHONPATH": str(Path(evenclip.__file__).parent.parent),
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
     assert done.stdout == "False\n20.0 False\n", done.stderr
     assert (tmp_path / "other.svg").read_bytes() == saved[1]["decomposition"][0].read_bytes()
 
@@ -224,19 +251,34 @@ def test_letters_are_large_enough_inside_and_apart(name, figures, saved):
     from matplotlib.text import Text
 
     figure = figures[name]
-    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
+    texts = [
+        text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()
+    ]
     boxes = {text: Text.get_window_extent(text) for text in texts}
     assert min(text.get_fontsize() for text in texts) >= style.SMALLEST
-    outside = [t.get_text() for t, box in boxes.items() if not (figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1)]
-    outside += [t.get_text() for t, box in boxes.items() if not (figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1)]
+    outside = [
+        t.get_text()
+        for t, box in boxes.items()
+        if not (figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1)
+    ]
+    outside += [
+        t.get_text()
+        for t, box in boxes.items()
+        if not (figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1)
+    ]
     assert outside == []
     pairs = itertools.combinations(boxes.items(), 2)
-    assert [(a.get_text(), b.get_text()) for (a, one), (b, two) in pairs if one.padded(-1).overlaps(two)] == []
+    assert [
+        (a.get_text(), b.get_text()) for (a, one), (b, two) in pairs if one.padded(-1).overlaps(two)
+    ] == []
 
 
 def test_every_sample_is_in_the_plane(figures, descent):
     plane = figures["convergence"].axes[0]
-    for limits, values in ((plane.get_xlim(), descent.problem.x[:, 0]), (plane.get_ylim(), descent.problem.x[:, 1])):
+    for limits, values in (
+        (plane.get_xlim(), descent.problem.x[:, 0]),
+        (plane.get_ylim(), descent.problem.x[:, 1]),
+    ):
         assert limits[0] < values.min()
         assert values.max() < limits[1]
 
@@ -247,7 +289,9 @@ def test_the_legend_has_the_distances(figures, descent):
     assert printed == [f"{descent.distances[name]:.3f}" for name in PATHS]
 
 
-@pytest.mark.parametrize("looks", [list(style.RULES.values()), list(style.GROUPS)], ids=["rules", "groups"])
+@pytest.mark.parametrize(
+    "looks", [list(style.RULES.values()), list(style.GROUPS)], ids=["rules", "groups"]
+)
 def test_looks_differ_without_colour(looks):
     for what in ("label", "colour", "line", "marker", "hatch"):
         assert len({getattr(look, what) for look in looks}) == len(looks), what
@@ -269,5 +313,7 @@ def test_letters_in_a_colour_can_be_read():
 
 
 def test_a_figure_without_area_is_refused():
-    with pytest.raises(ValueError, match=r"^A figure of 140\.0 by 0 mm has no area; give two positive lengths\.$"):
+    with pytest.raises(
+        ValueError, match=r"^A figure of 140\.0 by 0 mm has no area; give two positive lengths\.$"
+    ):
         style.figure(height_mm=0)

@@ -1,4 +1,6 @@
-"""What is kept of our own runs: drawn again it is the same, and it says of the paper what the page about it says."""
+"""What is kept of our own runs: drawn again it is the same, and it says of the paper what the page
+about it says.
+"""
 
 import json
 from pathlib import Path
@@ -12,7 +14,8 @@ from evenclip.reproduction.tables import TABLES, cells
 ROOT = Path(__file__).parents[2]
 KEPT, PAGE = ROOT / "results" / "paper", ROOT / "docs" / "reproduction.md"
 RECORDS = sorted(path.stem for path in (KEPT / "tables").glob("*.json"))
-# Rows further than two points from print, and what names them on the page: with the run that does match, or as seeds.
+# Rows further than two points from print, and what names them on the page: with the run that does
+# match, or as seeds.
 _FAIRLENS = "FairLens, Adult 68.8/88.5 and Dutch 78.6/86.9"
 ELSEWHERE = {
     ("adult", "fairlens"): _FAIRLENS, ("dutch", "fairlens"): _FAIRLENS,
@@ -30,7 +33,9 @@ def test_a_redraw_of_the_record_is_the_kept_table(name, tmp_path):
     drawn = Artifacts(tmp_path).keep(record).read_text()
     assert drawn == (KEPT / "tables" / f"{name}.md").read_text()
     assert not record["quick"]
-    first = record if "seeds" in record else record["rows"][0]  # Table 1 has rows of one seed as well
+    first = (
+        record if "seeds" in record else record["rows"][0]
+    )  # Table 1 has rows of one seed as well
     assert len(first["seeds"]) == 5
 
 
@@ -64,7 +69,11 @@ def test_accuracies_are_within_two_points_of_print_or_named(name):
 
 def test_the_row_that_is_said_to_be_seeds_is_within_two_standard_errors():
     record = json.loads((KEPT / "tables" / "mnist.json").read_text())
-    (cell,) = [c for c in cells(record)["dpsgd"]["accuracy"] if c.difference is not None and abs(c.difference) > 2]
+    (cell,) = [
+        c
+        for c in cells(record)["dpsgd"]["accuracy"]
+        if c.difference is not None and abs(c.difference) > 2
+    ]
     assert abs(cell.difference) < 2 * (cell.se**2 + cell.printed.se**2) ** 0.5
 
 
@@ -74,7 +83,9 @@ def test_the_printed_epsilon_is_exact_and_fairlens_has_none(name):
     for rule in ("dpsgd", "dpsgd-global"):
         assert f"{record['rules'][rule]['epsilon']['rdp']:.2f}" == str(printed.epsilon)
     for rule in ("dpsgd-f", "dpsgd-global-adapt"):
-        assert record["rules"][rule]["epsilon"]["rdp"] > printed.epsilon.mean  # the count is accounted for as well
+        assert (
+            record["rules"][rule]["epsilon"]["rdp"] > printed.epsilon.mean
+        )  # the count is accounted for as well
     if "fairlens" in record["rules"]:
         assert record["rules"]["fairlens"]["epsilon"] == {"pld": None, "rdp": None}
 
@@ -82,7 +93,9 @@ def test_the_printed_epsilon_is_exact_and_fairlens_has_none(name):
 def test_a_way_to_read_fairlens_comes_within_two_points():
     record = json.loads((KEPT / "tables" / "variants.json").read_text())
     for dataset in ("adult", "dutch"):
-        (row,) = [r for r in record["rows"] if (r["dataset"], r["says"]) == (dataset, "∇R1 taken to be 0")]
+        (row,) = [
+            r for r in record["rows"] if (r["dataset"], r["says"]) == (dataset, "∇R1 taken to be 0")
+        ]
         for k, group in enumerate(load(dataset).groups):
             mean = sum(seed[k] for seed in row["accuracy"]) / len(row["accuracy"])
             assert abs(mean - load(dataset).cell("fairlens", "accuracy", group).mean) <= 2

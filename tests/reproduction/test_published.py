@@ -1,8 +1,9 @@
 """What was printed against itself: the columns of a table follow from each other, up to rounding.
 
-Numbers are compared as integers, in units of the last printed place. A printed number is off by at most half a unit, so
-one that is the sum or the difference of two others is off by at most 1.5 units: by 1, as all three are integers. What
-exceeds that is listed by name, with the amount, and nothing else may.
+Numbers are compared as integers, in units of the last printed place. A printed number is off by at
+most half a unit, so one that is the sum or the difference of two others is off by at most 1.5
+units: by 1, as all three are integers. What exceeds that is listed by name, with the amount, and
+nothing else may.
 """
 
 import numpy as np
@@ -36,7 +37,13 @@ def costs(name):
         for column, (of, sign) in COSTS.items() if method != REFERENCE else ():
             for group in table.groups:
                 reference, private = table.cell(REFERENCE, of, group), table.cell(method, of, group)
-                yield (method, column, group), table.cell(method, column, group), reference, private, sign
+                yield (
+                    (method, column, group),
+                    table.cell(method, column, group),
+                    reference,
+                    private,
+                    sign,
+                )
 
 
 def gaps(name):
@@ -58,7 +65,10 @@ def gaps(name):
 def test_a_table_is_whole(name, number, cells):
     table = load(name)
     assert (table.name, table.number) == (name, number)
-    assert sum(len(numbers) for columns in table.rows.values() for numbers in columns.values()) == cells
+    assert (
+        sum(len(numbers) for columns in table.rows.values() for numbers in columns.values())
+        == cells
+    )
     for columns in table.rows.values():
         assert {column: len(numbers) for column, numbers in columns.items()} == {
             column: 1 if column.endswith("_gap") else 2 for column in columns
@@ -120,7 +130,10 @@ def test_groups_and_privacy_are_those_of_the_dataset(name):
     assert set(table.groups) <= set(SOURCES[name].groups)
     assert SOURCES[name].pair in (None, table.groups)
     assert table.delta == PUBLISHED[name].delta
-    assert str(table.epsilon) == {"mnist": "5.90", "celeba": "2.49", "adult": "3.41", "dutch": "2.27"}[name]
+    assert (
+        str(table.epsilon)
+        == {"mnist": "5.90", "celeba": "2.49", "adult": "3.41", "dutch": "2.27"}[name]
+    )
 
 
 # What follows from what.
@@ -128,7 +141,9 @@ def test_groups_and_privacy_are_those_of_the_dataset(name):
 
 @pytest.mark.parametrize("name", DATASETS)
 def test_a_cost_is_the_difference_to_the_reference(name):
-    """π_k = acc_k(θ*) − acc_k(θ̃), R_k = L_k(θ̃) − L_k(θ*): means of differences are differences of means."""
+    """π_k = acc_k(θ*) − acc_k(θ̃), R_k = L_k(θ̃) − L_k(θ*): means of differences are differences of
+    means.
+    """
     off = {
         where: units(cost) - sign * (units(private) - units(reference))
         for where, cost, reference, private, sign in costs(name)
@@ -137,10 +152,12 @@ def test_a_cost_is_the_difference_to_the_reference(name):
 
 
 def test_one_reference_serves_every_method():
-    """The reference lies within half a unit of its print, and within one of what each method's row says it is.
+    """The reference lies within half a unit of its print, and within one of what each method's row
+    says it is.
 
-    What is left of these intervals is given in units. On Adult, women's loss without privacy is above 0.19 by the row
-    of DPSGD-Global (0.25 − 0.05) and below 0.19 by that of DPSGD-Global-Adapt (0.18 − 0.00).
+    What is left of these intervals is given in units. On Adult, women's loss without privacy is
+    above 0.19 by the row of DPSGD-Global (0.25 − 0.05) and below 0.19 by that of DPSGD-Global-Adapt
+    (0.18 − 0.00).
     """
     left = {}
     for name in DATASETS:
@@ -151,7 +168,9 @@ def test_one_reference_serves_every_method():
             high[where] = min(high.get(where, units(reference) + 0.5), said + 1)
         left |= {where: high[where] - low[where] for where in low}
     assert len(left) == 16
-    assert {where: room for where, room in left.items() if room <= 0} == {("adult", "loss", "Female"): 0}
+    assert {where: room for where, room in left.items() if room <= 0} == {
+        ("adult", "loss", "Female"): 0
+    }
 
 
 @pytest.mark.parametrize("name", DATASETS)
@@ -163,17 +182,24 @@ def test_a_gap_is_at_least_that_of_the_means(name):
 
 @pytest.mark.parametrize("name", DATASETS)
 def test_no_gap_is_more_than_that_of_the_means(name):
-    """So it may be the gap of the means that was printed: where seeds differ in sign, E|π_a − π_b| is larger."""
+    """So it may be the gap of the means that was printed: where seeds differ in sign, E|π_a − π_b|
+    is larger.
+    """
     beyond = {where: units(gap) - abs(units(a) - units(b)) for where, gap, (a, b) in gaps(name)}
     assert {where: amount for where, amount in beyond.items() if amount > 1} == {}
 
 
 def test_a_gap_has_no_standard_error_above_its_mean():
-    """True of the mean of any numbers that are not negative, and rounding keeps it; in units above the mean.
+    """True of the mean of any numbers that are not negative, and rounding keeps it; in units above
+    the mean.
 
     So these two are not means over seeds of |π_a − π_b| with their standard errors.
     """
-    above = {(name, *where): se_units(gap) - units(gap) for name in DATASETS for where, gap, _ in gaps(name)}
+    above = {
+        (name, *where): se_units(gap) - units(gap)
+        for name in DATASETS
+        for where, gap, _ in gaps(name)
+    }
     assert {where: amount for where, amount in above.items() if amount > 0} == {
         ("adult", "dpsgd-f", "privacy_cost_gap"): 1,  # 0.2 ± 0.3
         ("adult", "dpsgd-global-adapt", "privacy_cost_gap"): 1,  # 0.0 ± 0.1
@@ -188,10 +214,15 @@ def test_numbers_that_are_not_negative_have_no_standard_error_above_their_mean(v
 
 @pytest.mark.parametrize("name", DATASETS)
 def test_standard_errors_of_differences_are_between_difference_and_sum(name):
-    """sd(X − Y) is at least |sd X − sd Y| and at most sd X + sd Y; that of |X| is at most that of X."""
+    """sd(X − Y) is at least |sd X − sd Y| and at most sd X + sd Y; that of |X| is at most that of
+    X.
+    """
     off = {}
     for where, cost, reference, private, _ in costs(name):
-        low, high = abs(se_units(reference) - se_units(private)), se_units(reference) + se_units(private)
+        low, high = (
+            abs(se_units(reference) - se_units(private)),
+            se_units(reference) + se_units(private),
+        )
         off[where] = max(low - se_units(cost), se_units(cost) - high)
     for where, gap, (a, b) in gaps(name):
         off[where] = se_units(gap) - se_units(a) - se_units(b)
@@ -210,7 +241,9 @@ def test_claims_are_about_what_is_in_the_table(name):
         assert claim.metric in load(name).rows[claim.better]
         assert claim.metric in load(name).rows[claim.worse]
     exception = Claim("dutch", "dpsgd-global", "dpsgd", "loss", p_below=None)
-    assert {claim for claim in stated if claim.p_below != 0.05} == ({exception} if name == "dutch" else set())
+    assert {claim for claim in stated if claim.p_below != 0.05} == (
+        {exception} if name == "dutch" else set()
+    )
 
 
 def test_nothing_is_claimed_of_directions():
@@ -218,15 +251,22 @@ def test_nothing_is_claimed_of_directions():
 
 
 def test_claims_that_the_tables_contradict():
-    """With five seeds p < 0.05 only if all five are better, and then their mean is; in units by which it is worse.
+    """With five seeds p < 0.05 only if all five are better, and then their mean is; in units by
+    which it is worse.
 
-    This reads accuracy and loss as those of each group. Of all samples together, those that are worse in one group only
-    may hold; on Dutch DPSGD-Global-Adapt's loss is above DPSGD-F's in both.
+    This reads accuracy and loss as those of each group. Of all samples together, those that are
+    worse in one group only may hold; on Dutch DPSGD-Global-Adapt's loss is above DPSGD-F's in both.
     """
     worse = {}
-    for claim in (claim for name in DATASETS for claim in claims(name) if claim.p_below is not None):
+    for claim in (
+        claim for name in DATASETS for claim in claims(name) if claim.p_below is not None
+    ):
         table = load(claim.dataset)
-        numbers = zip(table.rows[claim.better][claim.metric], table.rows[claim.worse][claim.metric], strict=True)
+        numbers = zip(
+            table.rows[claim.better][claim.metric],
+            table.rows[claim.worse][claim.metric],
+            strict=True,
+        )
         for place, (a, b) in enumerate(numbers):
             amount = units(b) - units(a) if claim.metric == "accuracy" else units(a) - units(b)
             group = () if claim.metric.endswith("_gap") else (table.groups[place],)
@@ -249,14 +289,17 @@ def message(call, *arguments) -> str:
 
 
 def test_an_unknown_table_names_those_that_there_are():
-    expected = "The paper has no table 'adults'; choose among directions, mnist, celeba, adult, dutch."
+    expected = (
+        "The paper has no table 'adults'; choose among directions, mnist, celeba, adult, dutch."
+    )
     assert message(load, "adults") == message(claims, "adults") == expected
 
 
 def test_an_unknown_cell_says_what_there_is():
     cell = load("mnist").cell
     assert message(cell, "fairlens", "loss", "8") == (
-        "Table 2 has no row 'fairlens'; choose among non-private, dpsgd, dpsgd-f, dpsgd-global, dpsgd-global-adapt."
+        "Table 2 has no row 'fairlens'; choose among non-private, dpsgd, dpsgd-f, dpsgd-global, "
+        "dpsgd-global-adapt."
     )
     assert message(cell, "non-private", "privacy_cost", "8") == (
         "Table 2 has in row 'non-private' no column 'privacy_cost'; choose among accuracy, loss."
@@ -273,7 +316,9 @@ def test_a_number_is_written_as_it_was_printed(text):
     assert str(Printed.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "-", "69", "69.9 ± ", "69.9 ± -0.4", "69.9 ± 0.40", "69.9±0.4", "69.9 ± 0.4 "])
+@pytest.mark.parametrize(
+    "text", ["", "-", "69", "69.9 ± ", "69.9 ± -0.4", "69.9 ± 0.40", "69.9±0.4", "69.9 ± 0.4 "]
+)
 def test_another_form_is_no_printed_number(text):
     assert message(Printed.parse, text) == (
         f"{text!r} is no printed number; write 69.9 ± 0.4 or 69.9, with as many digits in both."

@@ -24,7 +24,9 @@ def test_every_number_stands_beside_the_printed_one(kept):
     found = cells(kept())
     cell = found["dpsgd"]["accuracy"][0]
     assert cell.mean == pytest.approx(78.2)
-    assert cell.se == pytest.approx(np.std([78.0 + 0.1 * s for s in range(5)], ddof=1) / math.sqrt(5))
+    assert cell.se == pytest.approx(
+        np.std([78.0 + 0.1 * s for s in range(5)], ddof=1) / math.sqrt(5)
+    )
     assert cell.printed == load("adult").cell("dpsgd", "accuracy", "Male")
     assert cell.difference == pytest.approx(78.2 - 69.9)
     assert found["dpsgd"]["privacy_cost"][1].mean == pytest.approx(2.0)
@@ -35,13 +37,17 @@ def test_every_number_stands_beside_the_printed_one(kept):
 
 def test_groups_are_found_by_name_not_by_place(kept):
     straight, turned = kept(), kept(groups=["Female", "Male"])
-    assert cells(straight)["dpsgd"]["accuracy"][0].mean == pytest.approx(cells(turned)["dpsgd"]["accuracy"][1].mean)
+    assert cells(straight)["dpsgd"]["accuracy"][0].mean == pytest.approx(
+        cells(turned)["dpsgd"]["accuracy"][1].mean
+    )
 
 
 def test_a_gap_is_that_of_the_means(kept):
     """Not the mean of absolute gaps: theirs are not, either."""
     record = kept()
-    record["rules"]["dpsgd"]["accuracy"] = [[70.0 + d, 90.0 - d] for d in (-1.0, 1.0, -2.0, 2.0, 0.0)]
+    record["rules"]["dpsgd"]["accuracy"] = [
+        [70.0 + d, 90.0 - d] for d in (-1.0, 1.0, -2.0, 2.0, 0.0)
+    ]
     gap = cells(record)["dpsgd"]["privacy_cost_gap"][0].mean
     costs = cells(record)["dpsgd"]["privacy_cost"]
     assert gap == pytest.approx(abs(costs[0].mean - costs[1].mean))
@@ -65,7 +71,10 @@ def test_what_two_standard_errors_and_rounding_explain(mean, se, printed, explai
 
 def test_matched_tables_have_nothing_printed_beside_them(kept):
     assert all(
-        cell.printed is None for row in cells(kept("adult-matched")).values() for c in row.values() for cell in c
+        cell.printed is None
+        for row in cells(kept("adult-matched")).values()
+        for c in row.values()
+        for cell in c
     )
     assert "printed |" not in draw(kept("adult-matched")).split("**Privacy**")[0]
 
@@ -74,7 +83,9 @@ def test_claims_are_tested_on_our_seeds(kept):
     record = kept()
     found = {(v.claim.better, v.claim.worse, v.claim.metric): v for v in verdicts(record)}
     assert len(found) == 12
-    worse = found["dpsgd-global-adapt", "dpsgd", "accuracy"]  # here later rules are worse by construction
+    worse = found[
+        "dpsgd-global-adapt", "dpsgd", "accuracy"
+    ]  # here later rules are worse by construction
     assert worse.holds is False
     assert worse.p["Male"] == 1.0
     record["rules"]["dpsgd-global-adapt"]["accuracy"] = [[95.0 + s, 99.0] for s in range(5)]
@@ -87,7 +98,9 @@ def test_one_group_that_is_not_better_refutes_a_claim(kept):
     record = kept()
     record["rules"]["dpsgd-global-adapt"]["accuracy"] = [[95.0 + s, 1.0] for s in range(5)]
     wanted = ("dpsgd-global-adapt", "dpsgd", "accuracy")
-    found = next(v for v in verdicts(record) if (v.claim.better, v.claim.worse, v.claim.metric) == wanted)
+    found = next(
+        v for v in verdicts(record) if (v.claim.better, v.claim.worse, v.claim.metric) == wanted
+    )
     assert found.p["Male"] < 0.05
     assert found.holds is False
 
@@ -123,7 +136,9 @@ def test_a_quick_look_takes_one_epoch_and_few_images(monkeypatch, tmp_path, name
     with pytest.raises(RuntimeError, match="enough"):
         tables.make(TABLES[name], Training(quick=True, store=tmp_path))
     assert (heard["epochs"], heard["rows"]) == (1, rows)
-    assert all(w.rows == rows and w.epochs == 1 for w in observed.plan(name, match=False, quick=True))
+    assert all(
+        w.rows == rows and w.epochs == 1 for w in observed.plan(name, match=False, quick=True)
+    )
 
 
 def test_a_record_survives_json(kept):
@@ -141,7 +156,11 @@ def test_the_settings_of_the_paper_are_trained(monkeypatch, tmp_path):
     monkeypatch.setattr(tables, "compare", listen)
     with pytest.raises(RuntimeError, match="enough"):
         tables.make(TABLES["dutch-matched"], Training(seeds=3, store=tmp_path))
-    assert heard["given"] == ("dutch", ["dpsgd", "fairlens", "dpsgd-f", "dpsgd-global", "dpsgd-global-adapt"], 3)
+    assert heard["given"] == (
+        "dutch",
+        ["dpsgd", "fairlens", "dpsgd-f", "dpsgd-global", "dpsgd-global-adapt"],
+        3,
+    )
     assert heard["match"] is True
     assert heard["tf32"] is False
     with pytest.raises(RuntimeError, match="enough"):
@@ -152,7 +171,9 @@ def test_the_settings_of_the_paper_are_trained(monkeypatch, tmp_path):
 
 def test_a_table_is_made_of_a_comparison(tmp_path, here):
     """The road from training to the page, on one epoch of the Adult that is in the package."""
-    found = compare("adult", ["dpsgd"], 2, epochs=1, model="linear", rows=1000, store=tmp_path, on=here)
+    found = compare(
+        "adult", ["dpsgd"], 2, epochs=1, model="linear", rows=1000, store=tmp_path, on=here
+    )
     made = tables.record(TABLES["adult"], found, device="cpu", quick=True)
     assert json.loads(json.dumps(made)) == made
     assert cells(made)["dpsgd"]["accuracy"][0].mean == pytest.approx(

@@ -23,7 +23,11 @@ def test_every_row_that_sources_disagree_about_is_trained_both_ways():
 
 
 def test_fairlens_is_trained_with_and_without_the_gradient_of_r1():
-    found = {(v.dataset, v.method.rule.gamma1, v.method.rule.gamma2) for v in VARIANTS if v.row == "fairlens"}
+    found = {
+        (v.dataset, v.method.rule.gamma1, v.method.rule.gamma2)
+        for v in VARIANTS
+        if v.row == "fairlens"
+    }
     assert found == {(name, gamma1, 1.0) for name in ("adult", "dutch") for gamma1 in (0.0, 1.0)}
     for variant in VARIANTS:
         published = PUBLISHED[variant.dataset].only([variant.row]).methods[0]

@@ -1,4 +1,6 @@
-"""What the tests of the rules share: norms worth trying, and one step on gradients that are simply given."""
+"""What the tests of the rules share: norms worth trying, and one step on gradients that are simply
+given.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,15 @@ from evenclip.mechanism.release import Release
 
 @pytest.fixture(scope="session")
 def norms_around():
-    """Thresholds -> norms: 0, tiny, huge, each threshold and its two neighbours, and 200 ordinary ones."""
+    """Thresholds -> norms: 0, tiny, huge, each threshold and its two neighbours, and 200 ordinary
+    ones.
+    """
 
     def norms(*thresholds):
         beside = [
-            f(t, to) for t in thresholds for f, to in ((max, t), (math.nextafter, 0.0), (math.nextafter, math.inf))
+            f(t, to)
+            for t in thresholds
+            for f, to in ((max, t), (math.nextafter, 0.0), (math.nextafter, math.inf))
         ]
         usual = np.random.default_rng(0).lognormal(0.0, 2.0, 200)
         return torch.tensor([0.0, 1e-300, 1e-12, 1e12, *beside, *usual], dtype=torch.float64)
@@ -28,12 +34,16 @@ def norms_around():
 
 @pytest.fixture(scope="session")
 def take_step():
-    """One step by the mechanism: count, observe, clip, release, divide by B. Gradients are given: [sample, 3]."""
+    """One step by the mechanism: count, observe, clip, release, divide by B. Gradients are given:
+    [sample, 3].
+    """
 
     def step(rule, gradients, group, state, B, noise):
         mechanism, release = Mechanism(rule, 3), Release(noise)
         norms = torch.linalg.vector_norm(gradients, dim=1)
-        now, following = mechanism.observe(mechanism.count(norms, group, state, None), B, state, release)
+        now, following = mechanism.observe(
+            mechanism.count(norms, group, state, None), B, state, release
+        )
         S = rule.sensitivity(now)
         weights, _ = mechanism.weights(norms, group, now, S, None)
         gradient = mechanism.publish(weights @ gradients, S, B, release)
@@ -44,7 +54,9 @@ def take_step():
 
 @pytest.fixture(scope="session")
 def batch():
-    """40 gradients of very different lengths in three dimensions, one of them 0, and groups 0, 1, 2."""
+    """40 gradients of very different lengths in three dimensions, one of them 0, and groups 0, 1,
+    2.
+    """
     random = np.random.default_rng(1)
     gradients = random.normal(size=(40, 3)) * random.lognormal(0.0, 1.5, (40, 1))
     gradients[7] = 0.0

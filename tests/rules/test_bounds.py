@@ -28,7 +28,10 @@ class Boundless(DPSGD):
 @pytest.mark.parametrize("traceable", [False, True])
 def test_a_weight_that_is_no_number_is_0_without_a_bound_too(given, traceable):
     guard = Mechanism(Boundless(given=given), traceable=traceable)
-    norms, group = torch.tensor([0.0, 1.0, 1e200], dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
+    norms, group = (
+        torch.tensor([0.0, 1.0, 1e200], dtype=torch.float64),
+        torch.zeros(3, dtype=torch.int64),
+    )
     weights, _ = guard.weights(norms, group, torch.zeros(0), float("inf"), None)
     assert weights.tolist() == [0.0, 0.0, 0.0]
 
@@ -36,6 +39,10 @@ def test_a_weight_that_is_no_number_is_0_without_a_bound_too(given, traceable):
 def test_a_weight_that_is_a_number_is_left_alone():
     guard = Mechanism(Boundless(given=3.0))
     weights, _ = guard.weights(
-        torch.ones(2, dtype=torch.float64), torch.zeros(2).long(), torch.zeros(0), float("inf"), None
+        torch.ones(2, dtype=torch.float64),
+        torch.zeros(2).long(),
+        torch.zeros(0),
+        float("inf"),
+        None,
     )
     assert weights.tolist() == [3.0, 3.0]

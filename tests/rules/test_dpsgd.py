@@ -32,10 +32,15 @@ def algorithm_1(gradients, C0, sigma, B, noise):
 @pytest.mark.parametrize("C0", [0.1, 0.7, 1.0, 1e6])
 def test_weights(C0, norms_around):
     norms = norms_around(C0)
-    weights, held = Mechanism(DPSGD(C0=C0)).weights(norms, torch.zeros(len(norms)), torch.zeros(0), C0, None)
+    weights, held = Mechanism(DPSGD(C0=C0)).weights(
+        norms, torch.zeros(len(norms)), torch.zeros(0), C0, None
+    )
     expected = [1.0 if n <= C0 else C0 / n for n in norms.tolist()]
-    # torch takes a number over a tensor as number · (1/tensor): two roundings where the loop has one.
-    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=2.0**-51, atol=0)
+    # torch takes a number over a tensor as number · (1/tensor): two roundings where the loop has
+    # one.
+    torch.testing.assert_close(
+        weights, torch.tensor(expected, dtype=torch.float64), rtol=2.0**-51, atol=0
+    )
     assert held is None
 
 
@@ -47,14 +52,18 @@ def test_step(C0, take_step, batch):
     given = {"gradient": torch.tensor(noise, dtype=torch.float64)}
     found, _, _, multipliers = take_step(rule, gradients, group, rule.init(3), 38.0, given)
     expected = algorithm_1(gradients.tolist(), C0, 0.8, 38.0, noise)
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0
+    )
     assert multipliers == {"gradient": 0.8}
 
 
 def test_an_infinite_bound_on_the_data_is_no_clipping(batch):
     gradients, group = batch
     norms = torch.linalg.vector_norm(gradients, dim=1)
-    weights, _ = Mechanism(DPSGD(C0=2 * float(norms.max()))).weights(norms, group, torch.zeros(0), 1e9, None)
+    weights, _ = Mechanism(DPSGD(C0=2 * float(norms.max()))).weights(
+        norms, group, torch.zeros(0), 1e9, None
+    )
     assert weights.tolist() == [1.0] * 40
 
 

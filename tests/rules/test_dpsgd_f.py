@@ -1,4 +1,6 @@
-"""DPSGD-F against its documented repair of Algorithm 3, in loops, and against the box where both must agree."""
+"""DPSGD-F against its documented repair of Algorithm 3, in loops, and against the box where both
+must agree.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,16 @@ def algorithm_3(noisy, C0):
 def box(above, below, C0):
     """C_k as printed in the box: relative to m/|B|."""
     size = sum(above) + sum(below)
-    return [C0 * (1 + (m / (m + o)) / (sum(above) / size)) for m, o in zip(above, below, strict=True)]
+    return [
+        C0 * (1 + (m / (m + o)) / (sum(above) / size)) for m, o in zip(above, below, strict=True)
+    ]
 
 
 def bounds(noisy, C0=1.0):
     rule = DPSGDF(C0=C0)
-    now, following = rule.observe(torch.tensor(noisy, dtype=torch.float64), 256.0, rule.init(len(noisy) // 2))
+    now, following = rule.observe(
+        torch.tensor(noisy, dtype=torch.float64), 256.0, rule.init(len(noisy) // 2)
+    )
     assert now is following
     return now
 
@@ -55,18 +61,36 @@ COUNTS = {  # (not above, above) of each group, noisy
 @pytest.mark.parametrize("C0", [0.1, 1.0])
 def test_bounds_of_the_groups(noisy, C0):
     torch.testing.assert_close(
-        bounds(noisy, C0), torch.tensor(algorithm_3(noisy, C0), dtype=torch.float64), rtol=1e-14, atol=0
+        bounds(noisy, C0),
+        torch.tensor(algorithm_3(noisy, C0), dtype=torch.float64),
+        rtol=1e-14,
+        atol=0,
     )
 
 
 def test_repairs_by_hand():
-    assert bounds([90.0, 0.0, 50.0, 0.9], C0=0.5).tolist() == [0.5, 0.5]  # nothing above C0: C0 for all
-    assert bounds([-3.0, 0.5, 10.0, 0.0]).tolist() == [3.0, 1.0]  # shares 1 (empty group) and 0, mean 1/2
+    assert bounds([90.0, 0.0, 50.0, 0.9], C0=0.5).tolist() == [
+        0.5,
+        0.5,
+    ]  # nothing above C0: C0 for all
+    assert bounds([-3.0, 0.5, 10.0, 0.0]).tolist() == [
+        3.0,
+        1.0,
+    ]  # shares 1 (empty group) and 0, mean 1/2
     assert bounds([-3.0, -0.5, 0.0, 0.1]).tolist() == [2.0, 2.0]  # all empty: shares 1, 1
-    assert bounds([9.0, 0.0, 9.0, 0.0, 9.0, 0.0, 3.0, 1.0]).tolist() == [1.0, 1.0, 1.0, 5.0]  # (1 + K)·C0, K = 4
+    assert bounds([9.0, 0.0, 9.0, 0.0, 9.0, 0.0, 3.0, 1.0]).tolist() == [
+        1.0,
+        1.0,
+        1.0,
+        5.0,
+    ]  # (1 + K)·C0, K = 4
 
 
-@given(st.integers(1, 6).flatmap(lambda K: st.lists(st.floats(-50, 300), min_size=2 * K, max_size=2 * K)))
+@given(
+    st.integers(1, 6).flatmap(
+        lambda K: st.lists(st.floats(-50, 300), min_size=2 * K, max_size=2 * K)
+    )
+)
 @settings(derandomize=True, deadline=None, database=None)
 def test_bounds_lie_between_C0_and_1_plus_K_times_it_and_are_twice_it_on_average(noisy):
     C = bounds(noisy)
@@ -80,7 +104,9 @@ def test_bounds_lie_between_C0_and_1_plus_K_times_it_and_are_twice_it_on_average
 def test_with_groups_of_one_size_it_is_the_box():
     above, below = [10, 30, 70], [90, 70, 30]
     noisy = [float(v) for pair in zip(below, above, strict=True) for v in pair]
-    torch.testing.assert_close(bounds(noisy, 0.5), torch.tensor(box(above, below, 0.5), dtype=torch.float64))
+    torch.testing.assert_close(
+        bounds(noisy, 0.5), torch.tensor(box(above, below, 0.5), dtype=torch.float64)
+    )
 
 
 def test_each_sample_is_in_exactly_one_of_the_2K_counts(norms_around):
@@ -98,7 +124,9 @@ def test_weights(norms_around):
     now = torch.tensor(C, dtype=torch.float64)
     norms = norms_around(*C)
     for k in range(3):
-        weights, held = Mechanism(DPSGDF(C0=0.7)).weights(norms, torch.full_like(norms, k).long(), now, now.max(), None)
+        weights, held = Mechanism(DPSGDF(C0=0.7)).weights(
+            norms, torch.full_like(norms, k).long(), now, now.max(), None
+        )
         assert weights.tolist() == [1.0 if n <= C[k] else C[k] / n for n in norms.tolist()]
         assert held is None
 
@@ -131,10 +159,14 @@ def test_the_noise_is_for_the_largest_bound_of_all_groups_even_those_that_are_ab
     rule = DPSGDF(C0=1.0, sigma=1.0, sigma_count=1.0)
     gradients = torch.zeros(10, 3, dtype=torch.float64)
     noise = {
-        "count": torch.tensor([0.0, 0.0, 5.0, 0.0, 0.0, 7.0], dtype=torch.float64),  # group 2: 7 of 7 above
+        "count": torch.tensor(
+            [0.0, 0.0, 5.0, 0.0, 0.0, 7.0], dtype=torch.float64
+        ),  # group 2: 7 of 7 above
         "gradient": torch.ones(3, dtype=torch.float64),
     }
-    found, now, *_ = take_step(rule, gradients, torch.zeros(10, dtype=torch.int64), rule.init(3), 1.0, noise)
+    found, now, *_ = take_step(
+        rule, gradients, torch.zeros(10, dtype=torch.int64), rule.init(3), 1.0, noise
+    )
     assert now.tolist() == [1.0, 1.0, 4.0]
     assert found.tolist() == [4.0, 4.0, 4.0]
 

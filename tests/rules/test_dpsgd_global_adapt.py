@@ -1,4 +1,6 @@
-"""DPSGD-Global-Adapt against Algorithm 2 with its red parts, against DPSGD, and against what the paper says of Z."""
+"""DPSGD-Global-Adapt against Algorithm 2 with its red parts, against DPSGD, and against what the
+paper says of Z.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ NOBODY = torch.zeros(0, dtype=torch.int64)
 
 
 def algorithm_2(gradients, C0, Z, tau, eta_Z, sigma, sigma_count, B, noise, count_noise):
-    """g̃_B and the next Z; the public B where the box has |B|, and γ = C0/max(Z, ‖g‖) for Z < C0 too."""
+    """g̃_B and the next Z; the public B where the box has |B|, and γ = C0/max(Z, ‖g‖) for Z < C0
+    too.
+    """
     total, above = [0.0, 0.0, 0.0], 0
     for gradient in gradients:
         length = math.sqrt(sum(x * x for x in gradient))
@@ -42,8 +46,11 @@ def test_weights(C0, Z, norms_around):
     rule = DPSGDGlobalAdapt(C0=C0, Z0=Z)
     weights, held = Mechanism(rule).weights(norms, torch.zeros(len(norms)), rule.init(3), C0, None)
     expected = [C0 / Z if n <= Z else C0 / n for n in norms.tolist()]
-    # torch takes a number over a tensor as number · (1/tensor): two roundings where the loop has one.
-    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=2.0**-51, atol=0)
+    # torch takes a number over a tensor as number · (1/tensor): two roundings where the loop has
+    # one.
+    torch.testing.assert_close(
+        weights, torch.tensor(expected, dtype=torch.float64), rtol=2.0**-51, atol=0
+    )
     assert held is None
 
 
@@ -51,7 +58,9 @@ def test_weights(C0, Z, norms_around):
 def test_count_is_strict_at_tau_Z(tau):
     Z = torch.tensor(3.3, dtype=torch.float64)
     edge = tau * 3.3
-    norms = torch.tensor([0.0, math.nextafter(edge, 0), edge, math.nextafter(edge, 9), 1e12], dtype=torch.float64)
+    norms = torch.tensor(
+        [0.0, math.nextafter(edge, 0), edge, math.nextafter(edge, 9), 1e12], dtype=torch.float64
+    )
     each = DPSGDGlobalAdapt(tau=tau).statistic(norms, torch.zeros(5), Z)
     assert each.tolist() == [False, False, False, True, True]
 
@@ -68,14 +77,20 @@ def test_steps(C0, Z, tau, take_step, batch):
         given = {"gradient": torch.from_numpy(noise), "count": torch.from_numpy(count_noise)}
         found, now, state, multipliers = take_step(rule, gradients, group, state, 38.0, given)
         assert float(now) == pytest.approx(Z, rel=1e-13)
-        expected, Z = algorithm_2(gradients.tolist(), C0, Z, tau, 0.3, 0.8, 4.0, 38.0, noise, count_noise[0])
-        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
+        expected, Z = algorithm_2(
+            gradients.tolist(), C0, Z, tau, 0.3, 0.8, 4.0, 38.0, noise, count_noise[0]
+        )
+        torch.testing.assert_close(
+            found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0
+        )
         assert float(state) == pytest.approx(Z, rel=1e-13)
         assert multipliers == {"count": 4.0, "gradient": 0.8}
 
 
 def test_it_is_dpsgd_with_bound_Z_and_learning_rate_eta_C0_over_Z(take_step):
-    """Both train θ towards the mean of x (g_i = θ − x_i) on the same batches and the same noise, while Z moves."""
+    """Both train θ towards the mean of x (g_i = θ − x_i) on the same batches and the same noise,
+    while Z moves.
+    """
     random = np.random.default_rng(3)
     x = torch.from_numpy(random.normal(size=(200, 3)) * random.lognormal(0.0, 1.0, (200, 1)))
     C0, eta, B, group = 0.7, 0.9, 32.0, torch.zeros(32, dtype=torch.int64)
@@ -84,7 +99,10 @@ def test_it_is_dpsgd_with_bound_Z_and_learning_rate_eta_C0_over_Z(take_step):
     Z, seen = rule.init(1), []
     for _ in range(40):
         rows = x[torch.from_numpy(random.integers(0, 200, 32))]
-        noise = {name: torch.from_numpy(random.normal(size=n)) for name, n in (("gradient", 3), ("count", 1))}
+        noise = {
+            name: torch.from_numpy(random.normal(size=n))
+            for name, n in (("gradient", 3), ("count", 1))
+        }
         g, now, Z, _ = take_step(rule, ours - rows, group, Z, B, noise)
         dpsgd = DPSGD(C0=float(now), sigma=0.6)
         g_dpsgd, *_ = take_step(dpsgd, theirs - rows, group, dpsgd.init(1), B, noise)
@@ -105,7 +123,9 @@ def test_Z_settles_where_a_fraction_eta_Z_of_the_norms_is_above_tau_Z(Z0, tau):
         norms = torch.from_numpy(random.lognormal(0.5, spread, random.poisson(256)))
         above.append(lognorm.sf(tau * float(Z), spread, scale=math.exp(0.5)))
         count = guard.count(norms, torch.zeros(len(norms)), Z, None)
-        noisy = Release({"count": noise.normal(t, 1)[0]})("count", count, sensitivity=1.0, multiplier=rule.sigma_count)
+        noisy = Release({"count": noise.normal(t, 1)[0]})(
+            "count", count, sensitivity=1.0, multiplier=rule.sigma_count
+        )
         _, Z = rule.observe(noisy, 256.0, Z)
     assert 0.085 < np.mean(above[350:]) < 0.115
     quantile = lognorm.isf(0.1, spread, scale=math.exp(0.5)) / tau
@@ -146,4 +166,6 @@ def test_an_empty_batch_lowers_Z_by_exactly_eta_Z():
     rule = DPSGDGlobalAdapt(Z0=4.0, eta_Z=0.25)
     count = Mechanism(rule).count(torch.zeros(0, dtype=torch.float64), NOBODY, rule.init(1), None)
     assert count.tolist() == [0.0]
-    assert float(rule.observe(count, 256.0, rule.init(1))[1]) == pytest.approx(4.0 * math.exp(-0.25), rel=1e-15)
+    assert float(rule.observe(count, 256.0, rule.init(1))[1]) == pytest.approx(
+        4.0 * math.exp(-0.25), rel=1e-15
+    )

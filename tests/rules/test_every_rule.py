@@ -1,7 +1,8 @@
-"""What every rule promises, the built-in ones and strangers' alike: bounded by construction, blind to the batch.
+"""What every rule promises, the built-in ones and strangers' alike: bounded by construction, blind
+to the batch.
 
-The sensitivity is not read off the formula: one sample is taken out of the batch, everything is computed again, and the
-sums are compared.
+The sensitivity is not read off the formula: one sample is taken out of the batch, everything is
+computed again, and the sums are compared.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from evenclip.rules import (
 GROUPS = 4
 ROUNDING = 1 + Fraction(1, 2**49)  # norms are rounded up by far more
 
-# Strangers' rules ----------------------------------------------------------------------------------------------------
+# Strangers' rules
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,9 @@ class SoftClip(Rule):
 
     def statistic(self, norm: Tensor, group: Tensor, state: Tensor) -> Tensor:
         # stack puts a new axis first: over a batch at once this would be [2, sample]
-        return torch.stack([torch.tanh(norm / self.C), 1 / torch.cosh(norm / self.C)])  # tanh² + sech² = 1
+        return torch.stack(
+            [torch.tanh(norm / self.C), 1 / torch.cosh(norm / self.C)]
+        )  # tanh² + sech² = 1
 
     def sensitivity(self, now: Tensor) -> float:
         return self.C
@@ -70,14 +74,21 @@ class SoftClip(Rule):
 
 @dataclass(frozen=True)
 class Liar(Rule):
-    """Claims S = 1; returns, by group, 1e6, NaN, -1e6, 1e300, and statistics of length 100 with NaN and ∞ in them."""
+    """Claims S = 1; returns, by group, 1e6, NaN, -1e6, 1e300, and statistics of length 100 with NaN
+    and ∞ in them.
+    """
 
     name: ClassVar[str] = "liar"
     sigma: float = 1.0
     sigma_count: float = 10.0
 
     def statistic(self, norm: Tensor, group: Tensor, state: Tensor) -> Tensor:
-        lies = [[60.0, 80.0, 0.0], [math.nan, 60.0, 80.0], [math.inf, -math.inf, 0.5], [-1e200, 1e200, 0.0]]
+        lies = [
+            [60.0, 80.0, 0.0],
+            [math.nan, 60.0, 80.0],
+            [math.inf, -math.inf, 0.5],
+            [-1e200, 1e200, 0.0],
+        ]
         return torch.tensor(lies, dtype=torch.float64)[group]
 
     def sensitivity(self, now: Tensor) -> float:
@@ -138,7 +149,8 @@ def case(rule):
     return rule.name
 
 
-# Batches -------------------------------------------------------------------------------------------------------------
+# Batches
+# --------------------------------------------------------------------------------------------------
 
 STRANGE = [0.0, -1.0, 1e-200, 1e200, math.inf, -math.inf, math.nan]
 
@@ -146,7 +158,9 @@ STRANGE = [0.0, -1.0, 1e-200, 1e200, math.inf, -math.inf, math.nan]
 def public(rule, strange):
     """Any public tensor of the shape of the rule's state, reachable or, if `strange`, not."""
     start = rule.init(GROUPS)
-    values = st.floats(1e-12, 1e12) | st.sampled_from([1e-12, 1.0, 1e12, *(STRANGE if strange else [])])
+    values = st.floats(1e-12, 1e12) | st.sampled_from(
+        [1e-12, 1.0, 1e12, *(STRANGE if strange else [])]
+    )
     if isinstance(rule, DPSGDF) and not strange:
         values = st.floats(rule.C0, (1 + GROUPS) * rule.C0)
     flat = st.lists(values, min_size=start.numel(), max_size=start.numel())
@@ -182,13 +196,23 @@ def batches(draw, rule, strange=True):
         for v in thresholds(rule, state, now)
         for f, to in ((min, v), (math.nextafter, 0.0), (math.nextafter, math.inf))
     ]
-    lengths = st.sampled_from([0.0, 1e-12, 1e12, 1e-45, 1e38, *edges]) | st.floats(0.0, 10.0) | st.floats(0.0, 1e12)
+    lengths = (
+        st.sampled_from([0.0, 1e-12, 1e12, 1e-45, 1e38, *edges])
+        | st.floats(0.0, 10.0)
+        | st.floats(0.0, 1e12)
+    )
     n = draw(st.integers(1, 6))
     norms = torch.tensor(draw(st.lists(lengths, min_size=n, max_size=n)), dtype=torch.float64)
     group = torch.tensor(draw(st.lists(st.integers(0, GROUPS - 1), min_size=n, max_size=n)))
-    turns = draw(st.lists(st.tuples(st.floats(0, math.pi), st.floats(0, 2 * math.pi)), min_size=n, max_size=n))
+    turns = draw(
+        st.lists(
+            st.tuples(st.floats(0, math.pi), st.floats(0, 2 * math.pi)), min_size=n, max_size=n
+        )
+    )
     ways = [[math.sin(a) * math.cos(b), math.sin(a) * math.sin(b), math.cos(a)] for a, b in turns]
-    return Batch(state, now, norms, group, norms.unsqueeze(1) * torch.tensor(ways, dtype=torch.float64))
+    return Batch(
+        state, now, norms, group, norms.unsqueeze(1) * torch.tensor(ways, dtype=torch.float64)
+    )
 
 
 def over_batches(rules, strange=True, examples=25):
@@ -208,7 +232,9 @@ def over_batches(rules, strange=True, examples=25):
 
 
 def bound(rule, now):
-    """What one sample may add: S, or its size below 0, as for the noise; anything where S and so the noise is NaN."""
+    """What one sample may add: S, or its size below 0, as for the noise; anything where S and so
+    the noise is NaN.
+    """
     S = abs(float(rule.sensitivity(now)))
     return S if S == S else math.inf
 
@@ -223,7 +249,8 @@ def statistics(rule, b, keep=None):
     return Mechanism(rule).count(b.norms, b.group, b.state, keep)
 
 
-# Sensitivity ---------------------------------------------------------------------------------------------------------
+# Sensitivity
+# --------------------------------------------------------------------------------------------------
 
 
 @over_batches(EVERY)
@@ -248,10 +275,14 @@ def test_weight_times_norm_is_at_most_S_and_fits_float32(rule, b):
     S = bound(rule, b.now)
     assert held.dtype == torch.float64
     if S < 1e6:
-        assert held.float().isfinite().all()  # an infinite weight would make 0 · ∞ of a zero gradient
+        assert (
+            held.float().isfinite().all()
+        )  # an infinite weight would make 0 · ∞ of a zero gradient
     if not math.isinf(S):
         for w, norm in zip(held.tolist(), b.norms.tolist(), strict=True):
-            assert abs(Fraction(w)) * Fraction(norm) <= Fraction(S) * ROUNDING  # in exact arithmetic
+            assert (
+                abs(Fraction(w)) * Fraction(norm) <= Fraction(S) * ROUNDING
+            )  # in exact arithmetic
 
 
 @over_batches(EVERY)
@@ -280,12 +311,17 @@ def test_a_mapped_rule_is_shown_one_sample():
             return norm
 
     Mechanism(Spy()).weights(
-        torch.ones(5, dtype=torch.float64), torch.zeros(5, dtype=torch.int64), torch.zeros(0), 1.0, None
+        torch.ones(5, dtype=torch.float64),
+        torch.zeros(5, dtype=torch.int64),
+        torch.zeros(0),
+        1.0,
+        None,
     )
     assert shapes == [(torch.Size([]), torch.Size([]))]
 
 
-# The guard -----------------------------------------------------------------------------------------------------------
+# The guard
+# --------------------------------------------------------------------------------------------------
 
 
 @over_batches(HONEST, strange=False)
@@ -296,7 +332,9 @@ def test_honest_rules_are_never_held(rule, b):
 @over_batches([Liar()])
 def test_every_lie_is_counted_and_nothing_else(rule, b):
     held, lies = weights(rule, b)
-    for w, lie, norm, group in zip(held.tolist(), lies.tolist(), b.norms.tolist(), b.group.tolist(), strict=True):
+    for w, lie, norm, group in zip(
+        held.tolist(), lies.tolist(), b.norms.tolist(), b.group.tolist(), strict=True
+    ):
         said = [1e6, 0.0, -1e6, 1e300][group]
         if said == 1e300 and norm < 2.0**-100:
             assert (w, lie) == (2.0**100, True)  # no more than a float32 can hold
@@ -317,9 +355,18 @@ def test_small_lies_are_counted_too(rule, b):
 
 def test_lies_about_the_statistics_are_cut_to_length_1():
     group = torch.arange(4)
-    each = [Mechanism(Liar()).count(torch.ones(1), group[k : k + 1], torch.zeros(0), None) for k in range(4)]
-    # (60, 80) has length 100; NaN and ±∞ become 0; (-1e200, 1e200) is so long that its length overflows
-    assert [e.tolist() for e in each] == [[0.6, 0.8, 0.0], [0.0, 0.6, 0.8], [0.0, 0.0, 0.5], [0.0, 0.0, 0.0]]
+    each = [
+        Mechanism(Liar()).count(torch.ones(1), group[k : k + 1], torch.zeros(0), None)
+        for k in range(4)
+    ]
+    # (60, 80) has length 100; NaN and ±∞ become 0; (-1e200, 1e200) is so long that its length
+    # overflows
+    assert [e.tolist() for e in each] == [
+        [0.6, 0.8, 0.0],
+        [0.0, 0.6, 0.8],
+        [0.0, 0.0, 0.5],
+        [0.0, 0.0, 0.0],
+    ]
 
 
 def test_a_statistic_without_an_axis_is_a_count_of_one_number():
@@ -333,14 +380,20 @@ def test_a_statistic_without_an_axis_is_a_count_of_one_number():
 
     guard = Mechanism(Scalar())
     for n, expected in ((0, [0.0]), (1, [0.0]), (4, [2.0])):  # norms 0, 1, 2, 3
-        found = guard.count(torch.arange(n).double(), torch.zeros(n, dtype=torch.int64), torch.zeros(0), None)
+        found = guard.count(
+            torch.arange(n).double(), torch.zeros(n, dtype=torch.int64), torch.zeros(0), None
+        )
         assert found.tolist() == expected
 
 
-@pytest.mark.parametrize("S", [0.0, torch.tensor(0.0, dtype=torch.float64)], ids=["float", "tensor"])
+@pytest.mark.parametrize(
+    "S", [0.0, torch.tensor(0.0, dtype=torch.float64)], ids=["float", "tensor"]
+)
 def test_a_sensitivity_of_0_lets_nothing_through(S):
     norms = torch.tensor([0.0, 1e-12, 1.0, 1e12], dtype=torch.float64)
-    held, lies = Mechanism(DPSGD()).weights(norms, torch.zeros(4, dtype=torch.int64), torch.zeros(0), S, None)
+    held, lies = Mechanism(DPSGD()).weights(
+        norms, torch.zeros(4, dtype=torch.int64), torch.zeros(0), S, None
+    )
     assert held.tolist() == [0.0] * 4  # not 0/0 for the zero gradient
     assert lies.all()
 
@@ -348,7 +401,9 @@ def test_a_sensitivity_of_0_lets_nothing_through(S):
 @over_batches(EVERY)
 def test_what_is_not_kept_contributes_exactly_nothing(rule, b):
     keep = torch.arange(len(b.norms)) % 2 == 0
-    junk = torch.tensor([math.nan, math.inf, 1e12], dtype=torch.float64)[torch.arange(len(b.norms)) % 3]
+    junk = torch.tensor([math.nan, math.inf, 1e12], dtype=torch.float64)[
+        torch.arange(len(b.norms)) % 3
+    ]
     full = Batch(b.state, b.now, torch.where(keep, b.norms, junk), b.group, b.gradients)
     only = Batch(b.state, b.now, b.norms[keep], b.group[keep], b.gradients[keep])
     held, lies = weights(rule, full, keep)
@@ -356,7 +411,9 @@ def test_what_is_not_kept_contributes_exactly_nothing(rule, b):
     assert not lies[~keep].any()
     assert torch.equal(held[keep], weights(rule, only)[0])
     assert torch.equal(lies[keep], weights(rule, only)[1])
-    torch.testing.assert_close(statistics(rule, full, keep), statistics(rule, only), rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        statistics(rule, full, keep), statistics(rule, only), rtol=0, atol=1e-14
+    )
 
 
 @over_batches(BUILT_IN)
@@ -364,21 +421,32 @@ def test_padded_rows_change_nothing(rule, b):
     n = len(b.norms)
     pad = [torch.cat([column, column[:1].expand(3)]) for column in (b.norms, b.group)]
     padded, real = Batch(b.state, b.now, *pad, torch.zeros(0)), torch.arange(n + 3) < n
-    assert torch.equal(statistics(rule, padded, real), statistics(rule, b))  # sums of 0 and 1: exact
-    assert torch.equal(weights(rule, padded, real)[0], torch.cat([weights(rule, b)[0], torch.zeros(3)]))
+    assert torch.equal(
+        statistics(rule, padded, real), statistics(rule, b)
+    )  # sums of 0 and 1: exact
+    assert torch.equal(
+        weights(rule, padded, real)[0], torch.cat([weights(rule, b)[0], torch.zeros(3)])
+    )
 
 
 @pytest.mark.parametrize("rule", EVERY, ids=case)
 def test_empty_batch(rule):
-    state, none, nobody = rule.init(GROUPS), torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
-    one = Mechanism(rule).count(torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64), state, None)
+    state, none, nobody = (
+        rule.init(GROUPS),
+        torch.zeros(0, dtype=torch.float64),
+        torch.zeros(0, dtype=torch.int64),
+    )
+    one = Mechanism(rule).count(
+        torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64), state, None
+    )
     found = Mechanism(rule).count(none, nobody, state, None)
     assert torch.equal(found, torch.zeros_like(one))
     held, lies = Mechanism(rule).weights(none, nobody, state, rule.sensitivity(state), None)
     assert (held.shape, lies.shape) == ((0,), (0,))
 
 
-# Vectorised --------------------------------------------------------------------------------------------------------
+# Vectorised
+# --------------------------------------------------------------------------------------------------
 
 
 @over_batches(BUILT_IN)
@@ -388,7 +456,9 @@ def test_elementwise_equals_mapped_equals_one_at_a_time(rule, b):
         assert torch.equal(mine, theirs)
     assert torch.equal(statistics(rule, b), statistics(Mapped(rule), b))
     for method, given_to in ((rule.weight, b.now), (rule.statistic, b.state)):
-        singly = [method(norm, group, given_to) for norm, group in zip(b.norms, b.group, strict=True)]
+        singly = [
+            method(norm, group, given_to) for norm, group in zip(b.norms, b.group, strict=True)
+        ]
         torch.testing.assert_close(
             method(b.norms, b.group, given_to), torch.stack(singly), rtol=0, atol=0, equal_nan=True
         )
@@ -401,12 +471,16 @@ def test_weights_are_float64(rule, b):
 
 @pytest.mark.parametrize("rule", HONEST, ids=case)
 def test_resting_is_the_weight_of_a_zero_gradient(rule):
-    nows, zero = torch.stack([rule.init(GROUPS), 2 * rule.init(GROUPS)]), torch.tensor(0.0, dtype=torch.float64)
+    nows, zero = (
+        torch.stack([rule.init(GROUPS), 2 * rule.init(GROUPS)]),
+        torch.tensor(0.0, dtype=torch.float64),
+    )
     expected = [[float(rule.weight(zero, k, now)) for k in torch.arange(GROUPS)] for now in nows]
     assert Mechanism(rule, GROUPS).resting(nows).tolist() == expected
 
 
-# What a rule says of itself ------------------------------------------------------------------------------------------
+# What a rule says of itself
+# ------------------------------------------------------------------------------------------
 
 
 def test_names_are_those_of_the_documentation():
@@ -416,9 +490,15 @@ def test_names_are_those_of_the_documentation():
 
 def test_every_rule_of_the_package_is_in_the_map_and_in_these_tests():
     modules = [
-        importlib.import_module(m.name) for m in pkgutil.iter_modules(evenclip.rules.__path__, "evenclip.rules.")
+        importlib.import_module(m.name)
+        for m in pkgutil.iter_modules(evenclip.rules.__path__, "evenclip.rules.")
     ]
-    classes = {c for module in modules for c in vars(module).values() if inspect.isclass(c) and issubclass(c, Rule)}
+    classes = {
+        c
+        for module in modules
+        for c in vars(module).values()
+        if inspect.isclass(c) and issubclass(c, Rule)
+    }
     assert {c for c in classes if not inspect.isabstract(c)} == set(RULES.values())
     assert {rule for rule in RULES.values() if rule.bounded} == {type(r) for r in BUILT_IN}
 
@@ -478,18 +558,27 @@ MULTIPLIERS = {
 @pytest.mark.parametrize("rule", BUILT_IN, ids=case)
 def test_multipliers_are_what_a_step_releases(rule, take_step, batch):
     if rule.sigma:
-        rule = dataclasses.replace(rule, sigma=2, **({"sigma_count": 20} if rule.sigma_count else {}))
+        rule = dataclasses.replace(
+            rule, sigma=2, **({"sigma_count": 20} if rule.sigma_count else {})
+        )
     assert rule.multipliers() == MULTIPLIERS[rule.name]
     assert all(type(m) is float for m in rule.multipliers().values())
-    noise = {"count": torch.zeros(6 if rule.uses_groups else 1), "gradient": torch.zeros(3)}  # the batch has 3 groups
+    noise = {
+        "count": torch.zeros(6 if rule.uses_groups else 1),
+        "gradient": torch.zeros(3),
+    }  # the batch has 3 groups
     assert take_step(rule, *batch, rule.init(3), 40.0, noise)[-1] == rule.multipliers()
 
 
-@pytest.mark.parametrize("rule", [*HONEST, dataclasses.replace(BUILT_IN[2], sigma_count=5.0)], ids=case)
+@pytest.mark.parametrize(
+    "rule", [*HONEST, dataclasses.replace(BUILT_IN[2], sigma_count=5.0)], ids=case
+)
 def test_scaled_multiplies_all_noise_and_nothing_else(rule):
     scaled = rule.scaled(1.5)
     assert type(scaled) is type(rule)
-    assert scaled.multipliers() == {name: pytest.approx(1.5 * m) for name, m in rule.multipliers().items()}
+    assert scaled.multipliers() == {
+        name: pytest.approx(1.5 * m) for name, m in rule.multipliers().items()
+    }
     rest = [f.name for f in dataclasses.fields(rule) if f.name not in ("sigma", "sigma_count")]
     assert all(getattr(scaled, name) == getattr(rule, name) for name in rest)
 

@@ -52,11 +52,15 @@ class Twice(nn.Module):
 
 
 def brute(model, x, y, group, rule):
-    """R = γ1 R1 + γ2 R2 as a function of the parameters, and its gradient by autograd through all of it."""
+    """R = γ1 R1 + γ2 R2 as a function of the parameters, and its gradient by autograd through all
+    of it.
+    """
     own = {name: p.detach() for name, p in model.named_parameters()}
 
     def one(parameters, a, target):
-        return cross_entropy(functional_call(model, parameters, (a.unsqueeze(0),)), target.unsqueeze(0))
+        return cross_entropy(
+            functional_call(model, parameters, (a.unsqueeze(0),)), target.unsqueeze(0)
+        )
 
     def regularisers(parameters):
         each = vmap(grad(one), in_dims=(None, 0, 0))(parameters, x, y)
@@ -91,7 +95,9 @@ def test_the_gradient_of_the_regularisers_is_that_of_autograd(name, gamma1, gamm
     expected = brute(model, x, y, group, rule)
     assert expected.norm() > 1e-3
     # norms are rounded up by sixteen roundings, hence not to the last digit
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12 + 1e-10 * float(expected.norm()))
+    torch.testing.assert_close(
+        found, expected, rtol=1e-9, atol=1e-12 + 1e-10 * float(expected.norm())
+    )
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -126,7 +132,9 @@ def test_one_record_moves_the_clipped_sum_by_more_than_the_bound():
     model, moved = mlp(5, 2, (), seed=1).double(), {}
     for rule in (FairLens(C0=0.1, gamma1=5.0), DPSGD(C0=0.1)):
         there = clipped_sum(model, x, y, group, rule)
-        moved[rule.name] = float((there - clipped_sum(model, x[1:], y[1:], group[1:], rule)).norm()) / 0.1
+        moved[rule.name] = (
+            float((there - clipped_sum(model, x[1:], y[1:], group[1:], rule)).norm()) / 0.1
+        )
     assert moved["fairlens"] > 10
     assert moved["dpsgd"] <= 1 + 1e-9
 
@@ -165,7 +173,9 @@ def accounting_of(rule):
 
 def test_noise_is_added_all_the_same():
     one, other = trained(seed=0), trained(seed=1)
-    assert not torch.equal(*(torch.nn.utils.parameters_to_vector(run.model.parameters()) for run in (one, other)))
+    assert not torch.equal(
+        *(torch.nn.utils.parameters_to_vector(run.model.parameters()) for run in (one, other))
+    )
     run = prepare(mlp(5, 2, (4,)), floats(), rule=FairLens(C0=0.5), batch_size=30, steps=1, seed=0)
     with run.listening():
         found = run.step()
@@ -182,9 +192,18 @@ def test_the_table_of_a_comparison_says_none_and_why(tmp_path):
     from evenclip.data import Dataset, Splits
 
     x, y, group = floats()
-    parts = [Dataset(x[i::2], y[i::2], group[i::2], ("a", "b"), ("no", "yes"), "toy") for i in (0, 1)]
+    parts = [
+        Dataset(x[i::2], y[i::2], group[i::2], ("a", "b"), ("no", "yes"), "toy") for i in (0, 1)
+    ]
     found = compare(
-        Splits(*parts), ["dpsgd", FairLens(C0=0.5)], 2, epochs=1, batch_size=20, lr=0.1, model="linear", store=tmp_path
+        Splits(*parts),
+        ["dpsgd", FairLens(C0=0.5)],
+        2,
+        epochs=1,
+        batch_size=20,
+        lr=0.1,
+        model="linear",
+        store=tmp_path,
     )
     assert found["fairlens"].epsilon == {"pld": None, "rdp": None}
     row = next(line for line in found.table().splitlines() if "fairlens" in line and "none" in line)
@@ -227,16 +246,26 @@ class Sly(DPSGD):
 
 
 def test_a_rule_with_a_tape_of_its_own_cannot_claim_a_bound():
-    with pytest.raises(ValueError, match=r"sly takes its gradients in its own way .* bounded = False"):
+    with pytest.raises(
+        ValueError, match=r"sly takes its gradients in its own way .* bounded = False"
+    ):
         prepare(mlp(5, 2), floats(), rule=Sly(), batch_size=30)
 
 
 def test_what_it_is_not_for():
     x, y, group = floats()
-    assert FairLens().unsuited(3, 2) == "it is for two groups and two classes, and there are 3 and 2."
+    assert (
+        FairLens().unsuited(3, 2) == "it is for two groups and two classes, and there are 3 and 2."
+    )
     assert FairLens().unsuited(2, 2) is None
     with pytest.raises(ValueError, match="needs the whole batch at once"):
-        prepare(mlp(5, 2), (x, y, group), rule=FairLens(), batch_size=30, performance=evenclip.Performance(chunk=10))
+        prepare(
+            mlp(5, 2),
+            (x, y, group),
+            rule=FairLens(),
+            batch_size=30,
+            performance=evenclip.Performance(chunk=10),
+        )
     with pytest.raises(ValueError, match="gamma1 is -1"):
         FairLens(gamma1=-1.0)
     with plan(mlp(5, 2), cross_entropy, x, y).listening() as tape:

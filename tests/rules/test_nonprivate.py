@@ -12,7 +12,9 @@ from evenclip.rules import NonPrivate
 
 def test_every_weight_is_1(norms_around):
     norms = norms_around(1.0)
-    weights, held = Mechanism(NonPrivate()).weights(norms, torch.zeros(len(norms)), torch.zeros(0), math.inf, None)
+    weights, held = Mechanism(NonPrivate()).weights(
+        norms, torch.zeros(len(norms)), torch.zeros(0), math.inf, None
+    )
     assert weights.tolist() == [1.0] * len(norms)
     assert held is None
 

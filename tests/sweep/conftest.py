@@ -37,7 +37,14 @@ def spec(splits, tmp_path):
 
     def make(seed=0, rule=None, **changes):
         rule = {"name": "dpsgd", "options": {"C0": 1.0, "sigma": 1.0}} if rule is None else rule
-        fields = {"lr": 0.1, "epochs": 1, "batch_size": 20, "q": None, "delta": None, "device": "cpu"} | changes
+        fields = {
+            "lr": 0.1,
+            "epochs": 1,
+            "batch_size": 20,
+            "q": None,
+            "delta": None,
+            "device": "cpu",
+        } | changes
         model = fields.pop("model", {"name": "mlp", "options": {"hidden": [4]}})
         return Spec(data, model, rule, seed=seed, **fields)
 
@@ -70,14 +77,18 @@ def told():
 
 @pytest.fixture
 def one_of_three_fails(store, spec, told):
-    """A function of an executor: a run that cannot succeed is tried three times, reported, and the others are kept."""
+    """A function of an executor: a run that cannot succeed is tried three times, reported, and the
+    others are kept.
+    """
 
     def check(executor):
         with pytest.raises(RunsError) as raised:
             carry_out([spec(0), spec(5, lr=-1.0), spec(1)], store, told, executor)
         assert str(raised.value) == (
-            "1 of 3 runs failed; the other 2 are kept. dpsgd, seed 5: lr is -1.0; it must be a finite number above 0. "
-            f"Run the same command again to finish what is missing. Details are in {store.root / 'failures.txt'}."
+            "1 of 3 runs failed; the other 2 are kept. dpsgd, seed 5: lr is -1.0; it must be a "
+            "finite number above 0. "
+            "Run the same command again to finish what is missing. Details are in "
+            f"{store.root / 'failures.txt'}."
         )
         (failure,) = raised.value.failures
         assert "Traceback" in failure.trace
@@ -123,8 +134,9 @@ def make(x, classes):
 class Gate:
     """A FIFO at which every run with this model waits between its first step and its second.
 
-    A run reports its progress after its first step, so a test that receives `t == 1` knows that the run is under way
-    and cannot end before the test lets it. A byte in the FIFO lets exactly one run through, whichever comes first.
+    A run reports its progress after its first step, so a test that receives `t == 1` knows that the
+    run is under way and cannot end before the test lets it. A byte in the FIFO lets exactly one run
+    through, whichever comes first.
     """
 
     def __init__(self, folder: Path):

@@ -18,19 +18,26 @@ RULES = [{"name": name} for name in ("non-private", "dpsgd", "dpsgd-f")]
 def test_every_run_is_in_one_bundle_and_with_its_data_and_model(spec, workers):
     models = [{"name": "mlp", "options": {"hidden": [width]}} for width in (4, 5)]
     specs = [
-        spec(seed, rule, model=model) for rule, model, seed in itertools.product(RULES, models, range(4))
+        spec(seed, rule, model=model)
+        for rule, model, seed in itertools.product(RULES, models, range(4))
     ]  # 12 of each model
     found = bundles(specs, workers)
-    assert Counter(one.hash for bundle in found for one in bundle) == Counter(one.hash for one in specs)
+    assert Counter(one.hash for bundle in found for one in bundle) == Counter(
+        one.hash for one in specs
+    )
     assert all(len({json.dumps(one.model) for one in bundle}) == 1 for bundle in found)
-    assert Counter(json.dumps(bundle[0].model) for bundle in found) == {json.dumps(m): min(workers, 12) for m in models}
+    assert Counter(json.dumps(bundle[0].model) for bundle in found) == {
+        json.dumps(m): min(workers, 12) for m in models
+    }
     lengths = [len(bundle) for bundle in found]
     assert max(lengths) - min(lengths) <= 1
 
 
 def test_the_runs_of_a_seed_are_neighbours(spec):
     """A worker reads the data of a seed once, whatever rules and learning rates it trains on them."""
-    specs = [spec(seed, rule, lr=lr) for rule, lr, seed in itertools.product(RULES, (0.1, 0.2), range(4))]
+    specs = [
+        spec(seed, rule, lr=lr) for rule, lr, seed in itertools.product(RULES, (0.1, 0.2), range(4))
+    ]
     seeds = [[one.seed for one in bundle] for bundle in bundles(specs, 2)]
     assert seeds == [[0] * 6 + [1] * 6, [2] * 6 + [3] * 6]
 
@@ -39,7 +46,7 @@ def test_nothing_to_do_is_no_bundle():
     assert bundles([], 4) == []
 
 
-# --- a worker ---------------------------------------------------------------------------------------------------------
+# --- a worker -----------------------------------------------------------------------------------
 
 
 def said(task, store):
@@ -57,7 +64,12 @@ def test_each_run_is_done_failed_or_busy(store, spec):
     with store.claim(busy) as mine:
         assert mine
         found = said(task, store)
-    assert {i: event["event"] for i, event in found.items()} == {0: "done", 1: "failed", 2: "busy", 3: "failed"}
+    assert {i: event["event"] for i, event in found.items()} == {
+        0: "done",
+        1: "failed",
+        2: "busy",
+        3: "failed",
+    }
     assert found[1]["why"] == "lr is -1.0; it must be a finite number above 0."
     assert "Traceback" in found[1]["trace"]
     assert found[3]["why"] == "the package was changed while the command ran; start it again"
@@ -69,7 +81,9 @@ def test_a_run_is_prepared_once_and_not_at_all_if_it_is_stored(store, spec, monk
     prepared, prepare = [], work.prepared
     monkeypatch.setattr(work, "prepared", lambda one: (prepared.append(one.seed), prepare(one))[1])
     for _ in range(2):
-        assert said(described([spec(0), spec(1)]), store) == {i: {"event": "done", "i": i} for i in (0, 1)}
+        assert said(described([spec(0), spec(1)]), store) == {
+            i: {"event": "done", "i": i} for i in (0, 1)
+        }
     assert prepared == [0, 1]
 
 
@@ -88,7 +102,9 @@ def test_a_result_that_cannot_be_written_is_told_of_its_run(store, spec, monkeyp
 
 
 def test_a_busy_run_of_a_bundle_is_looked_at_again(store, spec, told, monkeypatch):
-    """Another command computes one of two: the other is done at once, and the one is read when it is there."""
+    """Another command computes one of two: the other is done at once, and the one is read when it
+    is there.
+    """
     specs = [spec(0), spec(1)]
     result, weights = work.work(specs[0], lambda t: None)
     waits = []

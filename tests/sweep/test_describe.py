@@ -66,7 +66,8 @@ def test_a_changed_file_is_another_run(stranger, spec):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("dp-sgd", "There is no rule 'dp-sgd'; choose among non-private, dpsgd, dpsgd-f, dpsgd-global, "
+        ("dp-sgd", "There is no rule 'dp-sgd'; choose among non-private, dpsgd, dpsgd-f, "
+                   "dpsgd-global, "
          "dpsgd-global-adapt, fairlens, or give file.py:Class for your own."),
         ("nowhere.py:Half", "nowhere.py is not there; give the path of a file."),
     ],
@@ -79,7 +80,10 @@ def test_rules_that_are_not_there(given, says):
 
 @pytest.mark.parametrize("name", ["Third", "NOT_A_RULE"])
 def test_a_file_without_that_rule(stranger, name):
-    with pytest.raises(ValueError, match=f"has no rule '{name}'; give file.py:Class with a subclass of evenclip.Rule."):
+    with pytest.raises(
+        ValueError,
+        match=f"has no rule '{name}'; give file.py:Class with a subclass of evenclip.Rule.",
+    ):
         describe.named_rule(f"{stranger}:{name}")
 
 
@@ -87,13 +91,20 @@ def test_a_rule_without_a_file(monkeypatch):
     notebook = types.ModuleType("notebook_without_file")
     monkeypatch.setitem(sys.modules, notebook.__name__, notebook)
     exec(STRANGER, notebook.__dict__)
-    with pytest.raises(ValueError, match=r"'half' \(Half\) has no file .* put it into a \.py file of its own\."):
+    with pytest.raises(
+        ValueError, match=r"'half' \(Half\) has no file .* put it into a \.py file of its own\."
+    ):
         describe.describe_rule(notebook.Half())
 
 
 @pytest.mark.parametrize(
     ("given", "widths"),
-    [("mlp", [3, 256, 256, 2]), ("mlp:7", [3, 7, 2]), ("mlp:7,5", [3, 7, 5, 2]), ("linear", [3, 2])],
+    [
+        ("mlp", [3, 256, 256, 2]),
+        ("mlp:7", [3, 7, 2]),
+        ("mlp:7,5", [3, 7, 5, 2]),
+        ("linear", [3, 2]),
+    ],
 )
 def test_models_by_name(given, widths, splits):
     model = describe.make_model(describe.describe_model(given), splits.train, seed=0)
@@ -103,7 +114,9 @@ def test_models_by_name(given, widths, splits):
 
 def test_a_model_of_ones_own_starts_from_the_seed(tmp_path, splits):
     path = tmp_path / "net.py"
-    path.write_text("import torch\ndef make(x, classes):\n    return torch.nn.Linear(x.shape[1], classes)\n")
+    path.write_text(
+        "import torch\ndef make(x, classes):\n    return torch.nn.Linear(x.shape[1], classes)\n"
+    )
     description = describe.describe_model(f"{path}:make")
     one, same, other = (describe.make_model(description, splits.train, seed) for seed in (0, 0, 1))
     assert torch.equal(one.weight, same.weight)
@@ -120,7 +133,8 @@ BROKEN = {
     "def make(x, classes)": "cannot be loaded: SyntaxError",
     "1 / 0": "cannot be loaded: ZeroDivisionError: division by zero",
     "x = 1": "has no function 'make'; give file.py:function, called as function(x, classes).",
-    "def make(x, classes): return 1 / 0": "make of {path} failed: ZeroDivisionError: division by zero",
+    "def make(x, classes): return 1 / 0": "make of {path} failed: ZeroDivisionError: division by "
+    "zero",
     "def make(x, classes): return 3": "make of {path} returned int; it must return an nn.Module.",
 }
 
@@ -142,8 +156,15 @@ def test_splits_come_back(splits, tmp_path):
     found = describe.load_data(describe.save_splits(splits, tmp_path), seed=0)
     for name in ("train", "test"):
         given, back = getattr(splits, name), getattr(found.splits, name)
-        assert all(torch.equal(getattr(given, field), getattr(back, field)) for field in ("x", "y", "group"))
-        assert (back.group_names, back.class_names, back.name) == (("a", "b"), ("no", "yes"), "made")
+        assert all(
+            torch.equal(getattr(given, field), getattr(back, field))
+            for field in ("x", "y", "group")
+        )
+        assert (back.group_names, back.class_names, back.name) == (
+            ("a", "b"),
+            ("no", "yes"),
+            "made",
+        )
     assert found.splits.validation is None
 
 
@@ -164,7 +185,9 @@ def test_fewer_rows_are_a_sample_of_each_part(splits, tmp_path):
     whole = [tuple(row) for row in splits.train.x.tolist()]
     rows = [tuple(row) for row in found.train.x.tolist()]
     assert len(set(rows)) == 120
-    assert [row for row in whole if row in set(rows)] == rows  # in their order, each with its own label
+    assert [
+        row for row in whole if row in set(rows)
+    ] == rows  # in their order, each with its own label
     place = [whole.index(row) for row in rows]
     assert found.train.y.tolist() == splits.train.y[place].tolist()
     assert found.train.group.tolist() == splits.train.group[place].tolist()

@@ -1,4 +1,6 @@
-"""What the executors share: the count of tries; and what they say about options and packages, which need no cluster."""
+"""What the executors share: the count of tries; and what they say about options and packages, which
+need no cluster.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def test_what_is_said_of_a_run_that_is_over_changes_nothing(store, spec, told):
     assert told.over == [(0, None)]
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------
 
 
 def test_a_file_is_taken_from_where_it_is_or_from_what_was_sent(spec, tmp_path):
@@ -71,20 +73,30 @@ def test_a_file_is_taken_from_where_it_is_or_from_what_was_sent(spec, tmp_path):
     with pytest.raises(FileNotFoundError) as raised:
         unpacked(moved, lambda digest: None, tmp_path / "new")
     assert str(raised.value) == (
-        f"/nowhere/made.pt is not on {platform.node()}, and is too large to be sent (over 2 GiB); put it there, under "
+        f"/nowhere/made.pt is not on {platform.node()}, and is too large to be sent (over 2 GiB); "
+        "put it there, under "
         "the same path."
     )
 
 
 def test_another_copy_of_a_named_dataset_is_refused(spec, tmp_path, monkeypatch):
     monkeypatch.delenv("EVENCLIP_DATA", raising=False)
-    data = {"name": "dutch", "options": {}, "files": {"dutch/dutch_census_2001.arff": 5}, "directory": str(tmp_path)}
+    data = {
+        "name": "dutch",
+        "options": {},
+        "files": {"dutch/dutch_census_2001.arff": 5},
+        "directory": str(tmp_path),
+    }
     given = replace(spec(0), data=data)
-    with pytest.raises(ValueError, match=r"dutch_census_2001.arff of the dataset dutch is not there on "):
+    with pytest.raises(
+        ValueError, match=r"dutch_census_2001.arff of the dataset dutch is not there on "
+    ):
         unpacked(given, lambda digest: None, tmp_path)
     (tmp_path / "dutch").mkdir()
     (tmp_path / "dutch" / "dutch_census_2001.arff").write_text("four")
-    with pytest.raises(ValueError, match=r"is another version on .*; put the same files into the same folder"):
+    with pytest.raises(
+        ValueError, match=r"is another version on .*; put the same files into the same folder"
+    ):
         unpacked(given, lambda digest: None, tmp_path)
     (tmp_path / "dutch" / "dutch_census_2001.arff").write_text("fives")
     assert unpacked(given, lambda digest: None, tmp_path) == given
@@ -93,7 +105,7 @@ def test_another_copy_of_a_named_dataset_is_refused(spec, tmp_path, monkeypatch)
     assert "directory" not in unpacked(elsewhere, lambda digest: None, tmp_path).data
 
 
-# --- sentences --------------------------------------------------------------------------------------------------------
+# --- sentences ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -101,15 +113,35 @@ def test_another_copy_of_a_named_dataset_is_refused(spec, tmp_path, monkeypatch)
     [
         (["--workers", "2", "--on", "ray"], "--workers is for --on local, and this is --on ray."),
         (["--ray-address", "x:1"], "--ray-address is for --on ray, and this is --on local."),
-        (["--gpus-per-run", "1"], "--gpus-per-run is for --on ray and --on slurm, and this is --on local."),
-        (["--on", "slurm", "--gpus-per-run", "0.2"], "gpus is 0.2; Slurm gives a job a whole number of them."),
-        (["--on", "ray", "--gpus-per-run", "1.5"], "gpus is 1.5; give a fraction of one, such as 0.2, or a whole"),
-        (["--on", "ray", "--device", "cuda"], "device is 'cuda' and Ray gives a run no GPU unless it is asked to; add"),
-        (["--on", "slurm", "--device", "cuda"], "device is 'cuda' and Slurm gives a job no GPU unless it is asked to"),
-        (["--on", "slurm", "--slurm-minutes", "0"], "minutes is 0; it must be a whole number of at least 1."),
+        (
+            ["--gpus-per-run", "1"],
+            "--gpus-per-run is for --on ray and --on slurm, and this is --on local.",
+        ),
+        (
+            ["--on", "slurm", "--gpus-per-run", "0.2"],
+            "gpus is 0.2; Slurm gives a job a whole number of them.",
+        ),
+        (
+            ["--on", "ray", "--gpus-per-run", "1.5"],
+            "gpus is 1.5; give a fraction of one, such as 0.2, or a whole",
+        ),
+        (
+            ["--on", "ray", "--device", "cuda"],
+            "device is 'cuda' and Ray gives a run no GPU unless it is asked to; add",
+        ),
+        (
+            ["--on", "slurm", "--device", "cuda"],
+            "device is 'cuda' and Slurm gives a job no GPU unless it is asked to",
+        ),
+        (
+            ["--on", "slurm", "--slurm-minutes", "0"],
+            "minutes is 0; it must be a whole number of at least 1.",
+        ),
     ],
 )
-@pytest.mark.parametrize("command", [["compare"], ["paper", "table", "adult"]], ids=["compare", "paper"])
+@pytest.mark.parametrize(
+    "command", [["compare"], ["paper", "table", "adult"]], ids=["compare", "paper"]
+)
 def test_a_mistake_in_the_options_is_a_sentence(words, says, command, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         main([*command, *words, "--out", str(tmp_path)])
@@ -120,11 +152,21 @@ def test_a_mistake_in_the_options_is_a_sentence(words, says, command, tmp_path, 
 @pytest.mark.parametrize(
     ("executor", "package", "says"),
     [
-        (Ray(), "ray", "Ray is not installed; run `pip install 'evenclip[ray]'`, or leave --on ray out."),
-        (Slurm(), "submitit", "submitit is not installed; run `pip install 'evenclip[slurm]'`, or leave --on slurm"),
+        (
+            Ray(),
+            "ray",
+            "Ray is not installed; run `pip install 'evenclip[ray]'`, or leave --on ray out.",
+        ),
+        (
+            Slurm(),
+            "submitit",
+            "submitit is not installed; run `pip install 'evenclip[slurm]'`, or leave --on slurm",
+        ),
     ],
 )
-def test_without_the_package_it_says_what_to_install(executor, package, says, store, spec, told, monkeypatch):
+def test_without_the_package_it_says_what_to_install(
+    executor, package, says, store, spec, told, monkeypatch
+):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError) as raised:
         carry_out([spec(0)], store, told, executor)
@@ -136,11 +178,13 @@ def test_without_the_package_it_says_what_to_install(executor, package, says, st
     [
         (
             "127.0.0.1:1",
-            r"There is no Ray cluster at 127.0.0.1:1 \(Connection refused\); start its head with `ray start",
+            r"There is no Ray cluster at 127.0.0.1:1 \(Connection refused\); start its head with "
+            r"`ray start",
         ),
         (
             "ray://head:10001",
-            "ray://head:10001 is an address of Ray's client, through which results cannot be streamed",
+            "ray://head:10001 is an address of Ray's client, through which results cannot be "
+            "streamed",
         ),
         ("head", "The Ray address is 'head'; give HOST:PORT of its head, such as 10.0.0.1:6379."),
     ],
@@ -153,5 +197,8 @@ def test_an_address_that_leads_nowhere_is_a_sentence(address, says, store, spec,
 
 
 def test_workers_and_on_are_not_both_given(splits, tmp_path):
-    with pytest.raises(ValueError, match="workers are processes of this machine; leave them out where `on` says who"):
+    with pytest.raises(
+        ValueError,
+        match="workers are processes of this machine; leave them out where `on` says who",
+    ):
         compare(splits, seeds=1, workers=2, on=Local(), store=tmp_path)

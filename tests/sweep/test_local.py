@@ -30,7 +30,8 @@ def test_a_run_that_fails_does_not_stop_the_others(store, spec, told):
     with pytest.raises(RunsError) as raised:
         carry_out([spec(0), bad, spec(1)], store, told, Local(1))
     assert str(raised.value) == (
-        "1 of 3 runs failed; the other 2 are kept. dpsgd, seed 5: lr is -1.0; it must be a finite number above 0. "
+        "1 of 3 runs failed; the other 2 are kept. dpsgd, seed 5: lr is -1.0; it must be a finite "
+        "number above 0. "
         "Run the same command again to finish what is missing. "
         f"Details are in {store.root / 'failures.txt'}."
     )
@@ -45,15 +46,24 @@ def test_a_run_that_fails_does_not_stop_the_others(store, spec, told):
 def children():
     """The process ids of our workers."""
     found = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True, check=True
+        ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    return [int(line.split()[0]) for line in found.stdout.splitlines() if "evenclip.sweep.worker" in line]
+    return [
+        int(line.split()[0])
+        for line in found.stdout.splitlines()
+        if "evenclip.sweep.worker" in line
+    ]
 
 
 def test_a_killed_worker_costs_the_bundle_it_had_in_hand_and_the_command_can_be_given_again(
     store, spec, told, gate, here
 ):
-    """Killed while the second of three runs is under way: two are lost, and the other bundle is carried out."""
+    """Killed while the second of three runs is under way: two are lost, and the other bundle is
+    carried out.
+    """
     bundle, other = [spec(seed, model=gate.model) for seed in (7, 8, 9)], [spec(0), spec(1)]
 
     def step(spec, t):
@@ -69,7 +79,8 @@ def test_a_killed_worker_costs_the_bundle_it_had_in_hand_and_the_command_can_be_
     assert [failure.spec.seed for failure in raised.value.failures] == [8, 9]
     assert {seed for seed, failure in told.over if failure is None} == {0, 1, 7}
     assert str(raised.value).startswith(
-        "2 of 5 runs failed; the other 3 are kept. dpsgd, seed 8: its process was ended by SIGKILL (out of memory?)."
+        "2 of 5 runs failed; the other 3 are kept. dpsgd, seed 8: its process was ended by "
+        "SIGKILL (out of memory?)."
     )
     assert [one.seed for one in (*bundle, *other) if store.has(one)] == [7, 0, 1]
     assert not any(p.name.startswith(".") for p in store.root.iterdir())

@@ -22,7 +22,8 @@ from evenclip.sweep import Ray, RunsError, Store, carry_out
 from evenclip.sweep import ray as module
 from evenclip.sweep.transfer import contents
 
-# Read by Ray when it is imported, so once and for all: token authentication is on, for the nodes and for this process.
+# Read by Ray when it is imported, so once and for all: token authentication is on, for the nodes
+# and for this process.
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 os.environ.pop("RAY_ADDRESS", None)
 pytest.importorskip("ray")
@@ -42,7 +43,9 @@ def node(*options, cpus):
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the path of a socket must be short
     command = [SCRIPTS / "ray", "start", "--block", "--disable-usage-stats", f"--temp-dir={folder}"]
     process = subprocess.Popen(
-        [*command, f"--num-cpus={cpus}", *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*command, f"--num-cpus={cpus}", *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     try:
         yield folder
@@ -110,10 +113,18 @@ def lost(monkeypatch):
 
 def kill(folder):
     """All of a node at once, as if its plug was pulled; whether it was at something."""
-    listed = subprocess.run(["ps", "-wweo", "pid=,args="], capture_output=True, text=True, check=True).stdout
-    (raylet,) = [line.split()[0] for line in listed.splitlines() if "/raylet/raylet " in line and f"{folder}/" in line]
+    listed = subprocess.run(
+        ["ps", "-wweo", "pid=,args="], capture_output=True, text=True, check=True
+    ).stdout
+    (raylet,) = [
+        line.split()[0]
+        for line in listed.splitlines()
+        if "/raylet/raylet " in line and f"{folder}/" in line
+    ]
     workers = Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()
-    if not any(b"ray::_carry_out" in Path(f"/proc/{worker}/cmdline").read_bytes() for worker in workers):
+    if not any(
+        b"ray::_carry_out" in Path(f"/proc/{worker}/cmdline").read_bytes() for worker in workers
+    ):
         return False
     for pid in (*workers, raylet):
         os.kill(int(pid), signal.SIGKILL)
@@ -123,8 +134,12 @@ def kill(folder):
 def test_forty_runs_of_which_a_node_dies_half_way_are_all_there_and_none_twice(
     cluster, store, spec, told, written, lost, gate
 ):
-    """The node is killed when twenty runs have ended and all three processors are at one that cannot end."""
-    specs = [spec(seed, model=gate.model | {"kind": seed % 10}) for seed in range(40)]  # ten kinds: many bundles
+    """The node is killed when twenty runs have ended and all three processors are at one that
+    cannot end.
+    """
+    specs = [
+        spec(seed, model=gate.model | {"kind": seed % 10}) for seed in range(40)
+    ]  # ten kinds: many bundles
     arrived, under_way, let_through = set(), set(), 0
 
     def step(spec, t):
@@ -150,7 +165,9 @@ def test_forty_runs_of_which_a_node_dies_half_way_are_all_there_and_none_twice(
     assert len(written) == 40
     assert sorted(told.over) == [(seed, None) for seed in range(40)]
     assert len(told.begun) > 40
-    assert carry_out(specs, store, told, Ray("127.0.0.1:1")) == found  # nothing is left for which to ask anybody
+    assert (
+        carry_out(specs, store, told, Ray("127.0.0.1:1")) == found
+    )  # nothing is left for which to ask anybody
 
 
 def test_a_run_that_fails_three_times_is_reported_with_its_traceback_and_the_rest_completes(
@@ -180,7 +197,9 @@ class Deadly(DPSGD):
 """
 
 
-def test_a_run_that_kills_its_process_does_not_cost_the_others_of_its_bundle(cluster, store, spec, told, tmp_path):
+def test_a_run_that_kills_its_process_does_not_cost_the_others_of_its_bundle(
+    cluster, store, spec, told, tmp_path
+):
     path, tries = tmp_path / "deadly.py", tmp_path / "tries"
     path.write_text(RULE)
     from evenclip.sweep.describe import describe_file
@@ -216,8 +235,12 @@ def test_a_file_that_only_the_driver_has_is_sent(cluster, store, spec, told, mon
 def test_a_file_too_large_to_be_sent_must_be_on_the_worker(cluster, store, spec, told, monkeypatch):
     given = spec(0)
     path = Path(given.data["path"])
-    monkeypatch.setattr(module, "contents", lambda specs: iter([path.rename(path.with_suffix(".elsewhere"))][1:]))
-    with pytest.raises(RunsError, match=r"seed 0: .*\.pt is not on .*, and is too large to be sent \(over 2 GiB\)"):
+    monkeypatch.setattr(
+        module, "contents", lambda specs: iter([path.rename(path.with_suffix(".elsewhere"))][1:])
+    )
+    with pytest.raises(
+        RunsError, match=r"seed 0: .*\.pt is not on .*, and is too large to be sent \(over 2 GiB\)"
+    ):
         carry_out([given], store, told, Ray(cluster))
 
 
@@ -227,37 +250,73 @@ def test_things_done_apart_come_back_with_their_place(cluster):
 
 
 def test_what_no_node_has_is_said_and_not_waited_for(cluster, store, spec, told):
-    with pytest.raises(ValueError, match=r"A run is to have 64 CPUs and 0.5 GPUs, and no node of the Ray cluster has"):
+    with pytest.raises(
+        ValueError,
+        match=r"A run is to have 64 CPUs and 0.5 GPUs, and no node of the Ray cluster has",
+    ):
         carry_out([spec(0)], store, told, Ray(cluster, cpus=64, gpus=0.5))
 
 
 def evenclip(*words, **environment):
     return subprocess.run(
-        [SCRIPTS / "evenclip", *words], capture_output=True, text=True, check=False, env=os.environ | environment
+        [SCRIPTS / "evenclip", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | environment,
     )
 
 
 def test_a_wrong_token_is_a_sentence(cluster, tmp_path):
-    command = ("compare", "--on", "ray", "--ray-address", cluster, "--seeds", "1", "--out", str(tmp_path))
+    command = (
+        "compare",
+        "--on",
+        "ray",
+        "--ray-address",
+        cluster,
+        "--seeds",
+        "1",
+        "--out",
+        str(tmp_path),
+    )
     done = evenclip(*command, RAY_AUTH_TOKEN="not this one", RAY_NUM_REDIS_GET_RETRIES="3")
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == (
-        f"evenclip: The Ray cluster at {cluster} does not let us in: if it asks for a token, set RAY_AUTH_MODE=token "
-        "and RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head; if it does not, leave RAY_AUTH_MODE out.\n"
+        f"evenclip: The Ray cluster at {cluster} does not let us in: if it asks for a token, set "
+        "RAY_AUTH_MODE=token "
+        "and RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head; if it does not, "
+        "leave RAY_AUTH_MODE out.\n"
     )
 
 
 def test_no_token_is_a_sentence(cluster, tmp_path):
     environment = {"RAY_AUTH_TOKEN": "", "HOME": str(tmp_path)}
-    done = evenclip("compare", "--on", "ray", "--ray-address", cluster, "--seeds", "1", **environment)
+    done = evenclip(
+        "compare", "--on", "ray", "--ray-address", cluster, "--seeds", "1", **environment
+    )
     assert done.returncode == 2
-    assert done.stderr.startswith("evenclip: Ray's token was not found: if it asks for a token, set RAY_AUTH_MODE")
+    assert done.stderr.startswith(
+        "evenclip: Ray's token was not found: if it asks for a token, set RAY_AUTH_MODE"
+    )
 
 
 def test_a_command_on_a_cluster_of_its_own(tmp_path):
-    """Started for the command, and gone after it; what is printed is the result and nothing of Ray's."""
-    words = ["compare", "--seeds", "1", "--epochs", "1", "--rules", "dpsgd", "--json", "--on", "ray"]
+    """Started for the command, and gone after it; what is printed is the result and nothing of
+    Ray's.
+    """
+    words = [
+        "compare",
+        "--seeds",
+        "1",
+        "--epochs",
+        "1",
+        "--rules",
+        "dpsgd",
+        "--json",
+        "--on",
+        "ray",
+    ]
     found = evenclip(*words, "--out", str(tmp_path / "out"), EVENCLIP_CACHE=str(tmp_path))
     assert found.returncode == 0, found.stderr
     assert list(json.loads(found.stdout)["table"]) == ["non-private", "dpsgd"]

@@ -27,20 +27,28 @@ def slurm():
     return Slurm(jobs=2, minutes=5, cluster="local")
 
 
-def test_a_run_that_fails_three_times_is_reported_with_its_traceback_and_the_rest_completes(store, one_of_three_fails):
+def test_a_run_that_fails_three_times_is_reported_with_its_traceback_and_the_rest_completes(
+    store, one_of_three_fails
+):
     one_of_three_fails(Slurm(jobs=1, cluster="local"))
     assert len(list((store.root / "slurm").iterdir())) == 1  # what the jobs wrote can be looked at
 
 
 def kill(store):
     """Kill the one job of a sweep that is under way."""
-    listed = subprocess.run(["ps", "-wweo", "pid=,args="], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["ps", "-wweo", "pid=,args="], capture_output=True, text=True, check=True
+    ).stdout
     folder = str(store.root.resolve() / "slurm")
-    (job,) = [line for line in listed.splitlines() if folder in line and "submitit.core._submit" in line]
+    (job,) = [
+        line for line in listed.splitlines() if folder in line and "submitit.core._submit" in line
+    ]
     os.kill(int(job.split()[0]), signal.SIGKILL)
 
 
-def test_a_killed_job_costs_nothing_that_was_finished_and_the_rest_of_it_is_tried_again(store, spec, told, gate):
+def test_a_killed_job_costs_nothing_that_was_finished_and_the_rest_of_it_is_tried_again(
+    store, spec, told, gate
+):
     """One job with three runs, killed while the second is under way."""
 
     def step(spec, t):
@@ -58,10 +66,14 @@ def test_a_killed_job_costs_nothing_that_was_finished_and_the_rest_of_it_is_trie
     assert sorted(told.begun[2:]) == [1, 2]
     assert sorted(told.over) == [(0, None), (1, None), (2, None)]
     assert list((store.root / "slurm").iterdir()) == []  # the folder of the sweep is gone
-    assert carry_out(alike, store, told, Slurm()) == found  # nothing is left for which to ask a cluster
+    assert (
+        carry_out(alike, store, told, Slurm()) == found
+    )  # nothing is left for which to ask a cluster
 
 
-def test_a_job_that_is_killed_as_often_as_it_is_tried_is_reported(store, spec, told, slurm, gate, monkeypatch):
+def test_a_job_that_is_killed_as_often_as_it_is_tried_is_reported(
+    store, spec, told, slurm, gate, monkeypatch
+):
     monkeypatch.setattr(module, "TRIES", 2)
     told.step = lambda spec, t: kill(store) if t == 1 else None
     with pytest.raises(RunsError, match=r"seed 1: its job \d+ ended without a result"):
@@ -131,5 +143,7 @@ def test_interrupted_it_cancels_its_jobs(store, spec, told, slurm, gate, monkeyp
 
 def test_without_slurm_it_says_where_to_go(store, spec, told, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ValueError, match=r"There is no Slurm here \(no sbatch\); run the command on a login node"):
+    with pytest.raises(
+        ValueError, match=r"There is no Slurm here \(no sbatch\); run the command on a login node"
+    ):
         carry_out([spec(0)], store, told, Slurm())

@@ -9,23 +9,38 @@ from evenclip.sweep import spec as module
 
 def test_where_files_are_does_not_matter(spec):
     one = spec()
-    moved = replace(one, data={**one.data, "path": "/elsewhere"}, rule={**one.rule, "path": "/elsewhere"})
+    moved = replace(
+        one, data={**one.data, "path": "/elsewhere"}, rule={**one.rule, "path": "/elsewhere"}
+    )
     assert moved.hash == one.hash
 
 
 def test_a_column_called_path_does(spec):
     one = spec()
     schemas = [{"columns": {"path": {"kind": "number", "range": [0, top]}}} for top in (99, 1000)]
-    tables = [replace(one, data={"table": True, "options": {"schema": schema}}) for schema in schemas]
+    tables = [
+        replace(one, data={"table": True, "options": {"schema": schema}}) for schema in schemas
+    ]
     assert tables[0].hash != tables[1].hash
 
 
 def test_everything_else_does(spec):
     one = spec()
-    changes = {"lr": 0.2, "epochs": 2, "batch_size": 21, "q": 0.5, "delta": 1e-3, "seed": 1, "device": "cuda"}
+    changes = {
+        "lr": 0.2,
+        "epochs": 2,
+        "batch_size": 21,
+        "q": 0.5,
+        "delta": 1e-3,
+        "seed": 1,
+        "device": "cuda",
+    }
     changes["tf32"] = True
     others = [replace(one, **{name: value}) for name, value in changes.items()]
-    others += [replace(one, **{part: {**getattr(one, part), "sha256": "other"}}) for part in ("data", "model", "rule")]
+    others += [
+        replace(one, **{part: {**getattr(one, part), "sha256": "other"}})
+        for part in ("data", "model", "rule")
+    ]
     others.append(replace(one, data={**one.data, "test": {"path": "/a", "sha256": "b"}}))
     assert len({other.hash for other in (one, *others)}) == len(others) + 1
 

@@ -75,5 +75,7 @@ def test_a_run_is_claimed_by_one_at_a_time(store, spec):
 
 def test_where_no_folder_can_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"cannot be made \(Not a directory\); choose another folder for results\."):
+    with pytest.raises(
+        OSError, match=r"cannot be made \(Not a directory\); choose another folder for results\."
+    ):
         Store(tmp_path / "file" / "runs")

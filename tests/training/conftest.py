@@ -1,4 +1,6 @@
-"""What the tests of training share: small data, small models, every rule, and a look at what is drawn and released."""
+"""What the tests of training share: small data, small models, every rule, and a look at what is
+drawn and released.
+"""
 
 from __future__ import annotations
 
@@ -46,24 +48,42 @@ def private_rule(request):
 
 
 class Toy:
-    """Three classes, three groups of different size and difficulty, models small enough for one-sample loops."""
+    """Three classes, three groups of different size and difficulty, models small enough for
+    one-sample loops.
+    """
 
     d, classes, K = 5, 3, 3
 
-    def data(self, n: int = 40, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    def data(
+        self, n: int = 40, dtype: torch.dtype = torch.float64, seed: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(x, y, group)"""
         random = torch.Generator().manual_seed(seed)
-        group = torch.multinomial(torch.tensor([0.6, 0.3, 0.1]), n, replacement=True, generator=random)
+        group = torch.multinomial(
+            torch.tensor([0.6, 0.3, 0.1]), n, replacement=True, generator=random
+        )
         group[: self.K] = torch.arange(self.K)  # every group is in use
-        x = torch.randn(n, self.d, generator=random, dtype=dtype) * (1 + group.to(dtype)).unsqueeze(1) / 2
+        x = (
+            torch.randn(n, self.d, generator=random, dtype=dtype)
+            * (1 + group.to(dtype)).unsqueeze(1)
+            / 2
+        )
         return x, torch.randint(self.classes, (n,), generator=random), group
 
-    def images(self, n: int = 40, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    def images(
+        self, n: int = 40, dtype: torch.dtype = torch.float64, seed: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(x, y, group) with x [n, 1, 7, 7]"""
         _, y, group = self.data(n, dtype, seed)
-        return torch.randn(n, 1, 7, 7, generator=torch.Generator().manual_seed(seed + 1), dtype=dtype), y, group
+        return (
+            torch.randn(n, 1, 7, 7, generator=torch.Generator().manual_seed(seed + 1), dtype=dtype),
+            y,
+            group,
+        )
 
-    def mlp(self, dtype: torch.dtype = torch.float64, dropout: float = 0.0, seed: int = 0) -> nn.Sequential:
+    def mlp(
+        self, dtype: torch.dtype = torch.float64, dropout: float = 0.0, seed: int = 0
+    ) -> nn.Sequential:
         """38 + … parameters; with dropout only where asked."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -74,7 +94,13 @@ class Toy:
         """Two convolutions and a linear layer, for `images`."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            layers = [nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 3, stride=2), nn.Tanh(), nn.Flatten()]
+            layers = [
+                nn.Conv2d(1, 3, 3),
+                nn.Tanh(),
+                nn.Conv2d(3, 2, 3, stride=2),
+                nn.Tanh(),
+                nn.Flatten(),
+            ]
             return nn.Sequential(*layers, nn.Linear(8, self.classes)).to(dtype)
 
     def vector(self, model: nn.Module) -> Tensor:
@@ -85,8 +111,12 @@ class Toy:
         """Whether two models agree to the last bit."""
         return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
-    def gradients(self, model: nn.Module, x: Any, y: Tensor, loss: Any = cross_entropy) -> tuple[Tensor, Tensor]:
-        """Losses [sample] and gradients [sample, parameter], one sample and one backward pass after the other."""
+    def gradients(
+        self, model: nn.Module, x: Any, y: Tensor, loss: Any = cross_entropy
+    ) -> tuple[Tensor, Tensor]:
+        """Losses [sample] and gradients [sample, parameter], one sample and one backward pass after
+        the other.
+        """
         losses, rows = [], []
         for i in range(len(y)):
             value = loss(model(x[i : i + 1]), y[i : i + 1])
@@ -106,7 +136,9 @@ class Toy:
         mechanism = Mechanism(rule, self.K)
         release = release if isinstance(release, Release) else Release(release)
         public, part = step(tape, mechanism, state, chunks, B, release)
-        return Step(public, part.seen, part.total, WeightedSums(tape, chunks), B, 0, mechanism, tape)
+        return Step(
+            public, part.seen, part.total, WeightedSums(tape, chunks), B, 0, mechanism, tape
+        )
 
 
 @pytest.fixture
@@ -136,7 +168,9 @@ class Spy:
 
 @pytest.fixture
 def one_stream(monkeypatch):
-    """The same batches and noise for the same data in another form, which would otherwise be another run."""
+    """The same batches and noise for the same data in another form, which would otherwise be
+    another run.
+    """
     monkeypatch.setattr("evenclip.training.run.digest", lambda value: 0)
 
 
@@ -155,7 +189,9 @@ def spy(monkeypatch) -> Spy:
     def watched_call(self, name, value, *, sensitivity, multiplier):
         out = call(self, name, value, sensitivity=sensitivity, multiplier=multiplier)
         if value.numel():
-            seen.releases.append(Released(name, value.clone(), float(sensitivity), multiplier, out.clone()))
+            seen.releases.append(
+                Released(name, value.clone(), float(sensitivity), multiplier, out.clone())
+            )
         return out
 
     monkeypatch.setattr(Release, "__init__", watched_start)

@@ -18,9 +18,12 @@ from evenclip.training.fit import result
 
 COMPILED = Performance(compile=True)
 needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), reason="needs a C++ compiler"
+    not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))),
+    reason="needs a C++ compiler",
 )
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's compiler uses what torch deprecates
 
 
 @pytest.fixture
@@ -32,7 +35,12 @@ def traced(monkeypatch):
 def trained(toy, rule=None, data=None, model=None, **more):
     given = {"batch_size": 8, "steps": 20, "lr": 0.1, "seed": 3, **more}
     rule = DPSGDGlobalAdapt(C0=0.7, sigma=0.8, Z0=1.2) if rule is None else rule
-    return fit(toy.mlp() if model is None else model, toy.data() if data is None else data, rule=rule, **given)
+    return fit(
+        toy.mlp() if model is None else model,
+        toy.data() if data is None else data,
+        rule=rule,
+        **given,
+    )
 
 
 def assert_close(toy, one, other, tolerance=1e-9):
@@ -44,7 +52,9 @@ def assert_close(toy, one, other, tolerance=1e-9):
         for name in ("samples", "group_samples", "empty_batches", "non_finite", "clamped"):
             assert row[name] == same[name], name
         assert row["clip_fraction"] == pytest.approx(same["clip_fraction"])
-        assert [v for v in row["loss"] if v is not None] == pytest.approx([v for v in same["loss"] if v is not None])
+        assert [v for v in row["loss"] if v is not None] == pytest.approx(
+            [v for v in same["loss"] if v is not None]
+        )
 
 
 def graph_of(run):
@@ -52,7 +62,9 @@ def graph_of(run):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with run.listening():
-            return run._graph is not None, " ".join(str(w.message) for w in said if w.category is UserWarning)
+            return run._graph is not None, " ".join(
+                str(w.message) for w in said if w.category is UserWarning
+            )
 
 
 @needs_compiler
@@ -61,7 +73,16 @@ def test_a_compiled_run_is_the_run(toy):
     from torch._dynamo.utils import counters
 
     rule = DPSGDGlobalAdapt(C0=0.7, sigma=0.8, Z0=1.2)
-    run = prepare(toy.mlp(), toy.data(), rule=rule, batch_size=8, steps=20, lr=0.1, seed=3, performance=COMPILED)
+    run = prepare(
+        toy.mlp(),
+        toy.data(),
+        rule=rule,
+        batch_size=8,
+        steps=20,
+        lr=0.1,
+        seed=3,
+        performance=COMPILED,
+    )
     sizes = set()
     with run.listening():
         assert run._graph is not None
@@ -81,7 +102,9 @@ def test_the_traced_step_is_the_step_for_every_rule(toy, rule, groups, traced):
     data = {"groups": (x, y, group), "none": (x, y), "the classes": (x, y, y)}[groups]
     if rule.uses_groups and groups == "none":
         return
-    assert_close(toy, trained(toy, rule, data, performance=COMPILED), trained(toy, rule, data), 1e-9)
+    assert_close(
+        toy, trained(toy, rule, data, performance=COMPILED), trained(toy, rule, data), 1e-9
+    )
 
 
 def test_the_graph_reads_the_parameters_that_the_optimiser_moves(toy, traced):
@@ -95,7 +118,16 @@ def test_observers_of_a_traced_step_see_the_step(toy, traced):
     def look(into):
         def observer(step):
             ones = torch.ones(len(step.losses), dtype=torch.float64)
-            into.append((step.losses, step.norms, step.weights, step.clipped_sum, step.weighted_sum(ones), step.group))
+            into.append(
+                (
+                    step.losses,
+                    step.norms,
+                    step.weights,
+                    step.clipped_sum,
+                    step.weighted_sum(ones),
+                    step.group,
+                )
+            )
 
         return observer
 
@@ -112,8 +144,12 @@ def test_a_resumed_run_goes_on_with_its_graph(toy, traced, tmp_path):
             raise RuntimeError("stopped")
 
     with pytest.raises(RuntimeError, match="stopped"):
-        trained(toy, performance=COMPILED, observers=[stop], checkpoint=tmp_path, checkpoint_every=5)
-    resumed = trained(toy, performance=COMPILED, checkpoint=tmp_path, checkpoint_every=5, resume=True)
+        trained(
+            toy, performance=COMPILED, observers=[stop], checkpoint=tmp_path, checkpoint_every=5
+        )
+    resumed = trained(
+        toy, performance=COMPILED, checkpoint=tmp_path, checkpoint_every=5, resume=True
+    )
     assert_close(toy, resumed, trained(toy))
 
 
@@ -126,7 +162,7 @@ def test_a_sample_that_is_not_finite_contributes_nothing_to_a_traced_step(toy, t
     assert_close(toy, with_graph, trained(toy, **given), 1e-4)
 
 
-# --- where there is no graph ------------------------------------------------------------------------------------------
+# --- where there is no graph --------------------------------------------------------------------
 
 
 class Bakes(nn.Module):
@@ -177,7 +213,11 @@ class Reads(Rule):
 )
 def test_where_a_step_has_no_graph_a_sentence_says_why(toy, traced, model, rule, why):
     data = toy.images(dtype=torch.float32) if model == "cnn" else toy.data()
-    made = {"dropout": lambda: toy.mlp(dropout=0.5), "cnn": lambda: cnn(1, 7, 3, seed=0), "mlp": toy.mlp}[model]()
+    made = {
+        "dropout": lambda: toy.mlp(dropout=0.5),
+        "cnn": lambda: cnn(1, 7, 3, seed=0),
+        "mlp": toy.mlp,
+    }[model]()
     given = {"rule": rule, "batch_size": 8, "steps": 5, "seed": 3}
     has, said = graph_of(prepare(made, data, **given, performance=COMPILED))
     assert not has
@@ -190,19 +230,25 @@ def test_where_a_step_has_no_graph_a_sentence_says_why(toy, traced, model, rule,
 
 @pytest.mark.parametrize("make", [Bakes, Recurrent])
 def test_a_size_that_is_baked_into_the_trace_is_caught(toy, traced, make):
-    """Either torch traces it for every size, or the comparison on three sizes refuses it: never another result."""
+    """Either torch traces it for every size, or the comparison on three sizes refuses it: never
+    another result.
+    """
     given = {"rule": DPSGD(C0=0.7), "batch_size": 8, "steps": 12, "lr": 0.1, "seed": 3}
     torch.manual_seed(0)
     model = make()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ours = fit(model, toy.data(), **given, performance=COMPILED)
-    torch.testing.assert_close(toy.vector(ours.model), toy.vector(fit(model, toy.data(), **given).model))
+    torch.testing.assert_close(
+        toy.vector(ours.model), toy.vector(fit(model, toy.data(), **given).model)
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 30, 1000])
 def test_a_compiler_that_errs_is_not_used(toy, monkeypatch, rows):
-    """One number of the gradient is wrong in batches below some size: then the step is not compiled."""
+    """One number of the gradient is wrong in batches below some size: then the step is not
+    compiled.
+    """
 
     def wrong(graph, **_):
         def run(*flat):
@@ -242,7 +288,11 @@ def test_small_and_chunked_batches_take_the_plain_step(toy, traced):
 
 def test_shuffled_batches_of_another_size_take_the_plain_step(toy, traced):
     data = toy.data(43)  # five batches of 8 and one of 3
-    assert_close(toy, trained(toy, NonPrivate(), data, performance=COMPILED), trained(toy, NonPrivate(), data))
+    assert_close(
+        toy,
+        trained(toy, NonPrivate(), data, performance=COMPILED),
+        trained(toy, NonPrivate(), data),
+    )
 
 
 class Branching(nn.Module):
@@ -257,10 +307,19 @@ class Branching(nn.Module):
         return self.b(h * 2 if x.shape[0] > 110 else h)
 
 
-def test_a_batch_on_another_branch_of_the_model_than_the_traced_one_takes_the_plain_step(toy, traced):
+def test_a_batch_on_another_branch_of_the_model_than_the_traced_one_takes_the_plain_step(
+    toy, traced
+):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(300, 3, generator=generator)
     torch.manual_seed(0)
-    model, given = Branching(), {"data": (x, (x[:, 0] > 0).long()), "batch_size": 110, "steps": 6, "rule": DPSGD()}
-    plain, compiled = (trained(toy, model=model, **given, performance=p) for p in (Performance(), COMPILED))
-    torch.testing.assert_close(toy.vector(compiled.model), toy.vector(plain.model), rtol=1e-5, atol=1e-6)
+    model, given = (
+        Branching(),
+        {"data": (x, (x[:, 0] > 0).long()), "batch_size": 110, "steps": 6, "rule": DPSGD()},
+    )
+    plain, compiled = (
+        trained(toy, model=model, **given, performance=p) for p in (Performance(), COMPILED)
+    )
+    torch.testing.assert_close(
+        toy.vector(compiled.model), toy.vector(plain.model), rtol=1e-5, atol=1e-6
+    )

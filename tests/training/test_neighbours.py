@@ -1,4 +1,6 @@
-"""Neighbouring datasets, trained with the same q, B and T, are released in the same way: only the values differ."""
+"""Neighbouring datasets, trained with the same q, B and T, are released in the same way: only the
+values differ.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,26 @@ STEPS, Q, B = 12, 0.2, 8
 def neighbours(request, toy):
     """Two datasets that differ in one record."""
     data = toy.data(40)
-    return data, tuple(column[:-1] for column in data) if request.param == "one less" else toy.data(41)
+    return data, tuple(column[:-1] for column in data) if request.param == "one less" else toy.data(
+        41
+    )
 
 
 def trained(toy, spy, rule, data):
     """A run and its releases, step by step."""
     spy.releases.clear()
     seen = []
-    result = fit(toy.mlp(), data, rule=rule, q=Q, batch_size=B, steps=STEPS, lr=0.1, seed=1, observers=[seen.append])
+    result = fit(
+        toy.mlp(),
+        data,
+        rule=rule,
+        q=Q,
+        batch_size=B,
+        steps=STEPS,
+        lr=0.1,
+        seed=1,
+        observers=[seen.append],
+    )
     each = len(spy.releases) // STEPS
     return result, seen, [spy.releases[each * t : each * (t + 1)] for t in range(STEPS)]
 
@@ -48,7 +62,11 @@ def test_one_record_changes_no_divisor_no_noise_and_no_shape(toy, spy, private_r
         assert [r.name for r in step_releases] == [r.name for r in other_step]
         for released, other_released in zip(step_releases, other_step, strict=True):
             assert released.out.shape == other_released.out.shape
-            assert released.multiplier == other_released.multiplier == private_rule.multipliers()[released.name]
+            assert (
+                released.multiplier
+                == other_released.multiplier
+                == private_rule.multipliers()[released.name]
+            )
 
 
 def test_the_noise_is_scaled_by_what_is_public(toy, spy, private_rule, neighbours):
@@ -92,12 +110,16 @@ def test_the_update_is_the_release_over_B_whatever_the_batch(toy, spy, private_r
             assert torch.equal(found.public.gradient, released.out / B)
             moved = toy.vector(model) - 0.1 * released.out / B
             torch.nn.utils.vector_to_parameters(moved, model.parameters())
-        torch.testing.assert_close(toy.vector(result.model), toy.vector(model), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            toy.vector(result.model), toy.vector(model), rtol=1e-12, atol=1e-12
+        )
     assert len(sizes) > 3, "batches should differ in size"
 
 
 def test_one_sample_moves_every_release_by_at_most_its_sensitivity(toy, private_rule):
-    """The batch with and without each sample, scaled up to be the worst: counts move by 1, the sum by S."""
+    """The batch with and without each sample, scaled up to be the worst: counts move by 1, the sum
+    by S.
+    """
     x, y, group = toy.data(12)
     x = x * torch.tensor([0.01, 0.5, 1.0, 30.0]).repeat(3).unsqueeze(1)
     model, state = toy.mlp(), private_rule.init(3)
@@ -109,7 +131,9 @@ def test_one_sample_moves_every_release_by_at_most_its_sensitivity(toy, private_
             rest = torch.arange(len(y)) != i
             gradients = tape(x[rest], y[rest])
             norms = gradients.norms()
-            counts = mechanism.count(whole.norms, group, state, None) - mechanism.count(norms, group[rest], state, None)
+            counts = mechanism.count(whole.norms, group, state, None) - mechanism.count(
+                norms, group[rest], state, None
+            )
             assert torch.linalg.vector_norm(counts) <= 1 + 1e-12
             S = private_rule.sensitivity(whole.public.now)
             weights, _ = mechanism.weights(norms, group[rest], whole.public.now, S, None)

@@ -64,7 +64,15 @@ def test_two_runs_that_differ_in_anything_share_no_noise(toy, kind):
 def released(toy, model, data):
     """The noise of a few steps on these data, from this start.  # [step, parameter]"""
     rows = []
-    fit(model, data, rule=DPSGD(), batch_size=8, steps=3, seed=5, observers=[lambda step: rows.append(_noise(step))])
+    fit(
+        model,
+        data,
+        rule=DPSGD(),
+        batch_size=8,
+        steps=3,
+        seed=5,
+        observers=[lambda step: rows.append(_noise(step))],
+    )
     return torch.stack(rows)
 
 
@@ -76,7 +84,9 @@ def test_another_start_and_other_data_share_no_noise(toy):
     """With one seed: two such models, both published, would cancel their noise."""
     x, y, group = toy.data()
     here = released(toy, toy.mlp(), (x, y, group))
-    torch.testing.assert_close(released(toy, toy.mlp(), (x.clone(), y, group)), here, rtol=0, atol=0)
+    torch.testing.assert_close(
+        released(toy, toy.mlp(), (x.clone(), y, group)), here, rtol=0, atol=0
+    )
     one_bit, other_label = x.clone(), y.clone()
     one_bit[-1, -1] += 1e-9
     other_label[-1] = (y[-1] + 1) % 3
@@ -96,7 +106,9 @@ def test_the_same_seed_and_settings_give_the_same_noise(toy, private_rule):
 
 
 def test_how_it_is_computed_does_not_change_the_noise(toy):
-    torch.testing.assert_close(noise(toy, performance=Performance(chunk=3)), noise(toy), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(
+        noise(toy, performance=Performance(chunk=3)), noise(toy), rtol=1e-8, atol=1e-8
+    )
 
 
 def test_torchs_global_seed_has_no_say(toy):
@@ -150,7 +162,9 @@ def test_the_count_and_the_gradient_do_not_share_noise(toy, spy):
     counts = torch.tensor([float(step["count"][0]) for step in spy.noise], dtype=torch.float64)
     gradients = torch.stack([step["gradient"] for step in spy.noise])  # [step, parameter]
     pairs = torch.corrcoef(torch.cat([counts.unsqueeze(0), gradients.T]))
-    assert float(pairs.fill_diagonal_(0).abs().max()) < 0.45  # 1653 pairs of 200 numbers: 6 standard deviations
+    assert (
+        float(pairs.fill_diagonal_(0).abs().max()) < 0.45
+    )  # 1653 pairs of 200 numbers: 6 standard deviations
 
 
 def test_float32_noise_has_the_same_size(toy):
@@ -161,7 +175,15 @@ def test_float32_noise_has_the_same_size(toy):
         rows.append((found.public.gradient * found.B - found.clipped_sum).double() / (0.5 * 1.3))
 
     rule = DPSGD(C0=0.5, sigma=1.3)
-    fit(toy.mlp(torch.float32), (x, y, group), rule=rule, batch_size=8, steps=150, seed=0, observers=[look])
+    fit(
+        toy.mlp(torch.float32),
+        (x, y, group),
+        rule=rule,
+        batch_size=8,
+        steps=150,
+        seed=0,
+        observers=[look],
+    )
     seen = torch.stack(rows)
     low, high = stats.chi2.ppf([1e-6, 1 - 1e-6], seen.numel())
     assert low < float(seen.square().sum()) < high

@@ -72,11 +72,15 @@ class Spoilt:
 
 
 CASES = {
-    "NaN in a feature": Spoilt(lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double(), math.nan),
+    "NaN in a feature": Spoilt(
+        lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double(), math.nan
+    ),
     "infinity in a feature": Spoilt(lambda: nn.Linear(5, 3).double(), math.inf),
     "scores overflow": Spoilt(Overflowing, 1e3),
     "finite loss, infinite slope": Spoilt(Kinked, 0.0),
-    "layer norm": Spoilt(lambda: nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 3)).double(), math.nan),
+    "layer norm": Spoilt(
+        lambda: nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 3)).double(), math.nan
+    ),
     "several positions": Spoilt(
         lambda: nn.Sequential(
             nn.Unflatten(1, (5, 1)), nn.Linear(1, 4), nn.Tanh(), nn.Flatten(), nn.Linear(20, 3)
@@ -84,7 +88,9 @@ CASES = {
         math.nan,
     ),
     "convolution": Spoilt(
-        lambda: nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(6, 3)).double(),
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(6, 3)
+        ).double(),
         math.nan,
     ),
     "module of one's own": Spoilt(Scaled, math.nan),
@@ -138,7 +144,9 @@ def test_it_contributes_exactly_nothing(toy, private_rule, case):
     assert torch.isfinite(found.public.gradient).all()
     fewer = torch.arange(10) != BAD
     smaller = taken(toy, model, private_rule, [Chunk(x[fewer], y[fewer], group[fewer])], tape)
-    torch.testing.assert_close(found.public.gradient, smaller.public.gradient, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        found.public.gradient, smaller.public.gradient, rtol=1e-12, atol=1e-12
+    )
 
 
 def test_an_infinite_loss_with_a_finite_gradient_contributes_nothing_either(toy):
@@ -155,13 +163,19 @@ def test_an_infinite_loss_with_a_finite_gradient_contributes_nothing_either(toy)
         assert torch.isfinite(tape(x, targets).norms()).all()
     found = taken(toy, model, DPSGD(), [Chunk(x, targets, group)], tape)
     without = taken(
-        toy, model, DPSGD(), [masked(x, torch.stack([y.double(), 0 * offsets.nan_to_num()], 1), group)], tape
+        toy,
+        model,
+        DPSGD(),
+        [masked(x, torch.stack([y.double(), 0 * offsets.nan_to_num()], 1), group)],
+        tape,
     )
     assert torch.equal(found.public.gradient, without.public.gradient)
     assert not found.finite[BAD]
 
 
-@pytest.mark.parametrize("rule", [DPSGDF(C0=0.5), DPSGDGlobalAdapt(Z0=0.1, tau=0.5)], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule", [DPSGDF(C0=0.5), DPSGDGlobalAdapt(Z0=0.1, tau=0.5)], ids=lambda rule: rule.name
+)
 def test_it_is_in_no_statistic(toy, spy, rule):
     x, y, group = toy.data(10)
     model, spoilt = toy.mlp(), x.clone()
@@ -169,7 +183,9 @@ def test_it_is_in_no_statistic(toy, spy, rule):
     taken(toy, model, rule, [Chunk(x, y, group)])
     taken(toy, model, rule, [Chunk(spoilt, y, group)])
     whole, fewer = (released.value for released in spy.releases if released.name == "count")
-    assert float(whole.sum() - fewer.sum()) == 1.0  # every other sample is counted once, in one place
+    assert (
+        float(whole.sum() - fewer.sum()) == 1.0
+    )  # every other sample is counted once, in one place
     assert float((whole - fewer).abs().max()) == 1.0
 
 
@@ -178,11 +194,15 @@ def test_a_batch_of_nothing_else_is_a_step_of_pure_noise(toy, private_rule):
     model = toy.mlp()
     tape = plan(model, cross_entropy, x[:3], y[:3])
     found = taken(toy, model, private_rule, [Chunk(torch.full_like(x, math.nan), y, group)], tape)
-    nothing = taken(toy, model, private_rule, [Chunk(x, y, group, torch.zeros(10, dtype=torch.bool))], tape)
+    nothing = taken(
+        toy, model, private_rule, [Chunk(x, y, group, torch.zeros(10, dtype=torch.bool))], tape
+    )
     assert torch.equal(found.public.gradient, nothing.public.gradient)
     assert torch.equal(found.public.state, nothing.public.state)
     noise = noise_for(model)[1]
-    torch.testing.assert_close(found.public.gradient * 8, float(found.public.sensitivity) * private_rule.sigma * noise)
+    torch.testing.assert_close(
+        found.public.gradient * 8, float(found.public.sensitivity) * private_rule.sigma * noise
+    )
 
 
 class Rows(Dataset):
@@ -212,7 +232,9 @@ def test_it_is_counted_in_trace_and_report(toy, spy, performance):
     data = MapDataset(Rows(x, y, group), ("a", "b", "c"))
 
     def look(step):
-        assert torch.isfinite(step.weighted_sum(torch.ones(len(step.losses), dtype=torch.float64))).all()
+        assert torch.isfinite(
+            step.weighted_sum(torch.ones(len(step.losses), dtype=torch.float64))
+        ).all()
 
     result = fit(
         toy.mlp(),
@@ -234,7 +256,9 @@ def test_it_is_counted_in_trace_and_report(toy, spy, performance):
         assert row["samples"] == sum(len(batch) for batch in batches)
         good = torch.cat([batch[~torch.isnan(x[batch, 0])] for batch in batches])
         assert row["group_samples"] == torch.bincount(group[good], minlength=3).tolist()
-        assert all(value is None or math.isfinite(value) for value in row["loss"] + row["gradient_norm"])
+        assert all(
+            value is None or math.isfinite(value) for value in row["loss"] + row["gradient_norm"]
+        )
     assert result.privacy["non_finite_samples"] == sum(spoilt)
 
 
@@ -274,9 +298,13 @@ def test_it_may_be_among_the_rows_that_the_model_is_checked_on(toy, rows):
     assert sum(row["non_finite"] for row in result.trace) > 0
 
 
-@pytest.mark.parametrize("value", [1e20, math.inf, math.nan], ids=["too long for float32", "infinite", "nan"])
+@pytest.mark.parametrize(
+    "value", [1e20, math.inf, math.nan], ids=["too long for float32", "infinite", "nan"]
+)
 def test_what_one_sample_is_like_changes_nothing_about_the_others(toy, value):
-    """A sample that overflows must not move the norms or weights of others, not even by a rounding: there are many."""
+    """A sample that overflows must not move the norms or weights of others, not even by a rounding:
+    there are many.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 40), nn.Tanh(), nn.Linear(40, 2))
     x, y, group = torch.randn(64, 300), torch.arange(64) % 2, torch.zeros(64, dtype=torch.int64)
@@ -305,9 +333,17 @@ def test_a_gradient_that_is_only_too_long_for_float32_squares_is_clipped_and_not
         model[0].weight[:, 0] = 1e-20  # so that the sigmoid is not saturated
     found = []
     fit(
-        model, (x, torch.arange(8) % 2), rule=DPSGD(C0=1.0, sigma=1.0), q=1.0, batch_size=8, steps=1, lr=0.1,
-        seed=0, delta=1e-2, observers=[found.append],
-    )  # fmt: skip
+        model,
+        (x, torch.arange(8) % 2),
+        rule=DPSGD(C0=1.0, sigma=1.0),
+        q=1.0,
+        batch_size=8,
+        steps=1,
+        lr=0.1,
+        seed=0,
+        delta=1e-2,
+        observers=[found.append],
+    )
     (step,) = found
     assert step.finite is None or step.finite.all()
     assert 1e17 < float(step.norms[0]) < 1e21

@@ -40,15 +40,21 @@ def assert_close(toy, one, other, tolerance=1e-9) -> None:
     for row, other_row in zip(one.trace, other.trace, strict=True):
         assert set(row) == set(other_row)
         for name, value in row.items():
-            assert seen(value) == pytest.approx(seen(other_row[name]), rel=tolerance, abs=tolerance), name
+            assert seen(value) == pytest.approx(
+                seen(other_row[name]), rel=tolerance, abs=tolerance
+            ), name
 
 
 def seen(figure):
     """A figure of the trace without its gaps: a group that was not seen has none."""
-    return {k: number for k, number in enumerate(figure) if number is not None} if isinstance(figure, list) else figure
+    return (
+        {k: number for k, number in enumerate(figure) if number is not None}
+        if isinstance(figure, list)
+        else figure
+    )
 
 
-# --- chunks -----------------------------------------------------------------------------------------------------------
+# --- chunks -------------------------------------------------------------------------------------
 
 
 @named
@@ -66,12 +72,14 @@ def test_float32_agrees_to_its_own_rounding(toy):
         assert_close(toy, trained(model, data, rule, performance=performance), plain, 1e-4)
 
 
-# --- dropout over several chunks --------------------------------------------------------------------------------------
+# --- dropout over several chunks ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", [DPSGDF(C0=0.5), DPSGD(C0=0.5)], ids=lambda rule: rule.name)
 def test_a_second_pass_over_the_chunks_draws_the_same_masks(toy, rule):
-    """DPSGD-F goes over the chunks twice: what is clipped in the second pass is what was measured in the first."""
+    """DPSGD-F goes over the chunks twice: what is clipped in the second pass is what was measured
+    in the first.
+    """
     model, (x, y, group) = toy.mlp(dropout=0.5), toy.data(12)
     noise = {
         "count": torch.zeros(6, dtype=torch.float64),
@@ -83,7 +91,8 @@ def test_a_second_pass_over_the_chunks_draws_the_same_masks(toy, rule):
     with tape.listening(), torch.random.fork_rng(devices=[]):
         found = toy.step(tape, rule, rule.init(3), chunks, 8.0, noise)
         each = torch.stack([found.weighted_sum(one) for one in torch.eye(12, dtype=torch.float64)])
-        # By hand: the masks that each chunk's seed gives, one forward pass a chunk, one backward pass a sample.
+        # By hand: the masks that each chunk's seed gives, one forward pass a chunk, one backward
+        # pass a sample.
         by_hand, losses = [], []
         for i, r in enumerate(rows):
             torch.manual_seed(100 + i)
@@ -126,7 +135,7 @@ def test_every_step_and_chunk_has_masks_of_its_own(toy):
     assert len(set(losses.round(decimals=4).tolist())) > 0.9 * len(losses)
 
 
-# --- looking on -------------------------------------------------------------------------------------------------------
+# --- looking on ---------------------------------------------------------------------------------
 
 
 def meddle(found):
@@ -141,8 +150,18 @@ def meddle(found):
 @pytest.mark.parametrize("performance", [Performance(), *WAYS.values()], ids=["plain", *WAYS])
 def test_looking_changes_nothing(toy, rule, performance):
     model, data = toy.mlp(torch.float32, dropout=0.3), toy.data(40, torch.float32)
-    given = {"rule": rule, "batch_size": 8, "steps": 12, "lr": 0.1, "seed": 3, "performance": performance}
-    alone, watched = fit(model, data, **given), fit(model, data, **given, observers=[meddle, meddle])
+    given = {
+        "rule": rule,
+        "batch_size": 8,
+        "steps": 12,
+        "lr": 0.1,
+        "seed": 3,
+        "performance": performance,
+    }
+    alone, watched = (
+        fit(model, data, **given),
+        fit(model, data, **given, observers=[meddle, meddle]),
+    )
     assert toy.same(alone.model, watched.model)
     assert alone.trace == watched.trace
     assert alone.ledger == watched.ledger
@@ -160,7 +179,9 @@ def test_the_global_generator_is_left_where_it_was(toy):
 
 @pytest.mark.parametrize("performance", [Performance(), *WAYS.values()], ids=["plain", *WAYS])
 def test_what_is_shown_is_what_was_trained(toy, task, spy, performance):
-    """g_B, the clipped sum and the group gradients of a step, against one-sample autograd at the same parameters."""
+    """g_B, the clipped sum and the group gradients of a step, against one-sample autograd at the
+    same parameters.
+    """
     model, (x, y, group) = task
     seen = []
 
@@ -179,26 +200,39 @@ def test_what_is_shown_is_what_was_trained(toy, task, spy, performance):
         for k in range(3):
             mine = group[rows] == k
             pairs.append((found.weighted_sum(mine.double()), gradients[mine].sum(dim=0)))
-            pairs.append((found.weighted_sum(mine.double() * found.weights), found.weights[mine] @ gradients[mine]))
+            pairs.append(
+                (
+                    found.weighted_sum(mine.double() * found.weights),
+                    found.weights[mine] @ gradients[mine],
+                )
+            )
         for a, b in pairs:
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
         assert torch.equal(found.group, group[rows])
         assert found.clipped.tolist() == (found.weights < 1).tolist()
 
-    trained(model, (x, y, group), DPSGDF(C0=0.6), performance=performance, steps=6, observers=[look])
+    trained(
+        model, (x, y, group), DPSGDF(C0=0.6), performance=performance, steps=6, observers=[look]
+    )
     assert len(seen) == 6
 
 
 def test_observers_see_the_parameters_before_the_update(toy):
     seen = []
     result = trained(
-        toy.mlp(), toy.data(), DPSGD(), steps=4, observers=[lambda s: seen.append((s, toy.vector(s.model)))]
+        toy.mlp(),
+        toy.data(),
+        DPSGD(),
+        steps=4,
+        observers=[lambda s: seen.append((s, toy.vector(s.model)))],
     )
     assert [found.t for found, _ in seen] == [0, 1, 2, 3]
     assert torch.equal(seen[0][1], toy.vector(toy.mlp()))
     after = [theta for _, theta in seen[1:]] + [toy.vector(result.model)]
     for (found, before), then in zip(seen, after, strict=True):
-        torch.testing.assert_close(then, before - 0.1 * found.public.gradient, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            then, before - 0.1 * found.public.gradient, rtol=1e-12, atol=1e-12
+        )
 
 
 def test_after_the_update_a_step_has_no_other_sums(toy):
@@ -210,16 +244,21 @@ def test_after_the_update_a_step_has_no_other_sums(toy):
         torch.testing.assert_close(before, step.clipped_sum)
         run.update(step)
         with pytest.raises(
-            RuntimeError, match=r"The parameters have moved on since this step; ask .* before run.update"
+            RuntimeError,
+            match=r"The parameters have moved on since this step; ask .* before run.update",
         ):
             step.weighted_sum(step.weights)
 
 
 def test_settings_that_do_not_exist_are_refused_in_a_sentence(toy):
-    with pytest.raises(ValueError, match=r"compile is 'fast'; give True, False, or a mode of torch.compile: 'default'"):
+    with pytest.raises(
+        ValueError,
+        match=r"compile is 'fast'; give True, False, or a mode of torch.compile: 'default'",
+    ):
         Performance(compile="fast")
     with pytest.raises(
-        TypeError, match=r"There is no setting 'epoch'; the settings of a training are rule, loss, epochs"
+        TypeError,
+        match=r"There is no setting 'epoch'; the settings of a training are rule, loss, epochs",
     ):
         prepare(toy.mlp(), toy.data(), epoch=3)
     with pytest.raises(TypeError, match=r"config is 3; it must be a TrainConfig"):
@@ -230,7 +269,8 @@ def test_a_config_is_the_same_settings_by_name(toy):
     given = {"rule": DPSGDF(C0=0.6), "batch_size": 8, "steps": 4, "lr": 0.2, "seed": 5}
     run = prepare(toy.mlp(), toy.data(), TrainConfig(**given))
     assert toy.same(
-        fit_config(toy.mlp(), toy.data(), TrainConfig(**given)).model, fit(toy.mlp(), toy.data(), **given).model
+        fit_config(toy.mlp(), toy.data(), TrainConfig(**given)).model,
+        fit(toy.mlp(), toy.data(), **given).model,
     )
     assert run.settings == prepare(toy.mlp(), toy.data(), **given).settings
     assert prepare(toy.mlp(), toy.data(), TrainConfig(**given), lr=0.3).settings.lr == 0.3
@@ -247,13 +287,23 @@ def test_hooks_do_not_listen_to_an_observers_own_passes(toy):
         after = found.weighted_sum(torch.ones(len(found.losses), dtype=torch.float64))
         assert torch.equal(before, after)
 
-    assert toy.same(trained(toy.mlp(), (x, y, group), DPSGDF(), observers=[look]).model, alone.model)
+    assert toy.same(
+        trained(toy.mlp(), (x, y, group), DPSGDF(), observers=[look]).model, alone.model
+    )
 
 
 def test_a_chunk_may_be_larger_than_the_data(toy):
     x, y, _ = toy.data(10)
     plain, chunked = (
-        fit(toy.mlp(), (x, y), rule=DPSGDGlobalAdapt(), batch_size=8, steps=5, seed=0, performance=given)
+        fit(
+            toy.mlp(),
+            (x, y),
+            rule=DPSGDGlobalAdapt(),
+            batch_size=8,
+            steps=5,
+            seed=0,
+            performance=given,
+        )
         for given in (Performance(), Performance(chunk=64))
     )
     assert toy.same(plain.model, chunked.model)

@@ -1,4 +1,6 @@
-"""Items of a map-style dataset that other processes read ahead: the same batches, errors in words, nobody is left."""
+"""Items of a map-style dataset that other processes read ahead: the same batches, errors in words,
+nobody is left.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,15 @@ class Rows(TorchDataset):
 
 def given(rule, readers=0, **more):
     performance = Performance(readers=readers)
-    return {"rule": rule, "batch_size": 8, "epochs": 2, "lr": 0.2, "seed": 9, "performance": performance, **more}
+    return {
+        "rule": rule,
+        "batch_size": 8,
+        "epochs": 2,
+        "lr": 0.2,
+        "seed": 9,
+        "performance": performance,
+        **more,
+    }
 
 
 def readers() -> list[multiprocessing.Process]:
@@ -64,7 +74,9 @@ def test_the_number_of_readers_does_not_matter(toy, rule, one_stream):
 
 def test_empty_batches(toy, one_stream):
     data = MapDataset(Rows(toy.data()), NAMES)
-    found = [fit(toy.mlp(), data, **given(DPSGD(), readers, q=0.01, steps=30)) for readers in (0, 1)]
+    found = [
+        fit(toy.mlp(), data, **given(DPSGD(), readers, q=0.01, steps=30)) for readers in (0, 1)
+    ]
     assert toy.same(found[0].model, found[1].model)
     assert sum(row["empty_batches"] for row in found[1].trace) > 10
 
@@ -78,7 +90,13 @@ def test_resuming_with_another_number_of_readers(toy, tmp_path):
             raise RuntimeError("stopped here")
 
     with pytest.raises(RuntimeError, match="stopped here"):
-        fit(toy.mlp(), data, **given(DPSGD(), 2, checkpoint=tmp_path / "saved", checkpoint_every=1, observers=[stop]))
+        fit(
+            toy.mlp(),
+            data,
+            **given(
+                DPSGD(), 2, checkpoint=tmp_path / "saved", checkpoint_every=1, observers=[stop]
+            ),
+        )
     assert nobody_is_left()
     again = fit(toy.mlp(), data, **given(DPSGD(), 1, checkpoint=tmp_path / "saved", resume=True))
     assert toy.same(again.model, whole.model)
@@ -90,18 +108,26 @@ def fails(item):
 
 
 BAD = {
-    "error": (fails, "Item 30 of the dataset cannot be read (KeyError: 'picture'); correct it, or leave it out."),
+    "error": (
+        fails,
+        "Item 30 of the dataset cannot be read (KeyError: 'picture'); correct it, or leave it out.",
+    ),
     "label": (
         lambda item: (item[0], torch.tensor(7), item[2]),
-        "Item 30 of the dataset has the label 7 and the model has 3 outputs, for the labels 0 to 2; number the classes "
+        "Item 30 of the dataset has the label 7 and the model has 3 outputs, for the labels 0 to "
+        "2; number the classes "
         "from 0, or give the model more outputs.",
     ),
     "negative": (
         lambda item: (item[0], torch.tensor(-1), item[2]),
-        "Item 30 of the dataset has the label -1 and the model has 3 outputs, for the labels 0 to 2; number the "
+        "Item 30 of the dataset has the label -1 and the model has 3 outputs, for the labels 0 to "
+        "2; number the "
         "classes from 0, or give the model more outputs.",
     ),
-    "form": (lambda item: item[0], "An item of the dataset is a Tensor; it must be (x, y) or (x, y, group)."),
+    "form": (
+        lambda item: item[0],
+        "An item of the dataset is a Tensor; it must be (x, y) or (x, y, group).",
+    ),
 }
 
 
@@ -118,7 +144,9 @@ def test_a_bad_item_is_named(toy, what, readers):
 
 
 def test_a_label_that_the_loss_ignores(toy):
-    data = MapDataset(Rows(toy.data(), 30, lambda item: (item[0], torch.tensor(-100), item[2])), NAMES)
+    data = MapDataset(
+        Rows(toy.data(), 30, lambda item: (item[0], torch.tensor(-100), item[2])), NAMES
+    )
     assert fit(toy.mlp(), data, **given(NonPrivate())).ledger.steps == 10
 
 
@@ -128,22 +156,26 @@ def interrupted(item):
 
 
 def test_readers_do_not_hear_ctrl_c(toy, one_stream):
-    """A terminal sends it to them too; the step under way needs its rows all the same. In a loop of one's own, since
-    `fit` has a handler, which they inherit.
+    """A terminal sends it to them too; the step under way needs its rows all the same. In a loop of
+    one's own, since `fit` has a handler, which they inherit.
     """
     data = MapDataset(Rows(toy.data(), 30, interrupted), NAMES)
     run = prepare(toy.mlp(), data, **given(DPSGD(), 2))
     with run.listening():
         while run.t < run.settings.steps:
             run.update(run.step())
-    assert torch.equal(toy.vector(run.model), toy.vector(fit(toy.mlp(), toy.data(), **given(DPSGD())).model))
+    assert torch.equal(
+        toy.vector(run.model), toy.vector(fit(toy.mlp(), toy.data(), **given(DPSGD())).model)
+    )
 
 
 def test_bytes_stay_bytes_until_they_are_taken(toy, one_stream):
     x, y, group = toy.data()
     x = (x * 20).clamp(0, 255).to(torch.uint8)
     data = MapDataset(Rows((x, y, group)), NAMES)
-    models = [fit(toy.mlp(torch.float32), data, **given(DPSGD(), readers)).model for readers in (0, 2)]
+    models = [
+        fit(toy.mlp(torch.float32), data, **given(DPSGD(), readers)).model for readers in (0, 2)
+    ]
     models.append(fit(toy.mlp(torch.float32), (x, y, group), **given(DPSGD())).model)
     assert toy.same(models[0], models[1])
     assert toy.same(models[0], models[2])
@@ -156,7 +188,8 @@ def dies(item):
 def test_a_reader_that_dies(toy):
     data = MapDataset(Rows(toy.data(), 30, dies), NAMES)
     with pytest.raises(
-        RuntimeError, match=r"A process that reads the dataset has ended before its time \(.+\) If it ran out"
+        RuntimeError,
+        match=r"A process that reads the dataset has ended before its time \(.+\) If it ran out",
     ):
         fit(toy.mlp(), data, **given(DPSGD(), 1, epochs=9))
     assert nobody_is_left()
@@ -203,14 +236,20 @@ evenclip.fit(torch.nn.Linear(3, 2), Rows(), rule=evenclip.DPSGD(), batch_size=20
 
 
 def test_ctrl_c_saves_and_leaves_no_process_behind(tmp_path):
-    """Sent to the whole group, as a terminal does: the readers must not die before the step under way has its rows.
+    """Sent to the whole group, as a terminal does: the readers must not die before the step under
+    way has its rows.
 
-    Readers hold the pipes that `communicate` reads to their end, so it returns when the last process has ended.
+    Readers hold the pipes that `communicate` reads to their end, so it returns when the last
+    process has ended.
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", ENDLESS, str(tmp_path / "saved")], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [sys.executable, "-c", ENDLESS, str(tmp_path / "saved")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     for _ in range(3):
         assert process.stdout.readline().startswith("step")
     os.killpg(process.pid, signal.SIGINT)
@@ -222,9 +261,13 @@ def test_ctrl_c_saves_and_leaves_no_process_behind(tmp_path):
 def test_readers_end_with_a_process_that_is_killed(tmp_path):
     """Until the last reader has closed it, the pipe has no end."""
     process = subprocess.Popen(
-        [sys.executable, "-c", ENDLESS, str(tmp_path / "saved")], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        text=True, start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [sys.executable, "-c", ENDLESS, str(tmp_path / "saved")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert process.stdout.readline().startswith("step")
     process.kill()
     process.communicate()

@@ -1,4 +1,6 @@
-"""What `fit` returns: a copy of the model, the trace of what was seen, and a report that says what ε means."""
+"""What `fit` returns: a copy of the model, the trace of what was seen, and a report that says what
+ε means.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def settings(rule, **more):
     return {"rule": rule, "batch_size": 8, "epochs": 3, "lr": 0.2, "seed": 9, **more}
 
 
-# --- the model --------------------------------------------------------------------------------------------------------
+# --- the model ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -47,9 +49,16 @@ def test_the_model_is_a_copy_and_the_original_as_it_was(toy, rule, training):
     assert not toy.same(result.model, before)
     assert all(p.grad is None for p in [*model.parameters(), *result.model.parameters()])
     for module in (model, result.model):
-        assert [part.training for part in module.modules()] == [part.training for part in before.modules()]
+        assert [part.training for part in module.modules()] == [
+            part.training for part in before.modules()
+        ]
         for part in module.modules():
-            hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+            hooks = (
+                part._forward_hooks,
+                part._forward_pre_hooks,
+                part._backward_hooks,
+                part._backward_pre_hooks,
+            )
             assert not any(hooks)
     one, other = list(model.parameters()), list(result.model.parameters())
     assert not {p.data_ptr() for p in one} & {p.data_ptr() for p in other}
@@ -83,11 +92,13 @@ def test_it_learns(toy):
     y = torch.randint(2, (2000,), generator=random)
     x = torch.randn(2000, 5, generator=random) + 3 * y.unsqueeze(1)
     for rule in (NonPrivate(), DPSGD(), DPSGDGlobalAdapt(), DPSGDF()):
-        model = fit(nn.Linear(5, 2), (x, y, y), rule=rule, batch_size=200, epochs=3, lr=0.5, seed=0).model
+        model = fit(
+            nn.Linear(5, 2), (x, y, y), rule=rule, batch_size=200, epochs=3, lr=0.5, seed=0
+        ).model
         assert (model(x).argmax(1) == y).float().mean() > 0.95
 
 
-# --- the trace --------------------------------------------------------------------------------------------------------
+# --- the trace ----------------------------------------------------------------------------------
 
 
 def mean_or_none(values):
@@ -104,23 +115,34 @@ def test_the_trace_against_a_slow_recomputation(toy, rule, spy):
         losses, gradients = toy.gradients(step.model, x[rows], y[rows])
         found.append((group[rows].tolist(), losses.tolist(), gradients.norm(dim=1).tolist(), step))
 
-    result = fit(toy.mlp(), (x, y, group), **settings(rule, batch_size=6, steps=17), observers=[look])
+    result = fit(
+        toy.mlp(), (x, y, group), **settings(rule, batch_size=6, steps=17), observers=[look]
+    )
     assert [row["steps"] for row in result.trace] == [7, 7, 3]  # the last epoch is cut short
     assert [row["epoch"] for row in result.trace] == [1, 2, 3]
     at = 0
     for row in result.trace:
         steps = found[at : at + row["steps"]]
         at += row["steps"]
-        samples = [(k, loss, norm) for ks, ls, ns, _ in steps for k, loss, norm in zip(ks, ls, ns, strict=True)]
+        samples = [
+            (k, loss, norm)
+            for ks, ls, ns, _ in steps
+            for k, loss, norm in zip(ks, ls, ns, strict=True)
+        ]
         assert row["samples"] == len(samples)
         assert row["group_samples"] == [sum(k == j for k, _, _ in samples) for j in range(3)]
         for name, place in (("loss", 1), ("gradient_norm", 2)):
-            expected = [mean_or_none([sample[place] for sample in samples if sample[0] == j]) for j in range(3)]
+            expected = [
+                mean_or_none([sample[place] for sample in samples if sample[0] == j])
+                for j in range(3)
+            ]
             assert [value is None for value in row[name]] == [value is None for value in expected]
             for value, known in zip(row[name], expected, strict=True):
                 assert value is None or value == pytest.approx(known, rel=1e-9)
         clipped = sum(
-            is_clipped(rule, norm, k, step) for ks, _, ns, step in steps for k, norm in zip(ks, ns, strict=True)
+            is_clipped(rule, norm, k, step)
+            for ks, _, ns, step in steps
+            for k, norm in zip(ks, ns, strict=True)
         )
         assert row["clip_fraction"] == pytest.approx(clipped / len(samples), abs=1e-12)
         last = steps[-1][3]
@@ -146,7 +168,11 @@ def test_empty_batches_are_counted(toy, spy):
     result = fit(toy.mlp(), toy.data(), **settings(DPSGD(), batch_size=1, steps=40))
     empty = sum(len(batch) == 0 for batch in spy.batches)
     assert empty > 5
-    assert sum(row["empty_batches"] for row in result.trace) == empty == result.privacy["empty_batches"]
+    assert (
+        sum(row["empty_batches"] for row in result.trace)
+        == empty
+        == result.privacy["empty_batches"]
+    )
     assert result.ledger.steps == 40  # a step without samples costs what any step costs
 
 
@@ -160,13 +186,18 @@ def test_an_epoch_of_nothing_but_empty_batches_has_a_row(toy):
 
 def test_records_of_observers(toy):
     result = fit(
-        toy.mlp(), toy.data(), **settings(DPSGD()), observers=[lambda s: {"size": len(s.losses)}, lambda s: None]
+        toy.mlp(),
+        toy.data(),
+        **settings(DPSGD()),
+        observers=[lambda s: {"size": len(s.losses)}, lambda s: None],
     )
     assert [record["t"] for record in result.records] == [t for t in range(15) for _ in range(2)]
-    assert sum(record.get("size", 0) for record in result.records) == sum(row["samples"] for row in result.trace)
+    assert sum(record.get("size", 0) for record in result.records) == sum(
+        row["samples"] for row in result.trace
+    )
 
 
-# --- the privacy report -----------------------------------------------------------------------------------------------
+# --- the privacy report -------------------------------------------------------------------------
 
 FIELDS = {  # what a report must state -> the fields that state it
     "trust model": ["trust_model"],
@@ -176,7 +207,14 @@ FIELDS = {  # what a report must state -> the fields that state it
     "accesses not covered": ["not_covered"],
     "ε and δ, δ against 1/n": ["epsilon", "delta", "delta_times_n", "n"],
     "accountant, library, version": ["accountant"],
-    "constants of the mechanism": ["rule", "multipliers", "joint_multiplier", "steps", "q", "expected_batch_size"],
+    "constants of the mechanism": [
+        "rule",
+        "multipliers",
+        "joint_multiplier",
+        "steps",
+        "q",
+        "expected_batch_size",
+    ],
     "the divisor": ["divisor"],
     "sampling, and ε without it": ["poisson_sampling", "epsilon_without_amplification"],
     "group labels": ["group_labels_entered_training"],
@@ -224,10 +262,16 @@ def test_epsilon_is_that_of_the_ledger(toy, private_rule):
     assert result.privacy["joint_multiplier"] == pytest.approx(joint, rel=1e-12)
     alone = Ledger([Entry(0.2, (("everything", joint),), 15)])
     for accountant, name in (("pld", "epsilon"), ("rdp", "epsilon_rdp")):
-        assert result.epsilon(accountant) == result.privacy[name] == epsilon(ledger, 1e-4, accountant)
-        assert result.epsilon(accountant) == pytest.approx(epsilon(alone, 1e-4, accountant), rel=1e-6)
+        assert (
+            result.epsilon(accountant) == result.privacy[name] == epsilon(ledger, 1e-4, accountant)
+        )
+        assert result.epsilon(accountant) == pytest.approx(
+            epsilon(alone, 1e-4, accountant), rel=1e-6
+        )
     assert result.epsilon("rdp", 1e-3) == epsilon(ledger, 1e-3, "rdp") < result.epsilon("rdp")
-    assert result.privacy["epsilon_without_amplification"] == epsilon_without_amplification(ledger, 1e-4)
+    assert result.privacy["epsilon_without_amplification"] == epsilon_without_amplification(
+        ledger, 1e-4
+    )
     assert result.privacy["epsilon_without_amplification"] > result.epsilon()
     assert Ledger.from_json(result.privacy["ledger"]) == ledger
 
@@ -239,13 +283,18 @@ def test_the_paragraph_reads_at_79_columns_and_has_the_numbers(toy, private_rule
     words = " ".join(text.split())
     printed = re.search(r"with ε = (\S+) at δ = (\S+) \(by PLD; (\S+) by RDP\)", words)
     assert printed is not None
-    assert 0 <= float(printed[1]) - result.epsilon() <= 0.01 * result.epsilon()  # rounded, and never down
+    assert (
+        0 <= float(printed[1]) - result.epsilon() <= 0.01 * result.epsilon()
+    )  # rounded, and never down
     assert 0 <= float(printed[3]) - result.epsilon("rdp") <= 0.01 * result.epsilon("rdp")
     assert float(printed[2]) == pytest.approx(result.settings.delta)
     assert f"trained by {private_rule.name} ({private_rule.soundness})" in words
     assert "15 steps at rate q = 0.2" in words
     assert "0.8 (gradient)" in words
-    assert "The seed is a given one, not told here: reproducible, so not private against whoever knows it." in words
+    assert (
+        "The seed is a given one, not told here: reproducible, so not private against whoever "
+        "knows it." in words
+    )
     assert f"The rule {'used' if private_rule.uses_groups else 'did not use'} group labels" in words
     assert all(access in words for access in result.privacy["not_covered"])
     assert not re.search(r"None|nan|inf\b|\[|\{|array|tensor", text)
@@ -253,7 +302,9 @@ def test_the_paragraph_reads_at_79_columns_and_has_the_numbers(toy, private_rule
 
 def test_a_seed_of_the_operating_system_is_not_told(toy):
     result = fit(toy.mlp(), toy.data(), **settings(DPSGD(), seed=None))
-    assert "The seed is from the operating system, not kept." in " ".join(paragraph(result.privacy).split())
+    assert "The seed is from the operating system, not kept." in " ".join(
+        paragraph(result.privacy).split()
+    )
 
 
 def test_plain_sgd_has_no_epsilon_and_prints_none(toy):
@@ -265,7 +316,8 @@ def test_plain_sgd_has_no_epsilon_and_prints_none(toy):
     assert max(map(len, text.splitlines())) <= 79
     first = text.split("\n\n")[0]
     assert " ".join(first.split()) == (
-        "This model was trained by non-private and has no valid ε (no noise is added): it promises no privacy to the "
+        "This model was trained by non-private and has no valid ε (no noise is added): it "
+        "promises no privacy to the "
         "records it was trained on."
     )
     assert not re.search(r"ε\s*[=≈<]|\binf", text)
@@ -294,7 +346,7 @@ def test_what_is_private_is_not_printed(toy):
     assert "records" not in text
 
 
-# --- kinds of data ----------------------------------------------------------------------------------------------------
+# --- kinds of data ------------------------------------------------------------------------------
 
 
 class Two(nn.Module):
@@ -332,7 +384,9 @@ def test_several_inputs(toy, kind, one_stream):
     parts = (x[:, :2], x[:, 2:]) if kind is tuple else {"right": x[:, 2:], "left": x[:, :2]}
     several = fit(joined().two, (parts, y, group), **settings(DPSGDF()))
     together = fit(joined(), (x, y, group), **settings(DPSGDF()))
-    torch.testing.assert_close(toy.vector(several.model), toy.vector(together.model), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        toy.vector(several.model), toy.vector(together.model), rtol=1e-10, atol=1e-12
+    )
 
 
 class Rows(TorchDataset):
@@ -351,7 +405,11 @@ class Rows(TorchDataset):
 def test_every_form_of_the_same_data_trains_the_same_model(toy, rule, one_stream):
     x, y, group = toy.data(40, torch.float32)
     names = ("a", "b", "c")
-    arrays = (x.double().numpy(), y.numpy(), group.numpy())  # numpy's floats become torch's default, float32
+    arrays = (
+        x.double().numpy(),
+        y.numpy(),
+        group.numpy(),
+    )  # numpy's floats become torch's default, float32
     forms = [
         (x, y, group),
         arrays,
@@ -382,12 +440,14 @@ def test_another_loss(toy):
         lambda output, target: cross_entropy(output, target, reduction="none"),
         lambda output, target: cross_entropy(output, target),
     ]
-    models = [fit(toy.mlp(), (x, y, group), **settings(DPSGD()), loss=loss).model for loss in losses]
+    models = [
+        fit(toy.mlp(), (x, y, group), **settings(DPSGD()), loss=loss).model for loss in losses
+    ]
     for model in models[1:]:
         torch.testing.assert_close(toy.vector(model), toy.vector(models[0]), rtol=1e-10, atol=1e-12)
 
 
-# --- optimisers -------------------------------------------------------------------------------------------------------
+# --- optimisers ---------------------------------------------------------------------------------
 
 OPTIMIZERS = {
     "momentum": partial(SGD, momentum=0.9),
@@ -400,7 +460,9 @@ OPTIMIZERS = {
 def test_the_optimiser_gets_the_released_gradient_and_nothing_else(toy, kind):
     seen = []
     given = settings(DPSGDGlobalAdapt(), optimizer=OPTIMIZERS[kind])
-    result = fit(toy.mlp(), toy.data(), **given, observers=[lambda s: seen.append(s.public.gradient.clone())])
+    result = fit(
+        toy.mlp(), toy.data(), **given, observers=[lambda s: seen.append(s.public.gradient.clone())]
+    )
     model = toy.mlp()
     optimizer = OPTIMIZERS[kind](model.parameters(), lr=0.2)
     for gradient in seen:
@@ -433,13 +495,22 @@ def test_the_scheduler_moves_the_learning_rate_after_every_epoch(toy):
     assert made[0].get_last_lr() == [0.025]
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
+# --- settings -----------------------------------------------------------------------------------
 
 
 def test_the_public_constants(toy):
     found = fit(toy.mlp(), toy.data(41), rule=DPSGD(), batch_size=8, epochs=2, seed=0).settings
-    assert (found.n, found.groups, found.B, found.q, found.epoch, found.steps) == (41, 3, 8.0, 8 / 41, 6, 12)
-    given = fit(toy.mlp(), toy.data(41), rule=DPSGD(), batch_size=8, q=1 / 6, epochs=2, seed=0).settings
+    assert (found.n, found.groups, found.B, found.q, found.epoch, found.steps) == (
+        41,
+        3,
+        8.0,
+        8 / 41,
+        6,
+        12,
+    )
+    given = fit(
+        toy.mlp(), toy.data(41), rule=DPSGD(), batch_size=8, q=1 / 6, epochs=2, seed=0
+    ).settings
     assert (given.q, given.B, given.epoch, given.steps) == (1 / 6, 8.0, 6, 12)
     assert found.specification != given.specification
     assert replace(given, seed=0) == given
@@ -449,7 +520,7 @@ def test_the_default_rule_is_global_adapt(toy):
     assert fit(toy.mlp(), toy.data(), batch_size=8, seed=0).settings.rule == DPSGDGlobalAdapt()
 
 
-# --- progress ---------------------------------------------------------------------------------------------------------
+# --- progress -----------------------------------------------------------------------------------
 
 
 def test_it_is_silent_where_there_is_no_terminal(toy, capfd):
@@ -500,7 +571,9 @@ def test_progress_is_not_written_at_every_step(monkeypatch):
         progress(done, "epoch 1")
     assert 2 <= stream.getvalue().count("\r") <= 7
     assert "step 1000/1000" in stream.getvalue()
-    assert math.isclose(float(re.search(r"(\d+) steps/s  0 s left *$", stream.getvalue())[1]), 1000, rel_tol=0.02)
+    assert math.isclose(
+        float(re.search(r"(\d+) steps/s  0 s left *$", stream.getvalue())[1]), 1000, rel_tol=0.02
+    )
 
 
 def test_progress_says_nothing_private(toy, capsys):

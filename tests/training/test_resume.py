@@ -1,4 +1,6 @@
-"""A run that was stopped and resumed is the run that was never stopped; a checkpoint is whole or refused in words."""
+"""A run that was stopped and resumed is the run that was never stopped; a checkpoint is whole or
+refused in words.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def assert_identical(toy, one, other) -> None:
     assert one.settings == other.settings
 
 
-# --- the same to the last bit ---------------------------------------------------------------------------------------
+# --- the same to the last bit -------------------------------------------------------------------
 
 
 def test_every_rule_goes_on_bit_by_bit(toy, rule, tmp_path):
@@ -76,11 +78,16 @@ def check_resumed(toy, rule, tmp_path, after):
     whole = fit(model, data, **settings(rule))
     stopped(model, data, tmp_path, after, **settings(rule))
     assert [p.name for p in sorted(tmp_path.iterdir())][-1] == f"step-{after:08d}"
-    assert_identical(toy, fit(model, data, **settings(rule), checkpoint=tmp_path, resume=True), whole)
+    assert_identical(
+        toy, fit(model, data, **settings(rule), checkpoint=tmp_path, resume=True), whole
+    )
 
 
 OPTIMIZERS = {
-    "momentum and steps": (partial(SGD, momentum=0.9, nesterov=True), partial(StepLR, step_size=1, gamma=0.5)),
+    "momentum and steps": (
+        partial(SGD, momentum=0.9, nesterov=True),
+        partial(StepLR, step_size=1, gamma=0.5),
+    ),
     "Adam": (Adam, None),
     "Adam and cosine": (partial(Adam, betas=(0.8, 0.9)), partial(CosineAnnealingLR, T_max=3)),
     "weight decay": (partial(SGD, weight_decay=0.1), None),
@@ -88,7 +95,8 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "after"), [*((kind, 8) for kind in OPTIMIZERS), ("Adam and cosine", 3), ("Adam and cosine", 5)]
+    ("kind", "after"),
+    [*((kind, 8) for kind in OPTIMIZERS), ("Adam and cosine", 3), ("Adam and cosine", 5)],
 )
 def test_every_optimiser_goes_on_bit_by_bit(toy, tmp_path, kind, after):
     optimizer, scheduler = OPTIMIZERS[kind]
@@ -136,14 +144,18 @@ def test_a_seed_from_the_operating_system_is_in_the_secret_part_only(toy, tmp_pa
     given = settings(DPSGDGlobalAdapt(), seed=None)
     stopped(model, data, tmp_path / "a", 7, **given)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    one, other = (fit(model, data, **given, checkpoint=tmp_path / name, resume=True) for name in "ab")
+    one, other = (
+        fit(model, data, **given, checkpoint=tmp_path / name, resume=True) for name in "ab"
+    )
     assert_identical(toy, one, other)
     assert one.settings.seed is None
 
 
 def test_resume_without_any_checkpoint_begins_at_the_beginning(toy, tmp_path):
     data, model, given = toy.data(), toy.mlp(), settings(DPSGD())
-    assert_identical(toy, fit(model, data, **given, checkpoint=tmp_path, resume=True), fit(model, data, **given))
+    assert_identical(
+        toy, fit(model, data, **given, checkpoint=tmp_path, resume=True), fit(model, data, **given)
+    )
 
 
 def test_the_initial_weights_do_not_matter_to_a_resumed_run(toy, tmp_path):
@@ -153,7 +165,7 @@ def test_the_initial_weights_do_not_matter_to_a_resumed_run(toy, tmp_path):
     assert_identical(toy, resumed, fit(toy.mlp(), data, **given))
 
 
-# --- when checkpoints are written, and Ctrl-C -----------------------------------------------------------------------
+# --- when checkpoints are written, and Ctrl-C ---------------------------------------------------
 
 
 def written(folder) -> list[int]:
@@ -216,7 +228,9 @@ def test_a_second_ctrl_c_does_not_wait():
             signal.raise_signal(signal.SIGINT)
 
 
-def test_ctrl_c_right_after_the_decision_not_to_save_is_not_reported_as_saved(toy, tmp_path, capsys, monkeypatch):
+def test_ctrl_c_right_after_the_decision_not_to_save_is_not_reported_as_saved(
+    toy, tmp_path, capsys, monkeypatch
+):
     """The signal may come at any moment; what is said to be saved is saved."""
     looks = []
 
@@ -235,13 +249,15 @@ def test_ctrl_c_right_after_the_decision_not_to_save_is_not_reported_as_saved(to
 def test_training_works_outside_the_main_thread(toy):
     """Python lets only the main thread handle signals."""
     found = []
-    thread = threading.Thread(target=lambda: found.append(fit(toy.mlp(), toy.data(), **settings(DPSGD()))))
+    thread = threading.Thread(
+        target=lambda: found.append(fit(toy.mlp(), toy.data(), **settings(DPSGD())))
+    )
     thread.start()
     thread.join()
     assert toy.same(found[0].model, fit(toy.mlp(), toy.data(), **settings(DPSGD())).model)
 
 
-# --- torn, foreign and left-over checkpoints ------------------------------------------------------------------------
+# --- torn, foreign and left-over checkpoints ----------------------------------------------------
 
 
 @pytest.fixture
@@ -258,7 +274,9 @@ def resume(toy, folder, rule=None, data=None, model=None, **more):
 
 @pytest.mark.parametrize("name", ["model.pt", "secret.pt", "published.json"])
 @pytest.mark.parametrize("damage", ["cut", "changed"])
-def test_a_damaged_file_is_named_and_the_checkpoint_before_it_still_loads(toy, folder, name, damage):
+def test_a_damaged_file_is_named_and_the_checkpoint_before_it_still_loads(
+    toy, folder, name, damage
+):
     bad = folder / "step-00000007"
     content = bytearray((bad / name).read_bytes())
     size = len(content)
@@ -270,8 +288,10 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_still_loads(toy, f
     with pytest.raises(CheckpointError) as caught:
         resume(toy, folder)
     assert str(caught.value) == (
-        f"{bad / name} is damaged: {len(content)} bytes, {size} were written, and the checksum differs. "
-        f"The one before it, {folder / 'step-00000005'}, is still there: remove step-00000007 and resume from that."
+        f"{bad / name} is damaged: {len(content)} bytes, {size} were written, and the checksum "
+        "differs. "
+        f"The one before it, {folder / 'step-00000005'}, is still there: remove step-00000007 and "
+        "resume from that."
     )
     shutil.rmtree(bad)
     assert_identical(toy, resume(toy, folder), fit(toy.mlp(), toy.data(), **settings(DPSGDF())))
@@ -285,7 +305,8 @@ def test_a_missing_file_is_named(toy, folder, name):
         resume(toy, folder)
     assert str(caught.value) == (
         f"{bad} is not a whole checkpoint ({name}: No such file or directory). "
-        f"The one before it, {folder / 'step-00000005'}, is still there: remove step-00000007 and resume from that."
+        f"The one before it, {folder / 'step-00000005'}, is still there: remove step-00000007 and "
+        "resume from that."
     )
     shutil.rmtree(bad)
     assert_identical(toy, resume(toy, folder), fit(toy.mlp(), toy.data(), **settings(DPSGDF())))
@@ -304,7 +325,9 @@ def test_a_damaged_manifest_is_named(toy, folder, content):
 def test_a_damaged_checkpoint_with_none_before_it(toy, folder):
     shutil.rmtree(folder / "step-00000005")
     (folder / "step-00000007" / "model.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"There is no earlier one; start again in another folder\.$"):
+    with pytest.raises(
+        CheckpointError, match=r"There is no earlier one; start again in another folder\.$"
+    ):
         resume(toy, folder)
 
 
@@ -313,7 +336,9 @@ def test_one_of_another_format_is_refused(toy, folder):
     published = json.loads((path / "published.json").read_text()) | {"format": 99}
     (path / "published.json").write_text(json.dumps(published))
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["published.json"]["sha256"] = hashlib.sha256((path / "published.json").read_bytes()).hexdigest()
+    manifest["published.json"]["sha256"] = hashlib.sha256(
+        (path / "published.json").read_bytes()
+    ).hexdigest()
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError) as caught:
         resume(toy, folder)
@@ -341,7 +366,9 @@ def test_a_checkpoint_of_as_many_other_records_is_refused(toy, folder, column):
     data = [part.clone() for part in toy.data()]
     last = data[column].view(-1)[-1:]
     last.copy_(last + 1 if column == 0 else 1 - last.clamp(max=1))
-    with pytest.raises(CheckpointError, match=r"step-00000007 belongs to a run on other data: a record differs"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00000007 belongs to a run on other data: a record differs"
+    ):
         resume(toy, folder, data=tuple(data))
 
 
@@ -352,16 +379,23 @@ def test_a_checkpoint_of_other_settings_is_refused(toy, folder, kind):
         resume(toy, folder, **other)
     assert str(caught.value).startswith(f"{folder / 'step-00000007'} belongs to another run (")
     assert said in str(caught.value)
-    assert str(caught.value).endswith("). Resume with the settings it was started with, or choose another folder.")
+    assert str(caught.value).endswith(
+        "). Resume with the settings it was started with, or choose another folder."
+    )
 
 
 def test_a_checkpoint_of_other_data_is_refused(toy, folder):
-    with pytest.raises(CheckpointError, match=r"belongs to another run \(n: 40 there, 41 here; q: 0\.2 there, 0\.195"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"belongs to another run \(n: 40 there, 41 here; q: 0\.2 there, 0\.195",
+    ):
         resume(toy, folder, data=toy.data(41))
 
 
 def test_a_checkpoint_of_another_model_is_refused(toy, folder):
-    with pytest.raises(CheckpointError, match=r"belongs to another run \(parameters: 57 there, 18 here\)"):
+    with pytest.raises(
+        CheckpointError, match=r"belongs to another run \(parameters: 57 there, 18 here\)"
+    ):
         resume(toy, folder, model=nn.Linear(5, 3).double())
 
 
@@ -377,11 +411,15 @@ def test_a_checkpoint_of_another_model_of_the_same_size_is_refused(toy, folder):
     with pytest.raises(CheckpointError) as caught:
         resume(toy, folder, model=Named())
     assert str(caught.value).startswith(f"{folder / 'step-00000007'} belongs to another model (")
-    assert str(caught.value).endswith("). Resume with the model it was started with, or choose another folder.")
+    assert str(caught.value).endswith(
+        "). Resume with the model it was started with, or choose another folder."
+    )
 
 
 def contents(folder) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 def test_a_folder_with_a_checkpoint_is_not_written_into_unasked(toy, folder):
@@ -418,17 +456,30 @@ def test_nothing_is_a_checkpoint_before_it_is_whole(toy, folder, monkeypatch):
     synchronise, replace = os.fsync, os.replace
 
     def watched_synchronise(handle):
-        seen.append({name: content for name, content in contents(folder).items() if name.startswith("step-")})
+        seen.append(
+            {
+                name: content
+                for name, content in contents(folder).items()
+                if name.startswith("step-")
+            }
+        )
         synchronise(handle)
 
     def watched_replace(source, target):
-        assert sorted(p.name for p in source.iterdir()) == ["manifest.json", "model.pt", "published.json", "secret.pt"]
+        assert sorted(p.name for p in source.iterdir()) == [
+            "manifest.json",
+            "model.pt",
+            "published.json",
+            "secret.pt",
+        ]
         replace(source, target)
 
     monkeypatch.setattr(os, "fsync", watched_synchronise)
     monkeypatch.setattr(os, "replace", watched_replace)
     resume(toy, folder)
-    assert len(seen) == 10  # two checkpoints: four files each on the disk before they are moved, and then the move
+    assert (
+        len(seen) == 10
+    )  # two checkpoints: four files each on the disk before they are moved, and then the move
     assert all(content == before for content in seen[:4])
     assert written(folder) == [10, 15]
 
@@ -441,7 +492,7 @@ def test_a_power_cut_while_writing_is_overlooked(toy, folder):
     assert_identical(toy, resume(toy, folder), fit(toy.mlp(), toy.data(), **settings(DPSGDF())))
 
 
-# --- what is in the files -------------------------------------------------------------------------------------------
+# --- what is in the files -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", [NonPrivate(), DPSGDF()], ids=lambda rule: rule.name)
@@ -449,11 +500,25 @@ def test_nothing_is_unpickled(toy, tmp_path, rule):
     given = settings(rule, optimizer=Adam, scheduler=partial(StepLR, step_size=1))
     stopped(toy.mlp(), toy.data(), tmp_path, 7, **given)
     path = tmp_path / "step-00000007"
-    assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "model.pt", "published.json", "secret.pt"]
+    assert sorted(p.name for p in path.iterdir()) == [
+        "manifest.json",
+        "model.pt",
+        "published.json",
+        "secret.pt",
+    ]
     model = torch.load(path / "model.pt", weights_only=True)
     assert list(model) == list(toy.mlp().state_dict())
     secret = torch.load(path / "secret.pt", weights_only=True)
-    assert sorted(secret) == ["batches", "data", "dropout", "noise", "optimizer", "scheduler", "seed", "trace"]
+    assert sorted(secret) == [
+        "batches",
+        "data",
+        "dropout",
+        "noise",
+        "optimizer",
+        "scheduler",
+        "seed",
+        "trace",
+    ]
     published = json.loads((path / "published.json").read_text())
     assert sorted(published) == ["format", "ledger", "settings", "state", "state_dtype", "t"]
 
@@ -490,7 +555,9 @@ def test_what_may_be_published_holds_no_seed(toy, tmp_path):
         stopped(toy.mlp(), toy.data(), folder, 7, **settings(DPSGDF(), seed=seed))
         content = (folder / "step-00000007" / "published.json").read_text()
         assert str(seed) not in content
-        names.append(fit(toy.mlp(), toy.data(), **settings(DPSGDF(), seed=seed)).privacy["specification"])
+        names.append(
+            fit(toy.mlp(), toy.data(), **settings(DPSGDF(), seed=seed)).privacy["specification"]
+        )
     assert names[0] == names[1]
 
 
@@ -519,7 +586,9 @@ def test_what_may_be_published_holds_no_generator(toy, tmp_path):
                 low.tobytes(),
                 low.byteswap().tobytes(),
             ):
-                assert (spelling if isinstance(spelling, bytes) else spelling.encode()) not in content
+                assert (
+                    spelling if isinstance(spelling, bytes) else spelling.encode()
+                ) not in content
     text = (path / "published.json").read_text()
     assert not re.search("noise|generator|batches|dropout|optimizer_state|trace|loss", text)
 

@@ -1,4 +1,6 @@
-"""One step against a slow transcription of Algorithm 2: one-sample autograd, plain Python numbers, the same noise."""
+"""One step against a slow transcription of Algorithm 2: one-sample autograd, plain Python numbers,
+the same noise.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from evenclip.training.step import Chunk
 K = 3
 
 
-# --- the slow transcription -----------------------------------------------------------------------------------------
+# --- the slow transcription ---------------------------------------------------------------------
 
 
 def slow_non_private(rule, norms, groups, state, B, count_noise):
@@ -104,7 +106,7 @@ def public_state(rule):
     return rule.init(K).tolist()
 
 
-# --- one step -------------------------------------------------------------------------------------------------------
+# --- one step -----------------------------------------------------------------------------------
 
 
 def one(x, y, group):
@@ -119,7 +121,9 @@ def padded(x, y, group):
     """Chunks of 8 whose free rows are copies of the first sample, under a mask."""
     rows = torch.cat([torch.arange(len(y)), torch.zeros(-len(y) % 8, dtype=torch.int64)])
     real = torch.arange(len(rows)) < len(y)
-    return [Chunk(x[r], y[r], group[r], m) for r, m in zip(rows.split(8), real.split(8), strict=True)]
+    return [
+        Chunk(x[r], y[r], group[r], m) for r, m in zip(rows.split(8), real.split(8), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("cut", [one, several, padded])
@@ -139,7 +143,9 @@ def test_a_step_is_algorithm_2(toy, rule, cut):
     assert found.B == B
     if rule.poisson:
         assert float(found.public.sensitivity) == pytest.approx(slow.S, rel=1e-12)
-        assert len({round(weight, 9) for weight in slow.weights}) > 1, "the constants should clip some and not others"
+        assert len({round(weight, 9) for weight in slow.weights}) > 1, (
+            "the constants should clip some and not others"
+        )
 
 
 def test_an_empty_batch_is_a_step_of_pure_noise(toy, private_rule):
@@ -167,7 +173,7 @@ def noise_for(toy, rule, model):
     }
 
 
-# --- many steps -----------------------------------------------------------------------------------------------------
+# --- many steps ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -177,7 +183,9 @@ def noise_for(toy, rule, model):
 )
 def test_fit_is_algorithm_2_over_many_steps(toy, rule, spy, performance):
     data = toy.data(24)
-    result = fit(toy.mlp(), data, rule=rule, batch_size=2, steps=50, lr=0.1, seed=11, performance=performance)
+    result = fit(
+        toy.mlp(), data, rule=rule, batch_size=2, steps=50, lr=0.1, seed=11, performance=performance
+    )
     assert len(spy.batches) == 50
     sizes = [len(batch) for batch in spy.batches]
     if rule.poisson:
@@ -207,7 +215,9 @@ def test_non_private_is_plain_sgd(toy, spy, dtype):
         optimizer.zero_grad()
         cross_entropy(model(x[batch]), y[batch]).backward()
         optimizer.step()
-    assert close(toy.vector(result.model), toy.vector(model), 1e-12 if dtype == torch.float64 else 1e-6)
+    assert close(
+        toy.vector(result.model), toy.vector(model), 1e-12 if dtype == torch.float64 else 1e-6
+    )
 
 
 def test_no_clipping_and_no_noise_is_sgd(toy):
@@ -220,7 +230,9 @@ def test_no_clipping_and_no_noise_is_sgd(toy):
             silence = {"gradient": torch.zeros(len(toy.vector(private)), dtype=torch.float64)}
             chunk = Chunk(x[batch], y[batch], group[batch])
             found = toy.step(tape, rule, torch.zeros(0), [chunk], 8.0, silence)
-            torch.nn.utils.vector_to_parameters(toy.vector(private) - 0.5 * found.public.gradient, private.parameters())
+            torch.nn.utils.vector_to_parameters(
+                toy.vector(private) - 0.5 * found.public.gradient, private.parameters()
+            )
             sgd.zero_grad()
             cross_entropy(plain(x[batch]), y[batch]).backward()
             sgd.step()
@@ -229,10 +241,14 @@ def test_no_clipping_and_no_noise_is_sgd(toy):
 
 
 def test_global_adapt_is_dpsgd_with_bound_Z_at_another_learning_rate(toy):
-    """γ = (C0/Z)·min(1, Z/‖g‖): with Z held still, the same models come out of DPSGD(C0=Z) at lr·C0/Z."""
+    """γ = (C0/Z)·min(1, Z/‖g‖): with Z held still, the same models come out of DPSGD(C0=Z) at
+    lr·C0/Z.
+    """
     x, y, group = toy.data(32)
     C0, Z, lr = 0.5, 1.3, 0.4
-    still = DPSGDGlobalAdapt(C0=C0, sigma=1.0, Z0=Z, tau=1e6, eta_Z=1e-300)  # nothing is counted, nothing is forgotten
+    still = DPSGDGlobalAdapt(
+        C0=C0, sigma=1.0, Z0=Z, tau=1e6, eta_Z=1e-300
+    )  # nothing is counted, nothing is forgotten
     adapt = trajectory(toy, still, lr, (x, y, group))
     clipped = trajectory(toy, DPSGD(C0=Z, sigma=1.0), lr * C0 / Z, (x, y, group))
     assert close(adapt, clipped, 1e-12)
@@ -248,13 +264,17 @@ def trajectory(toy, rule, lr, data):
         for batch in torch.arange(32).split(8):
             z = torch.randn(len(toy.vector(model)), generator=random, dtype=torch.float64)
             release = Release({"count": torch.zeros(1, dtype=torch.float64), "gradient": z})
-            found = toy.step(tape, rule, state, [Chunk(x[batch], y[batch], group[batch])], 8.0, release)
+            found = toy.step(
+                tape, rule, state, [Chunk(x[batch], y[batch], group[batch])], 8.0, release
+            )
             state = found.public.state
-            torch.nn.utils.vector_to_parameters(toy.vector(model) - lr * found.public.gradient, model.parameters())
+            torch.nn.utils.vector_to_parameters(
+                toy.vector(model) - lr * found.public.gradient, model.parameters()
+            )
     return toy.vector(model)
 
 
-# --- somebody else's rule -------------------------------------------------------------------------------------------
+# --- somebody else's rule -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -294,14 +314,23 @@ def slow_soft(norms, c, B, z):
 def test_a_strangers_rule_is_trained_as_it_is_written(toy, spy, chunk):
     x, y, _ = toy.data(24)
     result = fit(
-        toy.mlp(), (x, y), rule=Soft(), batch_size=4, steps=12, lr=0.3, seed=2, performance=Performance(chunk=chunk)
-    )  # fmt: skip
+        toy.mlp(),
+        (x, y),
+        rule=Soft(),
+        batch_size=4,
+        steps=12,
+        lr=0.3,
+        seed=2,
+        performance=Performance(chunk=chunk),
+    )
     model, c = toy.mlp(), 2.0
     for batch, noise in zip(spy.batches, spy.noise, strict=True):
         _, gradients = toy.gradients(model, x[batch], y[batch])
         c, weights = slow_soft(gradients.norm(dim=1).tolist(), c, 4.0, float(noise["count"]))
         total = torch.tensor(weights, dtype=torch.float64) @ gradients + 0.9 * c * noise["gradient"]
-        torch.nn.utils.vector_to_parameters(toy.vector(model) - 0.3 * total / 4.0, model.parameters())
+        torch.nn.utils.vector_to_parameters(
+            toy.vector(model) - 0.3 * total / 4.0, model.parameters()
+        )
     assert close(toy.vector(result.model), toy.vector(model), 1e-6)  # the count's ±1 are float32
     assert result.state.tolist() == [pytest.approx(c, rel=1e-6)]
 
@@ -311,7 +340,9 @@ def test_a_strangers_rule_has_trace_report_and_resume(toy, tmp_path):
     data = toy.data(40)
     whole = fit(toy.mlp(), data, **settings)
     assert [row["steps"] for row in whole.trace] == [5, 5, 5]
-    assert all(row["clamped"] == 0 and row["clip_fraction"] == 1.0 for row in whole.trace)  # every γ is below γ(0) = 1
+    assert all(
+        row["clamped"] == 0 and row["clip_fraction"] == 1.0 for row in whole.trace
+    )  # every γ is below γ(0) = 1
     report = whole.privacy
     assert (report["method"], report["soundness"]) == ("soft", "sound")
     assert report["multipliers"] == {"count": 4.0, "gradient": 0.9}
@@ -326,12 +357,18 @@ def test_a_strangers_rule_has_trace_report_and_resume(toy, tmp_path):
         fit(toy.mlp(), data, **settings, checkpoint=tmp_path, observers=[stop])
     resumed = fit(toy.mlp(), data, **settings, checkpoint=tmp_path, resume=True)
     assert toy.same(whole.model, resumed.model)
-    assert (whole.trace, whole.ledger, whole.state.tolist()) == (resumed.trace, resumed.ledger, resumed.state.tolist())
+    assert (whole.trace, whole.ledger, whole.state.tolist()) == (
+        resumed.trace,
+        resumed.ledger,
+        resumed.state.tolist(),
+    )
 
 
 @dataclass(frozen=True)
 class Liar(Rule):
-    """Says that no sample adds more than 0.1, lets all of them through, and counts a thousand where one is allowed."""
+    """Says that no sample adds more than 0.1, lets all of them through, and counts a thousand where
+    one is allowed.
+    """
 
     name: ClassVar[str] = "liar"
 
@@ -352,7 +389,16 @@ class Liar(Rule):
 def test_a_lying_rule_is_held_to_its_bound_and_counted(toy, spy):
     x, y, _ = toy.data(40)
     seen = []
-    result = fit(toy.mlp(), (x, y), rule=Liar(), batch_size=10, epochs=2, lr=0.1, seed=0, observers=[seen.append])
+    result = fit(
+        toy.mlp(),
+        (x, y),
+        rule=Liar(),
+        batch_size=10,
+        epochs=2,
+        lr=0.1,
+        seed=0,
+        observers=[seen.append],
+    )
     large = 0
     for found, batch in zip(seen, spy.batches, strict=True):
         assert (found.weights * found.norms <= 0.1 * (1 + 1e-12)).all()
@@ -360,8 +406,12 @@ def test_a_lying_rule_is_held_to_its_bound_and_counted(toy, spy):
         large += int((found.norms > 0.1).sum())
     assert large > 50
     assert sum(row["clamped"] for row in result.trace) == large == result.privacy["clamped_weights"]
-    for released, batch in zip([r for r in spy.releases if r.name == "count"], spy.batches, strict=True):
-        assert close(released.value, [len(batch) / math.sqrt(2), -len(batch) / math.sqrt(2)])  # length 1 each
+    for released, batch in zip(
+        [r for r in spy.releases if r.name == "count"], spy.batches, strict=True
+    ):
+        assert close(
+            released.value, [len(batch) / math.sqrt(2), -len(batch) / math.sqrt(2)]
+        )  # length 1 each
 
 
 def test_what_the_lying_rule_releases_is_what_honest_clipping_releases(toy):
@@ -400,7 +450,9 @@ class Peeping(Rule):
 
 
 def test_a_strangers_word_is_not_enough_to_see_the_batch(toy):
-    assert fit(toy.mlp(), toy.data(), rule=Peeping(), batch_size=8, steps=3, seed=0).ledger.steps == 3
+    assert (
+        fit(toy.mlp(), toy.data(), rule=Peeping(), batch_size=8, steps=3, seed=0).ledger.steps == 3
+    )
 
 
 @dataclass(frozen=True)
@@ -431,13 +483,17 @@ def test_the_noise_is_for_the_bound_that_was_enforced(toy, chunk):
     }
     fit(toy.mlp(), toy.data(), rule=Fickle(), **given)
     for found in seen:
-        assert float((found.weights.abs() * found.norms).max()) <= found.public.sensitivity * (1 + 1e-12)
+        assert float((found.weights.abs() * found.norms).max()) <= found.public.sensitivity * (
+            1 + 1e-12
+        )
 
 
-# --- the ledger -----------------------------------------------------------------------------------------------------
+# --- the ledger ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("performance", [Performance(), Performance(chunk=3)], ids=["plain", "chunks"])
+@pytest.mark.parametrize(
+    "performance", [Performance(), Performance(chunk=3)], ids=["plain", "chunks"]
+)
 def test_a_step_that_is_interrupted_is_in_the_ledger(toy, private_rule, performance):
     """Its noise was drawn and its batch was seen, whatever became of the rest."""
 
@@ -494,10 +550,18 @@ def test_a_rule_whose_bound_follows_from_its_count_is_clipped_with_it(toy):
         given = {"rule": Follows(), "batch_size": 8, "steps": 6, "lr": 0.1, "seed": 0}
         for chunk in (None, 3):
             steps = []
-            result = fit(toy.mlp(), toy.data(), **given, performance=Performance(chunk=chunk), observers=[steps.append])
+            result = fit(
+                toy.mlp(),
+                toy.data(),
+                **given,
+                performance=Performance(chunk=chunk),
+                observers=[steps.append],
+            )
             for step in steps:
                 assert float(step.public.sensitivity) == float(step.public.now)
-                assert float((step.weights * step.norms).max()) <= float(step.public.now) * (1 + 1e-12)
+                assert float((step.weights * step.norms).max()) <= float(step.public.now) * (
+                    1 + 1e-12
+                )
             seen[counts_first, chunk] = toy.vector(result.model)
     for vector in seen.values():
         torch.testing.assert_close(vector, seen[True, None], rtol=1e-9, atol=1e-12)
@@ -505,7 +569,9 @@ def test_a_rule_whose_bound_follows_from_its_count_is_clipped_with_it(toy):
 
 @dataclass(frozen=True)
 class SaysMore(Rule):
-    """Adds little noise, and says that it adds much: in `multipliers`, or when sigma is read for the second time."""
+    """Adds little noise, and says that it adds much: in `multipliers`, or when sigma is read for
+    the second time.
+    """
 
     name: ClassVar[str] = "says more"
     reads: ClassVar[list[float]] = []
@@ -560,5 +626,8 @@ class CountsLater(Rule):
 def test_a_count_that_the_ledger_does_not_know_is_not_released(toy):
     """It would be published without noise, beside an ε that does not know of it."""
     CountsLater.asked.clear()
-    with pytest.raises(ValueError, match=r"counts later has a statistic of 1 numbers, and had 0 before the first step"):
+    with pytest.raises(
+        ValueError,
+        match=r"counts later has a statistic of 1 numbers, and had 0 before the first step",
+    ):
         fit(toy.mlp(), toy.data(), rule=CountsLater(), batch_size=8, steps=2, seed=0)

@@ -31,7 +31,9 @@ def one_by_one(optimizer):
 
 def train(model, toy, **options):
     rule = DPSGD(C0=0.7, sigma=0.5)
-    return evenclip.fit(model, toy.data(), rule=rule, epochs=2, batch_size=8, lr=0.05, seed=3, delta=1e-3, **options)
+    return evenclip.fit(
+        model, toy.data(), rule=rule, epochs=2, batch_size=8, lr=0.05, seed=3, delta=1e-3, **options
+    )
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -58,7 +60,9 @@ def test_joined_equals_one_by_one(name, toy):
 def test_plain_sgd_without_its_optimiser_is_plain_sgd(toy):
     layout, models = Layout.of(toy.mlp()), [toy.mlp(), toy.mlp()]
     without, asked = (Update(model, layout, SGD, 0.05) for model in models)
-    gradient = torch.randn(layout.size, generator=torch.Generator().manual_seed(0), dtype=layout.blank.dtype)
+    gradient = torch.randn(
+        layout.size, generator=torch.Generator().manual_seed(0), dtype=layout.blank.dtype
+    )
     for _ in range(3):
         without(gradient)
         assert asked.optimizer.param_groups[0]["lr"] == 0.05

@@ -9,12 +9,14 @@ All are bounds on differences of the terms of `evenclip.audit.decomposition` bet
 | R_dir_a − R_dir_b | the same without either condition, from the extreme eigenvalues of H^a − H^b | always |
 | R_clip_a − R_clip_b | as in Theorem 3 of Tran et al. 2021: two groups, norms only | like the first, in expectation |
 
-The paper asks for convexity in its statement and then plots the bound for networks that are not convex. So each bound
-comes with its conditions, looked at and not assumed: λ_min ≥ 0 up to rounding, and η λ_max ≤ 1, for both groups.
+The paper asks for convexity in its statement and then plots the bound for networks that are not
+convex. So each bound comes with its conditions, looked at and not assumed: λ_min ≥ 0 up to
+rounding, and η λ_max ≤ 1, for both groups.
 
-Proof of the first: with s = ⟨g_a, g_B⟩, s̄ = ⟨g_a, ḡ_B⟩, R_dir_a − R_dir_b is the expectation of η[(ρs_a − s̄_a) −
-(ρs_b − s̄_b)] + η²/2 [ḡᵀH^aḡ − ρ²gᵀH^ag − ḡᵀH^bḡ + ρ²gᵀH^bg]. Of the four forms the first and the last are not
-negative, each of the others is at most λ‖ḡ_B‖² ≤ ‖ḡ_B‖²/η, as ρ‖g_B‖ = ‖ḡ_B‖. So the bracket is at least −2‖ḡ_B‖²/η.
+Proof of the first: with s = ⟨g_a, g_B⟩, s̄ = ⟨g_a, ḡ_B⟩, R_dir_a − R_dir_b is the expectation of
+η[(ρs_a − s̄_a) − (ρs_b − s̄_b)] + η²/2 [ḡᵀH^aḡ − ρ²gᵀH^ag − ḡᵀH^bḡ + ρ²gᵀH^bg]. Of the four forms
+the first and the last are not negative, each of the others is at most λ‖ḡ_B‖² ≤ ‖ḡ_B‖²/η, as ρ‖g_B‖
+= ‖ḡ_B‖. So the bracket is at least −2‖ḡ_B‖²/η.
 """
 
 from __future__ import annotations
@@ -24,9 +26,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Conditions", "clipping_bound", "direction_bound", "direction_bound_star", "unconditional_bound"]
+__all__ = [
+    "Conditions",
+    "clipping_bound",
+    "direction_bound",
+    "direction_bound_star",
+    "unconditional_bound",
+]
 
-# λ_min may be this far below 0, relative to the largest eigenvalue, and be called 0: how well it is known.
+# λ_min may be this far below 0, relative to the largest eigenvalue, and be called 0: how well it is
+# known.
 _ROUNDING = 1e-3
 
 
@@ -62,7 +71,10 @@ class Conditions:
         """
         smallest, largest = min(low for low, _ in extremes), max(high for _, high in extremes)
         return Conditions(
-            smallest >= -_ROUNDING * max(abs(largest), abs(smallest)), lr * largest <= 1, largest, smallest
+            smallest >= -_ROUNDING * max(abs(largest), abs(smallest)),
+            lr * largest <= 1,
+            largest,
+            smallest,
         )
 
 
@@ -75,8 +87,8 @@ def direction_bound(
 ) -> float:
     """Proposition 3: R_dir_a − R_dir_b is at least this.
 
-    In the paper's words η(‖g_a‖E[‖ḡ_B‖(cos θ_a − cos θ̄_a)] − ‖g_b‖E[‖ḡ_B‖(cos θ_b − cos θ̄_b)] − E‖ḡ_B‖²), and
-    ‖g_a‖‖ḡ_B‖cos θ_a = ρ⟨g_a, g_B⟩.
+    In the paper's words η(‖g_a‖E[‖ḡ_B‖(cos θ_a − cos θ̄_a)] − ‖g_b‖E[‖ḡ_B‖(cos θ_b − cos θ̄_b)] −
+    E‖ḡ_B‖²), and ‖g_a‖‖ḡ_B‖cos θ_a = ρ⟨g_a, g_B⟩.
     """
     return float(lr * np.mean(_turned(a, rho) - _turned(b, rho) - clipped_norms**2))
 
@@ -108,13 +120,21 @@ def unconditional_bound(
 
 
 def clipping_bound(
-    norm_a: float, norm_b: float, share_a: float, share_b: float, S: float, mean_square: float, spread: float, lr: float
+    norm_a: float,
+    norm_b: float,
+    share_a: float,
+    share_b: float,
+    S: float,
+    mean_square: float,
+    spread: float,
+    lr: float,
 ) -> float:
-    """R_clip_a − R_clip_b is at least this, in expectation over Poisson batches, for two groups that are all there is.
+    """R_clip_a − R_clip_b is at least this, in expectation over Poisson batches, for two groups
+    that are all there is.
 
-    η[p_a A² − p_b D² − |p_a − p_b|AD − S(A + D) − ½E‖g_B‖² − ½S²(1 + (1−q)/B)] with A = ‖g_a‖ and D = ‖g_b‖: in
-    ⟨g_a − g_b, g_D − ḡ_D⟩, g_D = p_a g_a + p_b g_b and ‖ḡ_D‖ ≤ S; the second-order terms are at least
-    −η/2 (E‖g_B‖² + E‖ḡ_B‖²) as above.
+    η[p_a A² − p_b D² − |p_a − p_b|AD − S(A + D) − ½E‖g_B‖² − ½S²(1 + (1−q)/B)] with A = ‖g_a‖ and D
+    = ‖g_b‖: in ⟨g_a − g_b, g_D − ḡ_D⟩, g_D = p_a g_a + p_b g_b and ‖ḡ_D‖ ≤ S; the second-order
+    terms are at least −η/2 (E‖g_B‖² + E‖ḡ_B‖²) as above.
 
     Args:
         norm_a: A.
@@ -131,7 +151,8 @@ def clipping_bound(
     """
     if abs(share_a + share_b - 1) > 1e-9:
         raise ValueError(
-            f"The shares are {share_a} and {share_b}; this bound is for two groups that are all of the data."
+            f"The shares are {share_a} and {share_b}; this bound is for two groups that are all "
+            "of the data."
         )
     first = share_a * norm_a**2 - share_b * norm_b**2 - abs(share_a - share_b) * norm_a * norm_b
     return lr * (first - S * (norm_a + norm_b) - mean_square / 2 - S**2 * (1 + spread) / 2)

@@ -1,15 +1,15 @@
 """What privacy cost whom: the non-private model θ* against the private one θ̃, seed by seed.
 
-θ* is the non-private run with the same seed: same split, same initialisation. So differences are paired, and what a
-lucky split does to both cancels.
+θ* is the non-private run with the same seed: same split, same initialisation. So differences are
+paired, and what a lucky split does to both cancels.
 
     π_k = acc_k(θ*) − acc_k(θ̃)      privacy cost of group k, in points
     R_k = L_k(θ̃) − L_k(θ*)          excessive risk of group k
 
-and the gaps |π_a − π_b|, |R_a − R_b| say how unevenly the groups pay. Everything is [seed, group], from arrays or
-nested lists. A value that is undefined (a group without a sample in that seed's split) is None or NaN, comes out as
-NaN, and is left out of gaps: `left_out` says which groups those are, so that a report can name them. An infinite loss
-is no such value: it stays infinite.
+and the gaps |π_a − π_b|, |R_a − R_b| say how unevenly the groups pay. Everything is [seed, group],
+from arrays or nested lists. A value that is undefined (a group without a sample in that seed's
+split) is None or NaN, comes out as NaN, and is left out of gaps: `left_out` says which groups those
+are, so that a report can name them. An infinite loss is no such value: it stays infinite.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Values: TypeAlias = NDArray[np.float64] | Sequence[Sequence[float | None]]
 
 
 def privacy_cost(reference: Values, private: Values) -> NDArray[np.float64]:
-    """π_k = acc_k(θ*) − acc_k(θ̃), what privacy takes from group k's accuracy, in the unit given.  # [seed, group]
+    """π_k = acc_k(θ*) − acc_k(θ̃), what privacy takes from group k's accuracy, in the unit given.
+    # [seed, group]
 
     >>> privacy_cost([[85.0, 93.0]], [[70.0, 88.5]])
     array([[15. ,  4.5]])
@@ -53,13 +54,16 @@ def excessive_risk(reference: Values, private: Values) -> NDArray[np.float64]:
 
 
 def gap(values: Values, pair: tuple[int, int] | None = None) -> NDArray[np.float64]:
-    """|v_a − v_b| for the `pair` (a, b) of positions, else the largest one between any two groups.  # [seed]
+    """|v_a − v_b| for the `pair` (a, b) of positions, else the largest one between any two groups.
+    # [seed]
 
-    NaN where it is undefined: one of the pair is, or fewer than two groups are left. Which groups are left out depends
-    on the split only, so two methods with the same seed are compared on the same groups.
+    NaN where it is undefined: one of the pair is, or fewer than two groups are left. Which groups
+    are left out depends on the split only, so two methods with the same seed are compared on the
+    same groups.
 
-    A gap is never negative, so the mean of gaps over seeds is at least the gap of the means over seeds, and above 0
-    even where groups pay alike on average; for the gap of the means, give the means as one row.
+    A gap is never negative, so the mean of gaps over seeds is at least the gap of the means over
+    seeds, and above 0 even where groups pay alike on average; for the gap of the means, give the
+    means as one row.
 
     >>> gap([[15.0, 4.5, 7.0], [1.0, None, 3.0]])
     array([10.5,  2. ])
@@ -73,14 +77,17 @@ def gap(values: Values, pair: tuple[int, int] | None = None) -> NDArray[np.float
     if pair is not None:
         table = table[:, list(_checked(pair, table.shape[1]))]
     undefined = np.isnan(table)
-    enough = np.count_nonzero(~undefined, axis=1) >= (2 if pair is None else table.shape[1])  # [seed]
+    enough = np.count_nonzero(~undefined, axis=1) >= (
+        2 if pair is None else table.shape[1]
+    )  # [seed]
     highest = np.where(undefined, -np.inf, table).max(axis=1, initial=-np.inf)
     lowest = np.where(undefined, np.inf, table).min(axis=1, initial=np.inf)
     return np.where(enough, _minus(highest, lowest), np.nan)
 
 
 def left_out(values: Values) -> list[int]:
-    """The positions of the groups that are undefined for one seed or more: those that a gap leaves out there.
+    """The positions of the groups that are undefined for one seed or more: those that a gap leaves
+    out there.
 
     >>> left_out([[15.0, 4.5, 7.0], [1.0, None, 3.0]])
     [1]
@@ -93,7 +100,8 @@ def _both(reference: Values, private: Values) -> tuple[NDArray[np.float64], NDAr
     a, b = _table("reference", reference), _table("private", private)
     if a.shape != b.shape:
         raise ValueError(
-            f"reference is {list(a.shape)} and private is {list(b.shape)}, [seed, group]; they must be of the same "
+            f"reference is {list(a.shape)} and private is {list(b.shape)}, [seed, group]; they "
+            "must be of the same "
             "seeds and groups: train the reference with every seed."
         )
     return a, b
@@ -109,7 +117,9 @@ def _table(name: str, values: Values) -> NDArray[np.float64]:
     """As an array [seed, group], None as NaN."""
     table = np.array(values, np.float64)
     if table.ndim != 2:
-        raise ValueError(f"{name} is {list(table.shape)}; expected [seed, group]: give one row for each seed.")
+        raise ValueError(
+            f"{name} is {list(table.shape)}; expected [seed, group]: give one row for each seed."
+        )
     return table
 
 
@@ -117,5 +127,8 @@ def _checked(pair: tuple[int, int], K: int) -> tuple[int, int]:
     """The pair, if it names two groups."""
     a, b = pair
     if not (0 <= a < K and 0 <= b < K and a != b):
-        raise ValueError(f"pair is ({a}, {b}) and there are {K} groups; give two different positions of 0 to {K - 1}.")
+        raise ValueError(
+            f"pair is ({a}, {b}) and there are {K} groups; give two different positions of 0 to "
+            f"{K - 1}."
+        )
     return a, b

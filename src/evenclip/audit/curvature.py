@@ -1,14 +1,17 @@
-"""The loss of some samples around the parameters as they stand: slopes, curvature, trace and extreme eigenvalues.
+"""The loss of some samples around the parameters as they stand: slopes, curvature, trace and
+extreme eigenvalues.
 
-The Hessian H of a mean loss is never formed. Products Hv cost about two gradients (Pearlmutter 1994, "Fast exact
-multiplication by the Hessian") and are taken for many vectors at once, a chunk of samples after the other; so the
-memory is that of a few gradients. Forms of chains of simple layers need no product (`evenclip.audit.taylor`). There are
+The Hessian H of a mean loss is never formed. Products Hv cost about two gradients (Pearlmutter
+1994, "Fast exact multiplication by the Hessian") and are taken for many vectors at once, a chunk of
+samples after the other; so the memory is that of a few gradients. Forms of chains of simple layers
+need no product (`evenclip.audit.taylor`). There are
 
     slopes    ⟨∇L, v⟩                        forms    vᵀHv
     trace     E vᵀHv over random signs v     (Hutchinson 1990), with its standard error
     extremes  λ_min, λ_max                   (Lanczos, by scipy)
 
-They look at the model and change nothing. Dropout is left out: what is looked at is the model itself, not a draw of it.
+They look at the model and change nothing. Dropout is left out: what is looked at is the model
+itself, not a draw of it.
 """
 
 from __future__ import annotations
@@ -33,10 +36,11 @@ from evenclip.gradients.tape import LossOf, count
 
 __all__ = ["Curvature", "Estimate", "signs"]
 
-# Samples that pass at once, at the most, and numbers that are kept on the way for all vectors that pass with them: what
-# a cache likes, or what a GPU needs to be busy.
+# Samples that pass at once, at the most, and numbers that are kept on the way for all vectors that
+# pass with them: what a cache likes, or what a GPU needs to be busy.
 _ROWS, _NUMBERS, _NUMBERS_GPU = 1024, 2**24, 2**28
-# A model of fewer parameters than this has its Hessian formed for its eigenvalues: Lanczos needs room to search.
+# A model of fewer parameters than this has its Hessian formed for its eigenvalues: Lanczos needs
+# room to search.
 _FEW = 32
 # Relative accuracy of eigenvalues.
 _ACCURACY = 1e-4
@@ -57,7 +61,8 @@ def signs(number: int, size: int, seed: int = 0) -> Tensor:
 
 
 class Curvature:
-    """The mean loss of some samples, as a function of the model's trainable parameters, near where they are now.
+    """The mean loss of some samples, as a function of the model's trainable parameters, near where
+    they are now.
 
     Attributes:
         layout: the parameters, in the order of every vector.
@@ -68,15 +73,19 @@ class Curvature:
         """Samples x and their targets y, with the samples first.
 
         Args:
-            model: any module; it is read again for every question, so that it may be trained on between them.
+            model: any module; it is read again for every question, so that it may be trained on
+                between them.
             loss: loss(output, y), averaging, summing or per sample.
             x: input, a tuple of inputs, or a dict of them by name.
             y: targets.
-            parts: into how many parts the samples fall, at the least, for a standard error over them.
+            parts: into how many parts the samples fall, at the least, for a standard error over
+                them.
         """
         self.layout, self.n = Layout.of(model), count(x)
         if not self.n:
-            raise ValueError("There are no samples to take the curvature of; leave empty groups out.")
+            raise ValueError(
+                "There are no samples to take the curvature of; leave empty groups out."
+            )
         self._whole, self._data = LossOf(model, per_sample(loss)), (x, y)
         self._rows = max(1, min(_ROWS, math.ceil(self.n / max(1, parts))))
         with _without_dropout(model):
@@ -93,7 +102,12 @@ class Curvature:
     def gradients(self) -> Tensor:
         """The mean gradient of every part.  # [part, parameter], float64"""
         with _without_dropout(self._whole.model):
-            return torch.stack([self._flat(grad(total)(self._parameters())) / rows for total, rows in self._parts()])
+            return torch.stack(
+                [
+                    self._flat(grad(total)(self._parameters())) / rows
+                    for total, rows in self._parts()
+                ]
+            )
 
     def gradient(self) -> Tensor:
         """∇L.  # [parameter], float64"""
@@ -109,7 +123,9 @@ class Curvature:
         return found / self.n
 
     def forms(self, vectors: Tensor) -> Tensor:
-        """vᵀHv for each of the vectors, part by part.  # [vector, parameter] -> [part, vector], float64"""
+        """vᵀHv for each of the vectors, part by part.  # [vector, parameter] -> [part, vector],
+        float64
+        """
         if self._jets:
             try:
                 return self._by_jets(vectors.to(self.layout.blank))
@@ -118,8 +134,13 @@ class Curvature:
         vectors, found = vectors.to(self.layout.blank), list[Tensor]()
         for total, rows in self._parts():
             pieces = torch.split(vectors, self._at_once(rows))
-            each = [torch.linalg.vecdot(self._mapped(total, some).double(), some.double()) for some in pieces]
-            found.append(torch.cat(each) / rows if each else vectors.new_zeros(0, dtype=torch.float64))
+            each = [
+                torch.linalg.vecdot(self._mapped(total, some).double(), some.double())
+                for some in pieces
+            ]
+            found.append(
+                torch.cat(each) / rows if each else vectors.new_zeros(0, dtype=torch.float64)
+            )
         return torch.stack(found)
 
     def _by_jets(self, vectors: Tensor) -> Tensor:
@@ -133,23 +154,35 @@ class Curvature:
                 some_x, some_y = x[at : at + rows], y[at : at + rows]
                 each = [vectors.new_zeros(0, len(some_x), dtype=torch.float64)]
                 for some in torch.split(vectors, self._at_once(len(some_x))):
-                    lines = {name.removeprefix("model."): part for name, part in self._split(some).items()}
-                    each.append(taylor.forms(self._whole.model, self._whole.loss, some_x, some_y, lines, parameters))
-                found += [part.mean(dim=1) for part in torch.split(torch.cat(each), self._rows, dim=1)]
+                    lines = {
+                        name.removeprefix("model."): part
+                        for name, part in self._split(some).items()
+                    }
+                    each.append(
+                        taylor.forms(
+                            self._whole.model, self._whole.loss, some_x, some_y, lines, parameters
+                        )
+                    )
+                found += [
+                    part.mean(dim=1) for part in torch.split(torch.cat(each), self._rows, dim=1)
+                ]
         return torch.stack(found)
 
     def trace(self, probes: Tensor, of: int | None = None) -> Estimate:
         """Tr H by Hutchinson, from these random signs.  # probes: [probe, parameter]
 
-        The standard error is that of the probes; at least two are needed for one, else it is infinite. Where the
-        samples were drawn from so many (`of`), it has their share too, by the differences between parts.
+        The standard error is that of the probes; at least two are needed for one, else it is
+        infinite. Where the samples were drawn from so many (`of`), it has their share too, by the
+        differences between parts.
         """
         forms = self.forms(probes).cpu()  # [part, probe]
         mean = self.sizes @ forms / self.n
         square = float(mean.var() / len(mean)) if len(mean) > 1 else math.inf
         if of is not None:
             each = forms.mean(dim=1)
-            square += float(each.var() / len(each)) * (1 - self.n / of) if len(each) > 1 else math.inf
+            square += (
+                float(each.var() / len(each)) * (1 - self.n / of) if len(each) > 1 else math.inf
+            )
         return Estimate(float(mean.mean()), math.sqrt(square))
 
     def exact_trace(self) -> float:
@@ -158,7 +191,9 @@ class Curvature:
         for first in range(0, size, 256):
             units = torch.zeros(min(256, size - first), size)
             units[torch.arange(len(units)), first + torch.arange(len(units))] = 1.0
-            total += float((self.sizes.to(self.layout.blank.device) @ self.forms(units)).sum()) / self.n
+            total += (
+                float((self.sizes.to(self.layout.blank.device) @ self.forms(units)).sum()) / self.n
+            )
         return total
 
     def extremes(self) -> tuple[float, float]:
@@ -170,13 +205,21 @@ class Curvature:
     def _parameters(self) -> dict[str, Tensor]:
         """As they stand."""
         model = self._whole.model
-        return {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        return {
+            f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad
+        }
 
-    def _parts(self, size: int | None = None) -> Iterator[tuple[Callable[[dict[str, Tensor]], Tensor], int]]:
-        """The summed loss of each part as a function of the parameters, and how many samples it has."""
+    def _parts(
+        self, size: int | None = None
+    ) -> Iterator[tuple[Callable[[dict[str, Tensor]], Tensor], int]]:
+        """The summed loss of each part as a function of the parameters, and how many samples it
+        has.
+        """
         step = size or self._rows
         for at in range(0, self.n, step):
-            x, y = tree_map(lambda v, at=at: v[at : at + step] if isinstance(v, Tensor) else v, self._data)
+            x, y = tree_map(
+                lambda v, at=at: v[at : at + step] if isinstance(v, Tensor) else v, self._data
+            )
 
             def total(parameters: dict[str, Tensor], x: Any = x, y: Any = y) -> Tensor:
                 losses: Tensor = functional_call(self._whole, parameters, (x, y))
@@ -196,7 +239,8 @@ class Curvature:
             except (NotImplementedError, RuntimeError):
                 if self._product is _reverse_over_reverse:
                     raise
-            self._product = _reverse_over_reverse  # an operation without a derivative in forward mode (recurrent ones)
+            # an operation without a derivative in forward mode (recurrent ones)
+            self._product = _reverse_over_reverse
             return self._product(total, self._parameters(), self._split(vectors))
 
     def _split(self, vectors: Tensor) -> dict[str, Tensor]:
@@ -207,11 +251,15 @@ class Curvature:
         return {f"model.{name}": piece.reshape(-1, *shape) for name, shape, piece in named}
 
     def _flat(self, found: dict[str, Tensor]) -> Tensor:
-        return torch.cat([found[f"model.{name}"].reshape(-1) for name in self.layout.names]).double()
+        return torch.cat(
+            [found[f"model.{name}"].reshape(-1) for name in self.layout.names]
+        ).double()
 
 
 def extremes(products: Callable[[Tensor], Tensor], size: int) -> tuple[float, float]:
-    """(λ_min, λ_max) of a symmetric matrix that is known by its products, [vector, number] -> [vector, number]."""
+    """(λ_min, λ_max) of a symmetric matrix that is known by its products, [vector, number] ->
+    [vector, number].
+    """
     if size <= _FEW:
         matrix = products(torch.eye(size, dtype=torch.float64)).cpu()
         values = torch.linalg.eigvalsh((matrix + matrix.T) / 2)
@@ -223,10 +271,15 @@ def extremes(products: Callable[[Tensor], Tensor], size: int) -> tuple[float, fl
 
     operator = LinearOperator((size, size), matvec=product, dtype=np.float64)
     start = np.random.Generator(np.random.PCG64(size)).standard_normal(size)
-    (largest,) = eigsh(operator, k=1, which="LM", tol=_ACCURACY, v0=start, return_eigenvectors=False)
-    # The other end, as the far end of the matrix moved by the first: as accurate relative to it, and as quick to find.
+    (largest,) = eigsh(
+        operator, k=1, which="LM", tol=_ACCURACY, v0=start, return_eigenvectors=False
+    )
+    # The other end, as the far end of the matrix moved by the first: as accurate relative to it,
+    # and as quick to find.
     moved = LinearOperator(
-        (size, size), matvec=lambda v: product(v) - largest * np.asarray(v).ravel(), dtype=np.float64
+        (size, size),
+        matvec=lambda v: product(v) - largest * np.asarray(v).ravel(),
+        dtype=np.float64,
     )
     (other,) = eigsh(moved, k=1, which="LM", tol=_ACCURACY, v0=start, return_eigenvectors=False)
     ends = sorted((float(largest), float(largest + other)))
@@ -236,7 +289,9 @@ def extremes(products: Callable[[Tensor], Tensor], size: int) -> tuple[float, fl
 Total = Callable[[dict[str, Tensor]], Tensor]
 
 
-def _forward_over_reverse(total: Total, parameters: dict[str, Tensor], vectors: dict[str, Tensor]) -> Tensor:
+def _forward_over_reverse(
+    total: Total, parameters: dict[str, Tensor], vectors: dict[str, Tensor]
+) -> Tensor:
     """The derivative of the gradient along every vector, all at once."""
 
     def along(vector: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -244,24 +299,40 @@ def _forward_over_reverse(total: Total, parameters: dict[str, Tensor], vectors: 
         return found
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's own, the first time
+        warnings.filterwarnings(
+            "ignore", "`torch.jit", DeprecationWarning
+        )  # torch's own, the first time
         found = vmap(along)(vectors)
     return torch.cat([found[name].flatten(1) for name in vectors], dim=1)
 
 
-def _reverse_over_reverse(total: Total, parameters: dict[str, Tensor], vectors: dict[str, Tensor]) -> Tensor:
+def _reverse_over_reverse(
+    total: Total, parameters: dict[str, Tensor], vectors: dict[str, Tensor]
+) -> Tensor:
     """The gradient of ⟨gradient, v⟩, vector by vector."""
     with _twice_differentiable(), torch.enable_grad():
         leaves = {name: p.clone().requires_grad_() for name, p in parameters.items()}
-        first = torch.autograd.grad(total(leaves), list(leaves.values()), create_graph=True, allow_unused=True)
-        pairs = [(g, name) for g, name in zip(first, leaves, strict=True) if g is not None and g.requires_grad]
+        first = torch.autograd.grad(
+            total(leaves), list(leaves.values()), create_graph=True, allow_unused=True
+        )
+        pairs = [
+            (g, name)
+            for g, name in zip(first, leaves, strict=True)
+            if g is not None and g.requires_grad
+        ]
         rows = []
         for i in range(len(next(iter(vectors.values())))):
             second = torch.autograd.grad(
-                [g for g, _ in pairs], list(leaves.values()), [vectors[name][i] for _, name in pairs],
-                retain_graph=True, allow_unused=True,
-            )  # fmt: skip
-            filled = [torch.zeros_like(p) if s is None else s for s, p in zip(second, leaves.values(), strict=True)]
+                [g for g, _ in pairs],
+                list(leaves.values()),
+                [vectors[name][i] for _, name in pairs],
+                retain_graph=True,
+                allow_unused=True,
+            )
+            filled = [
+                torch.zeros_like(p) if s is None else s
+                for s, p in zip(second, leaves.values(), strict=True)
+            ]
             rows.append(torch.cat([part.reshape(-1) for part in filled]))
     return torch.stack(rows).detach()
 
@@ -279,10 +350,19 @@ def _twice_differentiable() -> Iterator[None]:
 
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """With every rate of dropout at 0; not in evaluation mode, in which some layers take another road."""
-    rates = {nn.modules.dropout._DropoutNd: "p", nn.MultiheadAttention: "dropout", nn.RNNBase: "dropout"}
+    """With every rate of dropout at 0; not in evaluation mode, in which some layers take another
+    road.
+    """
+    rates = {
+        nn.modules.dropout._DropoutNd: "p",
+        nn.MultiheadAttention: "dropout",
+        nn.RNNBase: "dropout",
+    }
     found = [
-        (m, name, getattr(m, name)) for m in model.modules() for kind, name in rates.items() if isinstance(m, kind)
+        (m, name, getattr(m, name))
+        for m in model.modules()
+        for kind, name in rates.items()
+        if isinstance(m, kind)
     ]
     try:
         for module, name, _ in found:
@@ -304,7 +384,9 @@ def _kept(whole: nn.Module, one: Any) -> int:
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         whole(*one)
-    return max(numbers, sum(leaf.numel() for leaf in tree_leaves(one) if isinstance(leaf, Tensor)), 1)
+    return max(
+        numbers, sum(leaf.numel() for leaf in tree_leaves(one) if isinstance(leaf, Tensor)), 1
+    )
 
 
 def _one(value: Any) -> Any:

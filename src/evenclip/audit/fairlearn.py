@@ -19,12 +19,16 @@ __all__ = ["metric_frame"]
 _Ints = NDArray[np.int64]
 
 
-def metric_frame(scores: Tensor, y: Tensor, group: Tensor, group_names: Sequence[str]) -> MetricFrame:
-    """A `fairlearn.metrics.MetricFrame` of accuracy, selection_rate, tpr and fpr by group, as shares from 0 to 1.
+def metric_frame(
+    scores: Tensor, y: Tensor, group: Tensor, group_names: Sequence[str]
+) -> MetricFrame:
+    """A `fairlearn.metrics.MetricFrame` of accuracy, selection_rate, tpr and fpr by group, as
+    shares from 0 to 1.
 
-    Fairlearn lists the groups that occur. A rate without a sample to take it from is NaN (Fairlearn's own functions
-    say 0). With more than two classes there is accuracy only. The frame's `.difference()` and `.ratio()` then are the
-    fairness figures: that of selection_rate is the demographic parity difference.
+    Fairlearn lists the groups that occur. A rate without a sample to take it from is NaN
+    (Fairlearn's own functions say 0). With more than two classes there is accuracy only. The
+    frame's `.difference()` and `.ratio()` then are the fairness figures: that of selection_rate is
+    the demographic parity difference.
 
     Raises:
         ImportError: if Fairlearn is not installed.
@@ -34,17 +38,22 @@ def metric_frame(scores: Tensor, y: Tensor, group: Tensor, group_names: Sequence
         from fairlearn.metrics import MetricFrame
     except ImportError as missing:
         raise ImportError(
-            "A MetricFrame is Fairlearn's, which is not installed; run `pip install 'evenclip[fairlearn]'`."
+            "A MetricFrame is Fairlearn's, which is not installed; run `pip install "
+            "'evenclip[fairlearn]'`."
         ) from missing
     import pandas as pd
 
     predicted = predictions(scores, y)
     codes = group.cpu().numpy()
     if codes.shape != predicted.shape:
-        raise ValueError(f"group is {list(codes.shape)} and there are {len(predicted)} samples; give one for each.")
+        raise ValueError(
+            f"group is {list(codes.shape)} and there are {len(predicted)} samples; give one for "
+            "each."
+        )
     if len(codes) and not 0 <= codes.min() <= codes.max() < len(group_names):
         raise ValueError(
-            f"group has codes {codes.min()} to {codes.max()} and group_names has {len(group_names)} names; "
+            f"group has codes {codes.min()} to {codes.max()} and group_names has "
+            f"{len(group_names)} names; "
             "name every group."
         )
     metrics = {"accuracy": _accuracy}

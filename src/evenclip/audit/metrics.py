@@ -1,7 +1,9 @@
-"""How well a model serves each group: from scores to accuracy, loss, rates, AUC and calibration, group by group.
+"""How well a model serves each group: from scores to accuracy, loss, rates, AUC and calibration,
+group by group.
 
-With s the scores (logits) of a sample, its predicted class is argmax_c s_c (the first one in a tie), its confidence the
-softmax probability of that class, its loss the cross-entropy. For each group:
+With s the scores (logits) of a sample, its predicted class is argmax_c s_c (the first one in a
+tie), its confidence the softmax probability of that class, its loss the cross-entropy. For each
+group:
 
 | name | of the group's samples | unit |
 |---|---|---|
@@ -13,15 +15,17 @@ softmax probability of that class, its loss the cross-entropy. For each group:
 | auc | probability that one of class 1 has a larger s_1 − s_0 than one of class 0, ties counting one half | 0 to 1 |
 | calibration_error | Σ_b n_b/n·abs(accuracy_b − mean confidence_b) over 15 equal bins b of the confidence | 0 to 1 |
 
-selection_rate, tpr, fpr and auc are for two classes; with more they are None for every group, because no class is the
-favourable one. None also stands where there is nothing to average: everything but support of an empty group; tpr, fpr
-or auc of a group that lacks the class.
+selection_rate, tpr, fpr and auc are for two classes; with more they are None for every group,
+because no class is the favourable one. None also stands where there is nothing to average:
+everything but support of an empty group; tpr, fpr or auc of a group that lacks the class.
 
-A sample with a score that is not finite (training diverged) is as wrong as can be, in every column alike: predicted as
-another class than its own with confidence 1, ranked last among its kind, and its loss is infinite. So is then the
-group's mean loss: leaving the sample out would reward a model for breaking down.
+A sample with a score that is not finite (training diverged) is as wrong as can be, in every column
+alike: predicted as another class than its own with confidence 1, ranked last among its kind, and
+its loss is infinite. So is then the group's mean loss: leaving the sample out would reward a model
+for breaking down.
 
-Calibration error: Guo, Pleiss, Sun, Weinberger 2017, "On calibration of modern neural networks", arXiv:1706.04599.
+Calibration error: Guo, Pleiss, Sun, Weinberger 2017, "On calibration of modern neural networks",
+arXiv:1706.04599.
 """
 
 from __future__ import annotations
@@ -53,9 +57,14 @@ _Ints: TypeAlias = NDArray[np.int64]
 
 
 def scores(
-    model: nn.Module, data: Dataset | MapDataset, *, device: torch.device | str = "cpu", rows: int = 4096
+    model: nn.Module,
+    data: Dataset | MapDataset,
+    *,
+    device: torch.device | str = "cpu",
+    rows: int = 4096,
 ) -> Tensor:
-    """The model's scores (logits), in evaluation mode and without gradients.  # [sample, class] float32
+    """The model's scores (logits), in evaluation mode and without gradients.  # [sample, class]
+    float32
 
     Args:
         model: on `device`; every part of it is left in the mode it was in, also after an error.
@@ -71,7 +80,8 @@ def scores(
             [6., 6.]])
 
     Raises:
-        ValueError: a model that is elsewhere, or does not answer with one row of scores for each sample.
+        ValueError: a model that is elsewhere, or does not answer with one row of scores for each
+            sample.
     """
     check.natural(rows=rows)
     _check_place(model, torch.device(device))
@@ -85,8 +95,11 @@ def scores(
     return torch.cat(answers)
 
 
-def by_group(scores: Tensor, y: Tensor, group: Tensor | None, K: int) -> dict[str, list[float | None]]:
-    """Every one of `NAMES` for each of the K groups, {name: [group]}; `group` may be None where K is 1.
+def by_group(
+    scores: Tensor, y: Tensor, group: Tensor | None, K: int
+) -> dict[str, list[float | None]]:
+    """Every one of `NAMES` for each of the K groups, {name: [group]}; `group` may be None where K
+    is 1.
 
     >>> s = torch.tensor([[0.0, 1.0], [2.0, 1.0], [0.0, 3.0]])
     >>> table = by_group(s, torch.tensor([1, 1, 0]), torch.tensor([0, 0, 2]), 3)
@@ -94,7 +107,8 @@ def by_group(scores: Tensor, y: Tensor, group: Tensor | None, K: int) -> dict[st
     ([2, 0, 1], [50.0, None, 0.0], [None, None, 100.0])
 
     Raises:
-        ValueError: lengths that differ, a class without a score, or a group that is not one of 0 to K − 1.
+        ValueError: lengths that differ, a class without a score, or a group that is not one of 0 to
+            K − 1.
     """
     check.natural(K=K)
     judged = _judged(scores, y)
@@ -113,7 +127,8 @@ def overall(scores: Tensor, y: Tensor) -> dict[str, float | None]:
 
 
 def worst(values: Iterable[float | None], *, highest: bool = False) -> float | None:
-    """The worst group's value: the lowest one, or the `highest` (loss, fpr, calibration error); None if there is none.
+    """The worst group's value: the lowest one, or the `highest` (loss, fpr, calibration error);
+    None if there is none.
 
     Groups without a value (None or NaN) are left out.
 
@@ -127,7 +142,8 @@ def worst(values: Iterable[float | None], *, highest: bool = False) -> float | N
 
 
 def predictions(scores: Tensor, y: Tensor) -> NDArray[np.int64]:
-    """The class predicted for each sample; where its scores are not finite, another one than y.  # [sample]
+    """The class predicted for each sample; where its scores are not finite, another one than y.  #
+    [sample]
 
     >>> predictions(torch.tensor([[0.0, 1.0], [1.0, 1.0], [0.0, torch.nan]]), torch.tensor([0, 0, 1]))
     array([1, 0, 0])
@@ -135,7 +151,8 @@ def predictions(scores: Tensor, y: Tensor) -> NDArray[np.int64]:
     return _judged(scores, y).predicted
 
 
-# What the scores say of each sample ----------------------------------------------------------------------------------
+# What the scores say of each sample
+# ----------------------------------------------------------------------------------
 
 
 class _Judged(NamedTuple):
@@ -150,7 +167,9 @@ class _Judged(NamedTuple):
     def take(self, rows: NDArray[np.intp]) -> _Judged:
         """Some of the samples."""
         margin = None if self.margin is None else self.margin[rows]
-        return _Judged(self.y[rows], self.predicted[rows], self.confidence[rows], self.loss[rows], margin)
+        return _Judged(
+            self.y[rows], self.predicted[rows], self.confidence[rows], self.loss[rows], margin
+        )
 
 
 def _judged(scores: Tensor, y: Tensor) -> _Judged:
@@ -197,7 +216,9 @@ def _percent(true: NDArray[np.bool_]) -> float | None:
 
 
 def _auc(margin: _Floats, positive: NDArray[np.bool_]) -> float | None:
-    """(Σ ranks of the positive − P(P + 1)/2)/(P·N), equal margins sharing the mean of their ranks (Mann, Whitney)."""
+    """(Σ ranks of the positive − P(P + 1)/2)/(P·N), equal margins sharing the mean of their ranks
+    (Mann, Whitney).
+    """
     P = int(np.count_nonzero(positive))
     N = len(positive) - P
     if P == 0 or N == 0:
@@ -212,15 +233,20 @@ def _calibration_error(confidence: _Floats, right: NDArray[np.bool_]) -> float |
     if len(right) == 0:
         return None
     bins = np.clip(np.ceil(confidence * BINS).astype(np.int64) - 1, 0, BINS - 1)
-    return float(np.abs(np.bincount(bins, weights=right - confidence, minlength=BINS)).sum() / len(right))
+    return float(
+        np.abs(np.bincount(bins, weights=right - confidence, minlength=BINS)).sum() / len(right)
+    )
 
 
-# What is refused -----------------------------------------------------------------------------------------------------
+# What is refused
+# --------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and then each part in its own mode again: some may be frozen while others train."""
+    """Evaluation mode, and then each part in its own mode again: some may be frozen while others
+    train.
+    """
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:
@@ -234,15 +260,23 @@ def _check_place(model: nn.Module, device: torch.device) -> None:
     """Raise where the model's parameters are on another kind of device."""
     found = next((parameter.device for parameter in model.parameters()), device)
     if found.type != device.type:
-        raise ValueError(f"The model is on {found} and device is {device}; give the device that the model is on.")
+        raise ValueError(
+            f"The model is on {found} and device is {device}; give the device that the model is on."
+        )
 
 
 def _check_answer(answer: Any, rows: int) -> None:
     """Raise unless this is one row of scores for each sample."""
     shape = list(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
-    if not isinstance(answer, Tensor) or answer.ndim != 2 or len(answer) != rows or answer.shape[1] < 2:
+    if (
+        not isinstance(answer, Tensor)
+        or answer.ndim != 2
+        or len(answer) != rows
+        or answer.shape[1] < 2
+    ):
         raise ValueError(
-            f"For {rows} samples the model answered {shape}; expected scores [{rows}, class] with at least two "
+            f"For {rows} samples the model answered {shape}; expected scores [{rows}, class] with "
+            "at least two "
             "classes: give a classifier with one output for each class."
         )
 
@@ -256,13 +290,18 @@ def _check_scores(scores: Tensor, y: Tensor) -> None:
         )
     if y.shape != scores.shape[:1]:
         raise ValueError(
-            f"y is {list(y.shape)} and scores is {list(scores.shape)}; give one class for each row of scores."
+            f"y is {list(y.shape)} and scores is {list(scores.shape)}; give one class for each "
+            "row of scores."
         )
     if y.is_floating_point() or y.is_complex():
-        raise ValueError(f"y is of {y.dtype}; expected classes as whole numbers: metrics here are for classification.")
+        raise ValueError(
+            f"y is of {y.dtype}; expected classes as whole numbers: metrics here are for "
+            "classification."
+        )
     if len(y) and not 0 <= int(y.min()) <= int(y.max()) < scores.shape[1]:
         raise ValueError(
-            f"y has classes {int(y.min())} to {int(y.max())} and there are scores for {scores.shape[1]}, 0 to "
+            f"y has classes {int(y.min())} to {int(y.max())} and there are scores for "
+            f"{scores.shape[1]}, 0 to "
             f"{scores.shape[1] - 1}; give the model one output for each class."
         )
 
@@ -270,10 +309,20 @@ def _check_scores(scores: Tensor, y: Tensor) -> None:
 def _codes(group: Tensor | None, n: int, K: int) -> _Ints:
     """Each sample's group; 0 where there is no group."""
     if group is None and K > 1:
-        raise ValueError(f"group is None and K is {K}; give each sample's group, or K = 1 for everybody as one.")
-    codes: _Ints = np.zeros(n, np.int64) if group is None else group.detach().to("cpu", torch.int64).numpy()
+        raise ValueError(
+            f"group is None and K is {K}; give each sample's group, or K = 1 for everybody as one."
+        )
+    codes: _Ints = (
+        np.zeros(n, np.int64) if group is None else group.detach().to("cpu", torch.int64).numpy()
+    )
     if codes.shape != (n,):
-        raise ValueError(f"group is {list(codes.shape)} and there are {n} samples; give one group for each sample.")
+        raise ValueError(
+            f"group is {list(codes.shape)} and there are {n} samples; give one group for each "
+            "sample."
+        )
     if n and not 0 <= codes.min() <= codes.max() < K:
-        raise ValueError(f"group has codes {codes.min()} to {codes.max()} and K is {K}; expected codes 0 to {K - 1}.")
+        raise ValueError(
+            f"group has codes {codes.min()} to {codes.max()} and K is {K}; expected codes 0 to "
+            f"{K - 1}."
+        )
     return codes

@@ -1,22 +1,27 @@
-"""What a handful of seeds can show: means with their errors, intervals, and exact tests for paired differences.
+"""What a handful of seeds can show: means with their errors, intervals, and exact tests for paired
+differences.
 
 Runs are repeated with a few seeds, five as a rule. That decides the methods:
 
-* The interval of a verdict is Student's t of the paired differences. On normal differences it keeps its level with
-  three seeds already; on differences as skewed as an exponential a 95 % interval covers 88 to 90 % up to eight seeds.
-* The bootstrap assumes no shape, but no resampling leaves the range of the n values, and that range covers their median
-  with probability 1 − 2^(1−n) only: 75 % for three seeds, 94 % for five. Its percentiles are widened for small n;
-  measured on normal differences, 95 % then cover 75, 87, 93, 95 % with 3, 4, 5, 8 seeds (plain percentiles: 75, 80, 85,
-  89 %).
-* The signed-rank test (Wilcoxon) is exact for every n, ties included. n pairs cannot give a p below 2⁻ⁿ: 1/32 for five.
+* The interval of a verdict is Student's t of the paired differences. On normal differences it keeps
+  its level with three seeds already; on differences as skewed as an exponential a 95 % interval
+  covers 88 to 90 % up to eight seeds.
+* The bootstrap assumes no shape, but no resampling leaves the range of the n values, and that range
+  covers their median with probability 1 − 2^(1−n) only: 75 % for three seeds, 94 % for five. Its
+  percentiles are widened for small n; measured on normal differences, 95 % then cover 75, 87, 93,
+  95 % with 3, 4, 5, 8 seeds (plain percentiles: 75, 80, 85, 89 %).
+* The signed-rank test (Wilcoxon) is exact for every n, ties included. n pairs cannot give a p below
+  2⁻ⁿ: 1/32 for five.
 * Several comparisons at once are corrected by Holm's method.
 
-A value that is undefined (None or NaN) is left out, a pair with it; counts say how many remained. Infinite values (the
-loss of a run that diverged) are not left out: there is then no interval, and the words say so.
+A value that is undefined (None or NaN) is left out, a pair with it; counts say how many remained.
+Infinite values (the loss of a run that diverged) are not left out: there is then no interval, and
+the words say so.
 
-Wilcoxon 1945, "Individual comparisons by ranking methods", Biometrics Bulletin 1; Holm 1979, "A simple sequentially
-rejective multiple test procedure", Scandinavian Journal of Statistics 6; Hesterberg 2014, "What teachers should know
-about the bootstrap", arXiv:1411.5279 (expanded percentiles).
+Wilcoxon 1945, "Individual comparisons by ranking methods", Biometrics Bulletin 1; Holm 1979, "A
+simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6;
+Hesterberg 2014, "What teachers should know about the bootstrap", arXiv:1411.5279 (expanded
+percentiles).
 """
 
 from __future__ import annotations
@@ -48,15 +53,19 @@ ALTERNATIVES = ("less", "greater", "two-sided")
 
 # Fewer values than this say next to nothing about their spread.
 _LEAST = 3
-_STREAM = int.from_bytes(b"bootstrap", "big")  # so that no other user of the same seed draws the same numbers
+_STREAM = int.from_bytes(
+    b"bootstrap", "big"
+)  # so that no other user of the same seed draws the same numbers
 
 Values: TypeAlias = NDArray[np.float64] | Sequence[float | None]
 
 
 def mean_se(values: Values) -> tuple[float | None, float | None]:
-    """(mean, standard error of it s/√n with s² = Σ(v − mean)²/(n − 1)) of the values that are defined.
+    """(mean, standard error of it s/√n with s² = Σ(v − mean)²/(n − 1)) of the values that are
+    defined.
 
-    The error is None with one value or an infinite one; the mean is None with no value, or with ∞ and −∞.
+    The error is None with one value or an infinite one; the mean is None with no value, or with ∞
+    and −∞.
 
     >>> mean_se([1.0, 2.0, 3.0, None])
     (2.0, 0.5773502691896258)
@@ -75,7 +84,8 @@ def mean_se(values: Values) -> tuple[float | None, float | None]:
 
 
 def t_interval(values: Values, level: float = 0.95) -> tuple[float, float] | None:
-    """The mean ± t·s/√n, Student's interval for the mean; None with fewer than two values, or an infinite one.
+    """The mean ± t·s/√n, Student's interval for the mean; None with fewer than two values, or an
+    infinite one.
 
     >>> low, high = t_interval([1.0, 2.0, 3.0])  # 2 ± 4.3027/√3
     >>> round(low, 4), round(high, 4)
@@ -92,12 +102,13 @@ def t_interval(values: Values, level: float = 0.95) -> tuple[float, float] | Non
 def bootstrap_interval(
     values: Values, level: float = 0.95, draws: int = 10_000, seed: int = 0
 ) -> tuple[float, float] | None:
-    """Expanded percentiles of the mean of n values drawn with replacement; None where n < 3, or one is infinite.
+    """Expanded percentiles of the mean of n values drawn with replacement; None where n < 3, or one
+    is infinite.
 
-    Plain percentiles are too narrow by √((n − 1)/n), and by the normal quantile where Student's belongs. So with
-    α/2 = (1 − level)/2 the percentiles taken are α'/2 = Φ(−√(n/(n − 1))·t_{α/2, n−1}) and 1 − α'/2, which coincide with
-    `t_interval` where means are normal.
-    The numbers drawn depend on `seed` and n alone, and come from a stream that nothing else uses.
+    Plain percentiles are too narrow by √((n − 1)/n), and by the normal quantile where Student's
+    belongs. So with α/2 = (1 − level)/2 the percentiles taken are α'/2 = Φ(−√(n/(n − 1))·t_{α/2,
+    n−1}) and 1 − α'/2, which coincide with `t_interval` where means are normal. The numbers drawn
+    depend on `seed` and n alone, and come from a stream that nothing else uses.
 
     >>> bootstrap_interval([1.0, 1.0, 1.0]), bootstrap_interval([1.0, 2.0]) is None
     ((1.0, 1.0), True)
@@ -123,14 +134,16 @@ def bootstrap_interval(
 
 
 def wilcoxon(differences: Values, alternative: str = "less") -> float | None:
-    """The p of the signed-rank test that the differences are symmetric around 0; None without a difference.
+    """The p of the signed-rank test that the differences are symmetric around 0; None without a
+    difference.
 
-    W⁺ is the sum of the ranks of |d_i| over d_i > 0. With the |d_i| given, every sign is + with probability ½, so that
-    W⁺ has a known distribution: p = P(W⁺ ≤ w) against "less" (the differences lie below 0), P(W⁺ ≥ w) against
-    "greater", twice the smaller one, at most 1, against "two-sided". Exact for every n.
+    W⁺ is the sum of the ranks of |d_i| over d_i > 0. With the |d_i| given, every sign is + with
+    probability ½, so that W⁺ has a known distribution: p = P(W⁺ ≤ w) against "less" (the
+    differences lie below 0), P(W⁺ ≥ w) against "greater", twice the smaller one, at most 1, against
+    "two-sided". Exact for every n.
 
-    Differences of 0 are left out before ranking, as Wilcoxon did; if all are 0, p is 1. Equal |d_i| share the mean of
-    their ranks, and the distribution is that of the shared ranks.
+    Differences of 0 are left out before ranking, as Wilcoxon did; if all are 0, p is 1. Equal |d_i|
+    share the mean of their ranks, and the distribution is that of the shared ranks.
 
     >>> wilcoxon([-1.0, -2.0, -0.5, -3.0, -1.5])  # all five below 0
     0.03125
@@ -141,7 +154,9 @@ def wilcoxon(differences: Values, alternative: str = "less") -> float | None:
         ValueError: if the alternative is another.
     """
     if alternative not in ALTERNATIVES:
-        raise ValueError(f"alternative is {alternative!r}; it must be one of {', '.join(ALTERNATIVES)}.")
+        raise ValueError(
+            f"alternative is {alternative!r}; it must be one of {', '.join(ALTERNATIVES)}."
+        )
     defined = _defined(differences)
     if len(defined) == 0:
         return None
@@ -150,11 +165,14 @@ def wilcoxon(differences: Values, alternative: str = "less") -> float | None:
     chance = _sums(doubled)
     w = int(doubled[d > 0].sum())
     less, greater = float(chance[: w + 1].sum()), float(chance[w:].sum())
-    return min(1.0, {"less": less, "greater": greater, "two-sided": 2 * min(less, greater)}[alternative])
+    return min(
+        1.0, {"less": less, "greater": greater, "two-sided": 2 * min(less, greater)}[alternative]
+    )
 
 
 def smallest_p(n: int) -> float:
-    """2⁻ⁿ, the smallest one-sided p that n pairs can give `wilcoxon`: no result of five seeds falls below 1/32.
+    """2⁻ⁿ, the smallest one-sided p that n pairs can give `wilcoxon`: no result of five seeds falls
+    below 1/32.
 
     >>> smallest_p(5)
     0.03125
@@ -168,10 +186,11 @@ def smallest_p(n: int) -> float:
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Each p corrected for asking m questions at once, by Holm: max over j ≤ i of (m − j + 1)·p_(j), at most 1.
+    """Each p corrected for asking m questions at once, by Holm: max over j ≤ i of (m − j +
+    1)·p_(j), at most 1.
 
-    Guarantee: rejecting where the answer is at most α errs in any of the m questions with probability at most α,
-    however they depend on each other.
+    Guarantee: rejecting where the answer is at most α errs in any of the m questions with
+    probability at most α, however they depend on each other.
 
     >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
     {'a': 0.03, 'b': 0.06, 'c': 0.06}
@@ -181,7 +200,9 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
     """
     for name, p in p_values.items():
         if not 0 <= p <= 1:
-            raise ValueError(f"The p of {name} is {p}; it must lie between 0 and 1: leave out what has no p.")
+            raise ValueError(
+                f"The p of {name} is {p}; it must lie between 0 and 1: leave out what has no p."
+            )
     corrected: dict[str, float] = {}
     least = 0.0
     for i, name in enumerate(sorted(p_values, key=p_values.__getitem__)):
@@ -216,9 +237,9 @@ class Paired:
 def paired(a: Values, b: Values) -> Paired:
     """How a differs from b, pair by pair: with its interval, its p, and in words.
 
-    An interval that contains 0 reads "no difference shown"; otherwise "smaller by x (low to high)", or "larger by".
-    With fewer than three pairs it reads "too few seeds to tell", and with a run that diverged "not finite in k of n
-    seeds".
+    An interval that contains 0 reads "no difference shown"; otherwise "smaller by x (low to high)",
+    or "larger by". With fewer than three pairs it reads "too few seeds to tell", and with a run
+    that diverged "not finite in k of n seeds".
 
     >>> paired([1.0, 2.0, 3.0], [5.0, 6.5, 6.5]).reads
     'smaller by 4 (2.76 to 5.24)'
@@ -231,7 +252,8 @@ def paired(a: Values, b: Values) -> Paired:
     one, other = np.array(a, np.float64), np.array(b, np.float64)
     if one.ndim != 1 or one.shape != other.shape:
         raise ValueError(
-            f"a is {list(one.shape)} and b is {list(other.shape)}; give both for the same seeds, in order."
+            f"a is {list(one.shape)} and b is {list(other.shape)}; give both for the same seeds, "
+            "in order."
         )
     both = ~(np.isnan(one) | np.isnan(other))
     infinite = np.count_nonzero(np.isinf(one[both]) | np.isinf(other[both]))
@@ -261,7 +283,9 @@ def _defined(values: Values) -> NDArray[np.float64]:
     """The values that are numbers, in order.  # [value]"""
     array = np.array(values, np.float64)
     if array.ndim != 1:
-        raise ValueError(f"values is {list(array.shape)}; expected one value for each seed: give [seed].")
+        raise ValueError(
+            f"values is {list(array.shape)}; expected one value for each seed: give [seed]."
+        )
     return array[~np.isnan(array)]
 
 
@@ -279,7 +303,9 @@ def _check_level(level: float) -> None:
 
 
 def _doubled_ranks(sizes: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Twice the rank of each, equal ones sharing the mean of their ranks: twice, because that mean may be a half."""
+    """Twice the rank of each, equal ones sharing the mean of their ranks: twice, because that mean
+    may be a half.
+    """
     _, level, count = np.unique(sizes, return_inverse=True, return_counts=True)
     return (2 * np.cumsum(count) - count + 1)[level]
 

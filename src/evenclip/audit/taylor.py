@@ -1,14 +1,16 @@
 """The second derivative of a loss along lines, by carrying Taylor coefficients forwards.
 
-Along θ + εv the loss is φ(ε), and φ''(0) = vᵀHv. Every activation a(ε) has a value, a slope and a curvature, which
-follow from those of the layer before (Griewank, Walther 2008, "Evaluating Derivatives", ch. 13):
+Along θ + εv the loss is φ(ε), and φ''(0) = vᵀHv. Every activation a(ε) has a value, a slope and a
+curvature, which follow from those of the layer before (Griewank, Walther 2008, "Evaluating
+Derivatives", ch. 13):
 
     linear         z = Wa + b     z' = W'a + Wa' + b'     z'' = 2W'a' + Wa''        (and convolutions, which are linear)
     elementwise f  a = f(z)       a' = f'(z) z'           a'' = f'(z) z'' + f''(z) z'²
     loss           φ'' = ⟨∇ℓ, z''⟩ + z'ᵀ(∇²ℓ)z'
 
-No pass goes back, so a linear layer takes four products instead of the six of a Hessian product, and the first one; and
-every sample has its own φ''. For chains of such layers; the others have `evenclip.audit.curvature`.
+No pass goes back, so a linear layer takes four products instead of the six of a Hessian product,
+and the first one; and every sample has its own φ''. For chains of such layers; the others have
+`evenclip.audit.curvature`.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class _Jet(NamedTuple):
 
 
 def takes(model: nn.Module) -> bool:
-    """Whether the model is a chain of layers that are known here, as torch has them, that share nothing."""
+    """Whether the model is a chain of layers that are known here, as torch has them, that share
+    nothing.
+    """
     if type(model) is not nn.Sequential:
         return False
     layers = _layers(model)
@@ -50,17 +54,32 @@ def takes(model: nn.Module) -> bool:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether a layer is one of torch's, with parameters of the usual names and nothing hooked to it."""
-    hooks = (*layer._forward_hooks, *layer._forward_pre_hooks, *layer._backward_hooks, *layer._backward_pre_hooks)
+    """Whether a layer is one of torch's, with parameters of the usual names and nothing hooked to
+    it.
+    """
+    hooks = (
+        *layer._forward_hooks,
+        *layer._forward_pre_hooks,
+        *layer._backward_hooks,
+        *layer._backward_pre_hooks,
+    )
     weighted = isinstance(layer, nn.Linear | nn.Conv2d)
     usual = {"weight", "bias"} if weighted else set()
-    return type(layer) in _KNOWN and not hooks and set(dict(layer.named_parameters())) <= usual and (
-        not weighted or isinstance(layer.weight, nn.Parameter)
-    )  # fmt: skip
+    return (
+        type(layer) in _KNOWN
+        and not hooks
+        and set(dict(layer.named_parameters())) <= usual
+        and (not weighted or isinstance(layer.weight, nn.Parameter))
+    )
 
 
 def forms(
-    model: nn.Module, loss: Loss, x: Tensor, y: Tensor, lines: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+    model: nn.Module,
+    loss: Loss,
+    x: Tensor,
+    y: Tensor,
+    lines: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
 ) -> Tensor:
     """vᵀH_i v of every sample i, for each line.
 
@@ -88,7 +107,9 @@ def forms(
     if slope is None or curve is None:
         return value.new_zeros(number, len(value), dtype=torch.float64)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's own, the first time
+        warnings.filterwarnings(
+            "ignore", "`torch.jit", DeprecationWarning
+        )  # torch's own, the first time
         bent = vmap(lambda along: jvp(grad(total), (value,), (along,))[1])(slope)
     each: Tensor = slopes * curve + slope * bent
     return each.flatten(2).sum(dim=2, dtype=torch.float64)
@@ -97,7 +118,10 @@ def forms(
 def _named(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
     """The layers in their order, with their names in the model."""
     found = []
-    for name, child in model._modules.items():  # named_children() names a layer that is used twice once
+    for (
+        name,
+        child,
+    ) in model._modules.items():  # named_children() names a layer that is used twice once
         if child is None:
             continue
         full = f"{prefix}{name}"
@@ -110,14 +134,21 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _linear(
-    layer: nn.Module, name: str, jet: _Jet, lines: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+    layer: nn.Module,
+    name: str,
+    jet: _Jet,
+    lines: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
 ) -> _Jet:
     assert isinstance(layer, nn.Linear)
     if jet.value.ndim != 2:
         raise NotImplementedError("one position a sample")
     weight = parameters.get(f"{name}.weight", layer.weight.detach())
     bias = None if layer.bias is None else parameters.get(f"{name}.bias", layer.bias.detach())
-    turned, shifted = lines.get(f"{name}.weight"), lines.get(f"{name}.bias")  # W' [line, out, in], b' [line, out]
+    turned, shifted = (
+        lines.get(f"{name}.weight"),
+        lines.get(f"{name}.bias"),
+    )  # W' [line, out, in], b' [line, out]
     value = nn.functional.linear(jet.value, weight, bias)
     slope = curve = None
     if jet.slope is not None:
@@ -131,24 +162,35 @@ def _linear(
             curve = second if curve is None else curve.add_(second)
     if shifted is not None:
         along = shifted.unsqueeze(1)
-        slope = along.expand(len(along), *value.shape).clone() if slope is None else slope.add_(along)
+        slope = (
+            along.expand(len(along), *value.shape).clone() if slope is None else slope.add_(along)
+        )
     if slope is not None and curve is None:
         curve = torch.zeros_like(slope)
     return _Jet(value, slope, curve)
 
 
 def _convolution(
-    layer: nn.Module, name: str, jet: _Jet, lines: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+    layer: nn.Module,
+    name: str,
+    jet: _Jet,
+    lines: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
 ) -> _Jet:
     assert isinstance(layer, nn.Conv2d)
     if jet.value.ndim != 4 or layer.groups != 1 or layer.padding_mode != "zeros":
         raise NotImplementedError("one group, padded with zeros")
     weight = parameters.get(f"{name}.weight", layer.weight.detach())
     bias = None if layer.bias is None else parameters.get(f"{name}.bias", layer.bias.detach())
-    turned, shifted = lines.get(f"{name}.weight"), lines.get(f"{name}.bias")  # W' [line, out, in, ...], b' [line, out]
+    turned, shifted = (
+        lines.get(f"{name}.weight"),
+        lines.get(f"{name}.bias"),
+    )  # W' [line, out, in, ...], b' [line, out]
 
     def convolved(a: Tensor, kernel: Tensor, groups: int = 1) -> Tensor:
-        return nn.functional.conv2d(a, kernel, None, layer.stride, layer.padding, layer.dilation, groups)
+        return nn.functional.conv2d(
+            a, kernel, None, layer.stride, layer.padding, layer.dilation, groups
+        )
 
     def on_lines(a: Tensor) -> Tensor:
         """Lines as further samples."""
@@ -161,7 +203,11 @@ def _convolution(
         found = convolved(a, turned.flatten(0, 1), groups)
         return found.reshape(len(a), *turned.shape[:2], *found.shape[2:]).transpose(0, 1)
 
-    value = convolved(jet.value, weight) if bias is None else convolved(jet.value, weight) + bias[:, None, None]
+    value = (
+        convolved(jet.value, weight)
+        if bias is None
+        else convolved(jet.value, weight) + bias[:, None, None]
+    )
     slope = curve = None
     if jet.slope is not None:
         slope, curve = on_lines(jet.slope), None if jet.curve is None else on_lines(jet.curve)
@@ -173,7 +219,9 @@ def _convolution(
             curve = second if curve is None else curve.add_(second)
     if shifted is not None:
         along = shifted[:, None, :, None, None]
-        slope = along.expand(len(along), *value.shape).clone() if slope is None else slope.add_(along)
+        slope = (
+            along.expand(len(along), *value.shape).clone() if slope is None else slope.add_(along)
+        )
     if slope is not None and curve is None:
         curve = torch.zeros_like(slope)
     return _Jet(value, slope, curve)
@@ -228,6 +276,12 @@ def _flatten(layer: nn.Module, name: str, jet: _Jet, lines: object, parameters: 
 
 
 _KNOWN: dict[type[nn.Module], Callable[..., _Jet]] = {
-    nn.Linear: _linear, nn.Conv2d: _convolution, nn.Tanh: _elementwise(_tanh), nn.Sigmoid: _elementwise(_sigmoid),
-    nn.ReLU: _elementwise(_relu), nn.Identity: _same, nn.Dropout: _same, nn.Flatten: _flatten,
-}  # fmt: skip
+    nn.Linear: _linear,
+    nn.Conv2d: _convolution,
+    nn.Tanh: _elementwise(_tanh),
+    nn.Sigmoid: _elementwise(_sigmoid),
+    nn.ReLU: _elementwise(_relu),
+    nn.Identity: _same,
+    nn.Dropout: _same,
+    nn.Flatten: _flatten,
+}

@@ -1,7 +1,7 @@
 """The command line, `evenclip`: one verb per file.
 
-A mistake of the user (a value out of range, a file that is not there) is one sentence on stderr and exit status 2; runs
-that failed are a sentence and status 1.
+A mistake of the user (a value out of range, a file that is not there) is one sentence on stderr and
+exit status 2; runs that failed are a sentence and status 1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ app.command()(epsilon.epsilon)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line on `arguments`, by default those of the process, and exit."""
-    atexit.register(gc.freeze)  # at the end Python looks for garbage in all that was imported: a third of a second
+    atexit.register(
+        gc.freeze
+    )  # at the end Python looks for garbage in all that was imported: a third of a second
     try:
         app(args=arguments, prog_name="evenclip")
     except (ValueError, TypeError, ImportError, OSError) as mistake:
@@ -40,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def version() -> str:
-    """The version of the installed package; "0+unknown" where it runs from a checkout that was never installed."""
+    """The version of the installed package; "0+unknown" where it runs from a checkout that was
+    never installed.
+    """
     try:
         return metadata.version("evenclip")
     except metadata.PackageNotFoundError:
@@ -57,7 +61,10 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _evenclip(
     _: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     """Private training whose cost is shared evenly between groups, with the proof."""

@@ -1,4 +1,6 @@
-"""`evenclip data`: the datasets that can be named, which of them are here, and schemas for tables of one's own."""
+"""`evenclip data`: the datasets that can be named, which of them are here, and schemas for tables
+of one's own.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ app = typer.Typer(invoke_without_command=True, add_completion=False)
 def datasets(
     context: typer.Context,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with the files of datasets; by default $EVENCLIP_DATA.")
+        Path | None,
+        typer.Option(help="Folder with the files of datasets; by default $EVENCLIP_DATA."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -50,10 +53,15 @@ def datasets(
 @app.command()
 def schema(
     file: Annotated[Path, typer.Argument(help="The table: .csv, .tsv, .parquet or .feather.")],
-    target: Annotated[str | None, typer.Option(help="The column to be predicted; its values become classes.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write to this file, which must be new; by default print.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="The column to be predicted; its values become classes.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write to this file, which must be new; by default print.")
+    ] = None,
 ) -> None:
-    """Propose a schema for a table: kind, range and categories of each column, to be edited by someone who knows them.
+    """Propose a schema for a table: kind, range and categories of each column, to be edited by
+    someone who knows them.
 
     Example: evenclip data schema loans.csv --target default --out schema.json
     """
@@ -61,7 +69,9 @@ def schema(
     from evenclip.data.table import read
 
     if out is not None and out.exists():
-        raise ValueError(f"--out is {out}, which is already there; remove it, or name another file.")
+        raise ValueError(
+            f"--out is {out}, which is already there; remove it, or name another file."
+        )
     frame = read(file)
     proposed = propose(frame)
     if target is not None:
@@ -71,7 +81,10 @@ def schema(
         print(text)
         return
     out.write_text(text + "\n", encoding="utf-8")
-    print(f"{out}: {len(proposed['columns'])} columns. Its ranges and values were read from the data: edit them.")
+    print(
+        f"{out}: {len(proposed['columns'])} columns. Its ranges and values were read from the "
+        "data: edit them."
+    )
 
 
 def _classes(frame: pd.DataFrame, target: str, entries: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +92,9 @@ def _classes(frame: pd.DataFrame, target: str, entries: dict[str, Any]) -> dict[
     from evenclip.data.columns import factor
 
     if target not in entries:
-        raise ValueError(f"--target is {target!r}; the columns of the table are {', '.join(map(repr, entries))}.")
+        raise ValueError(
+            f"--target is {target!r}; the columns of the table are {', '.join(map(repr, entries))}."
+        )
     if entries[target]["kind"] in ("category", "boolean"):
         return dict(entries[target])
     return {"kind": "category", "values": list(factor(frame[target]).names)}
@@ -96,7 +111,10 @@ def _facts(source: Source, directory: Path | None) -> dict[str, Any]:
         "pair": None if source.pair is None else list(source.pair),
         "licence": source.licence,
         "origin": source.origin,
-        "files": [{"path": f.path, "also": list(f.also), "here": f.find(directory) is not None} for f in source.files],
+        "files": [
+            {"path": f.path, "also": list(f.also), "here": f.find(directory) is not None}
+            for f in source.files
+        ],
         "here": lacks is None,
         "lacks": lacks,
         "uncovered": list(source.uncovered),
@@ -107,7 +125,11 @@ def _text(facts: dict[str, Any]) -> str:
     """The facts in words, at most 80 columns wide where words allow it."""
     lines = [line for found in facts["datasets"] for line in [*_paragraph(found), ""]]
     directory = facts["data_directory"]
-    where = "There is no data directory; name one" if directory is None else f"The data directory is {directory}, named"
+    where = (
+        "There is no data directory; name one"
+        if directory is None
+        else f"The data directory is {directory}, named"
+    )
     return "\n".join(lines + _wrapped(f"{where} with --data-dir or EVENCLIP_DATA.", ""))
 
 
@@ -131,5 +153,10 @@ def _paragraph(found: dict[str, Any]) -> list[str]:
 def _wrapped(text: str, indent: str) -> list[str]:
     """A text in lines; addresses and names of files are not broken."""
     return textwrap.wrap(
-        text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+        text,
+        _WIDTH,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
     )

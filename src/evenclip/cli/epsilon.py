@@ -16,15 +16,21 @@ _DECADES = 3
 
 
 def epsilon(
-    rate: Annotated[float, typer.Option(help="Poisson rate q of the batches, expected batch size ÷ n.")],
+    rate: Annotated[
+        float, typer.Option(help="Poisson rate q of the batches, expected batch size ÷ n.")
+    ],
     steps: Annotated[int, typer.Option(help="Number of steps T.")],
     delta: Annotated[float, typer.Option(help="δ, well below 1/n.")],
     sigma: Annotated[
-        float | None, typer.Option(help="Noise multiplier σ of the gradient: standard deviation ÷ sensitivity.")
+        float | None,
+        typer.Option(help="Noise multiplier σ of the gradient: standard deviation ÷ sensitivity."),
     ] = None,
-    target_epsilon: Annotated[float | None, typer.Option(help="Instead of --sigma: find σ for this ε, by PLD.")] = None,
+    target_epsilon: Annotated[
+        float | None, typer.Option(help="Instead of --sigma: find σ for this ε, by PLD.")
+    ] = None,
     sigma_count: Annotated[
-        float | None, typer.Option(help="Noise multiplier of a count released on the same batches; held fixed.")
+        float | None,
+        typer.Option(help="Noise multiplier of a count released on the same batches; held fixed."),
     ] = None,
     with_curve: Annotated[bool, typer.Option("--curve", help="Also ε at other δ.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -47,12 +53,16 @@ def epsilon(
             sigma = float(accounting.rounded_up(exact, digits=6))
         case _:
             given = "neither" if sigma is None else "both"
-            raise ValueError(f"--sigma or --target-epsilon: {given} given; give exactly one of them.")
+            raise ValueError(
+                f"--sigma or --target-epsilon: {given} given; give exactly one of them."
+            )
     facts = _facts(sigma, sigma_count, delta=delta, q=rate, steps=steps, with_curve=with_curve)
     print(json.dumps(facts, indent=2) if as_json else _text(facts))
 
 
-def _calibrated(target: float, sigma_count: float | None, *, delta: float, q: float, steps: int) -> float:
+def _calibrated(
+    target: float, sigma_count: float | None, *, delta: float, q: float, steps: int
+) -> float:
     """σ for which gradient and count together cost at most the target."""
     from evenclip.mechanism import accounting
 
@@ -61,7 +71,8 @@ def _calibrated(target: float, sigma_count: float | None, *, delta: float, q: fl
         return joint
     if sigma_count <= joint:
         raise ValueError(
-            f"--sigma-count is {sigma_count:g}; the count alone then costs more than ε = {target:g}, "
+            f"--sigma-count is {sigma_count:g}; the count alone then costs more than ε = "
+            f"{target:g}, "
             f"whatever σ is: give more than {joint:.4g}."
         )
     return accounting.gradient_multiplier(joint, sigma_count)
@@ -105,12 +116,14 @@ def _text(facts: dict[str, Any]) -> str:
     lines = [
         f"noise    {noise}",
         f"steps    {facts['steps']} on Poisson samples of rate {facts['rate']:.6g}",
-        f"ε        {rounded_up(facts['pld'])} by PLD, {rounded_up(facts['rdp'])} by RDP, at δ = {facts['delta']:g}",
+        f"ε        {rounded_up(facts['pld'])} by PLD, {rounded_up(facts['rdp'])} by RDP, at δ = "
+        f"{facts['delta']:g}",
         "unit     one record, added or removed; batches drawn by Poisson sampling",
     ]
     if "curve" in facts:
         lines += ["", f"{'δ':>10}{'PLD':>10}{'RDP':>10}"]
         lines += [
-            f"{row['delta']:>10.3g}{rounded_up(row['pld']):>10}{rounded_up(row['rdp']):>10}" for row in facts["curve"]
+            f"{row['delta']:>10.3g}{rounded_up(row['pld']):>10}{rounded_up(row['rdp']):>10}"
+            for row in facts["curve"]
         ]
     return "\n".join(lines)

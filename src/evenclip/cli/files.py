@@ -15,6 +15,8 @@ def write(path: Path, text: str) -> None:
         scratch.write_text(text, encoding="utf-8")
         scratch.replace(path)
     except OSError as error:
-        raise OSError(f"{path} cannot be written ({error.strerror}); choose another --out.") from error
+        raise OSError(
+            f"{path} cannot be written ({error.strerror}); choose another --out."
+        ) from error
     finally:
         scratch.unlink(missing_ok=True)

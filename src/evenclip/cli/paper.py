@@ -31,14 +31,23 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, help="The paper's tables and figures, beside what was printed.")
+app = typer.Typer(
+    no_args_is_help=True, help="The paper's tables and figures, beside what was printed."
+)
 
 Out = Annotated[Path, typer.Option(help="Folder for tables, figures and the page that shows them.")]
 Seeds = Annotated[int, typer.Option(help="Number of seeds.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Tf32 = Annotated[bool, typer.Option("--tf32", help="In tables of the datasets a GPU may round products' operands.")]
-DataDir = Annotated[Path | None, typer.Option(help="Where files of datasets are; EVENCLIP_DATA by default.")]
-Quick = Annotated[bool, typer.Option("--quick", help="One epoch, two seeds, few images: a look, marked so.")]
+Tf32 = Annotated[
+    bool,
+    typer.Option("--tf32", help="In tables of the datasets a GPU may round products' operands."),
+]
+DataDir = Annotated[
+    Path | None, typer.Option(help="Where files of datasets are; EVENCLIP_DATA by default.")
+]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="One epoch, two seeds, few images: a look, marked so.")
+]
 
 FOLDER = Path("paper")
 
@@ -64,7 +73,9 @@ def list_() -> None:
     for name in DRAWINGS:
         print(f"  {name:<28}an explanatory drawing")
     for figure in FIGURES.values():
-        print(f"  {figure.name:<28}{figure.kind}{'' if missing[figure.dataset] is None else ' (no data)'}")
+        print(
+            f"  {figure.name:<28}{figure.kind}{'' if missing[figure.dataset] is None else ' (no data)'}"
+        )
     for dataset, why in missing.items():
         if why is not None:
             print(f"\n{dataset}: {why}")
@@ -73,21 +84,37 @@ def list_() -> None:
 @app.command()
 def table(
     name: Annotated[str, typer.Argument(help="See `evenclip paper list`.")],
-    seeds: Seeds = 5, device: Device = "cpu", out: Out = FOLDER, data_dir: DataDir = None, workers: Workers = None,
-    quick: Quick = False, tf32: Tf32 = False,
-    on: OnOption = On.LOCAL, ray_address: RayAddress = None, cpus_per_run: Cpus = None, gpus_per_run: Gpus = None,
-    slurm_partition: Partition = None, slurm_account: Account = None, slurm_minutes: Minutes = None,
+    seeds: Seeds = 5,
+    device: Device = "cpu",
+    out: Out = FOLDER,
+    data_dir: DataDir = None,
+    workers: Workers = None,
+    quick: Quick = False,
+    tf32: Tf32 = False,
+    on: OnOption = On.LOCAL,
+    ray_address: RayAddress = None,
+    cpus_per_run: Cpus = None,
+    gpus_per_run: Gpus = None,
+    slurm_partition: Partition = None,
+    slurm_account: Account = None,
+    slurm_minutes: Minutes = None,
     slurm_jobs: Jobs = None,
-) -> None:  # fmt: skip
+) -> None:
     """Train what a table needs, and print it beside the printed numbers."""
     from evenclip.reproduction.artifacts import Artifacts
     from evenclip.reproduction.training import Training
 
     who = executor(
-        on, workers=workers, ray_address=ray_address, cpus_per_run=cpus_per_run, gpus_per_run=gpus_per_run,
-        slurm_partition=slurm_partition, slurm_account=slurm_account, slurm_minutes=slurm_minutes,
+        on,
+        workers=workers,
+        ray_address=ray_address,
+        cpus_per_run=cpus_per_run,
+        gpus_per_run=gpus_per_run,
+        slurm_partition=slurm_partition,
+        slurm_account=slurm_account,
+        slurm_minutes=slurm_minutes,
         slurm_jobs=slurm_jobs,
-    )  # fmt: skip
+    )
     artifacts = Artifacts(out)
     with kept():
         path = _table(artifacts, name, Training(seeds, device, tf32, quick, data_dir, on=who))
@@ -98,28 +125,48 @@ def table(
 @app.command()
 def figure(
     name: Annotated[str, typer.Argument(help="See `evenclip paper list`.")],
-    device: Device = "cpu", out: Out = FOLDER, data_dir: DataDir = None, workers: Workers = None, quick: Quick = False,
-    on: OnOption = On.LOCAL, ray_address: RayAddress = None, cpus_per_run: Cpus = None, gpus_per_run: Gpus = None,
-    slurm_partition: Partition = None, slurm_account: Account = None, slurm_minutes: Minutes = None,
+    device: Device = "cpu",
+    out: Out = FOLDER,
+    data_dir: DataDir = None,
+    workers: Workers = None,
+    quick: Quick = False,
+    on: OnOption = On.LOCAL,
+    ray_address: RayAddress = None,
+    cpus_per_run: Cpus = None,
+    gpus_per_run: Gpus = None,
+    slurm_partition: Partition = None,
+    slurm_account: Account = None,
+    slurm_minutes: Minutes = None,
     slurm_jobs: Jobs = None,
     published_scale: Annotated[
-        bool, typer.Option("--published-scale", help="R_noise without the 1/B² that the paper leaves out.")
+        bool,
+        typer.Option(
+            "--published-scale", help="R_noise without the 1/B² that the paper leaves out."
+        ),
     ] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Watch the runs that a figure needs, and draw it."""
     from evenclip.reproduction.artifacts import Artifacts
     from evenclip.reproduction.drawings import DRAWINGS
     from evenclip.reproduction.figures import FIGURES
 
     who = executor(
-        on, workers=workers, ray_address=ray_address, cpus_per_run=cpus_per_run, gpus_per_run=gpus_per_run,
-        slurm_partition=slurm_partition, slurm_account=slurm_account, slurm_minutes=slurm_minutes,
+        on,
+        workers=workers,
+        ray_address=ray_address,
+        cpus_per_run=cpus_per_run,
+        gpus_per_run=gpus_per_run,
+        slurm_partition=slurm_partition,
+        slurm_account=slurm_account,
+        slurm_minutes=slurm_minutes,
         slurm_jobs=slurm_jobs,
-    )  # fmt: skip
+    )
     artifacts = Artifacts(out)
     if name in FIGURES:
         with kept():
-            _watch(artifacts, FIGURES[name].dataset, FIGURES[name].match, device, data_dir, who, quick)
+            _watch(
+                artifacts, FIGURES[name].dataset, FIGURES[name].match, device, data_dir, who, quick
+            )
     elif name not in DRAWINGS:
         raise ValueError(f"There is no figure {name!r}; `evenclip paper list` has their names.")
     for path in artifacts.draw_figure(name, published_scale=published_scale):
@@ -128,13 +175,25 @@ def figure(
 
 @app.command("all")
 def all_(
-    seeds: Seeds = 5, device: Device = "cpu", out: Out = FOLDER, data_dir: DataDir = None, workers: Workers = None,
-    quick: Quick = False, tf32: Tf32 = False,
-    on: OnOption = On.LOCAL, ray_address: RayAddress = None, cpus_per_run: Cpus = None, gpus_per_run: Gpus = None,
-    slurm_partition: Partition = None, slurm_account: Account = None, slurm_minutes: Minutes = None,
+    seeds: Seeds = 5,
+    device: Device = "cpu",
+    out: Out = FOLDER,
+    data_dir: DataDir = None,
+    workers: Workers = None,
+    quick: Quick = False,
+    tf32: Tf32 = False,
+    on: OnOption = On.LOCAL,
+    ray_address: RayAddress = None,
+    cpus_per_run: Cpus = None,
+    gpus_per_run: Gpus = None,
+    slurm_partition: Partition = None,
+    slurm_account: Account = None,
+    slurm_minutes: Minutes = None,
     slurm_jobs: Jobs = None,
-    only: Annotated[str | None, typer.Option(help="Comma-separated datasets; those whose files are there.")] = None,
-) -> None:  # fmt: skip
+    only: Annotated[
+        str | None, typer.Option(help="Comma-separated datasets; those whose files are there.")
+    ] = None,
+) -> None:
     """Every table and figure whose data is there; what was made before is not made again."""
     from evenclip.comparison.presets import SETTINGS
     from evenclip.reproduction import observed
@@ -142,15 +201,27 @@ def all_(
     from evenclip.reproduction.training import Training
 
     who = executor(
-        on, workers=workers, ray_address=ray_address, cpus_per_run=cpus_per_run, gpus_per_run=gpus_per_run,
-        slurm_partition=slurm_partition, slurm_account=slurm_account, slurm_minutes=slurm_minutes,
+        on,
+        workers=workers,
+        ray_address=ray_address,
+        cpus_per_run=cpus_per_run,
+        gpus_per_run=gpus_per_run,
+        slurm_partition=slurm_partition,
+        slurm_account=slurm_account,
+        slurm_minutes=slurm_minutes,
         slurm_jobs=slurm_jobs,
-    )  # fmt: skip
+    )
     how = Training(seeds, device, tf32, quick, data_dir, on=who)
     artifacts, left = Artifacts(out), []
-    chosen = list(SETTINGS) if only is None else [name.strip() for name in only.split(",") if name.strip()]
+    chosen = (
+        list(SETTINGS)
+        if only is None
+        else [name.strip() for name in only.split(",") if name.strip()]
+    )
     for unknown in set(chosen) - set(SETTINGS):
-        raise ValueError(f"There is no dataset {unknown!r} in the paper; choose among {', '.join(SETTINGS)}.")
+        raise ValueError(
+            f"There is no dataset {unknown!r} in the paper; choose among {', '.join(SETTINGS)}."
+        )
     with kept():
         for dataset in SETTINGS:
             if dataset not in chosen:
@@ -179,7 +250,9 @@ def redraw(out: Out = FOLDER) -> None:
     from evenclip.reproduction.artifacts import Artifacts
 
     if not out.is_dir():
-        raise FileNotFoundError(f"{out} is not there; give the folder that `evenclip paper all --out` made.")
+        raise FileNotFoundError(
+            f"{out} is not there; give the folder that `evenclip paper all --out` made."
+        )
     for path in Artifacts(out).redraw():
         print(path)
 
@@ -191,9 +264,13 @@ def _table(artifacts: Artifacts, name: str, how: Training) -> Path:
     from evenclip.reproduction.artifacts import MADE
 
     if name not in (*MADE, *tables.TABLES):
-        raise ValueError(f"There is no table {name!r}; choose among {', '.join((*MADE, *tables.TABLES))}.")
+        raise ValueError(
+            f"There is no table {name!r}; choose among {', '.join((*MADE, *tables.TABLES))}."
+        )
     if how.tf32 and name in MADE:
-        raise ValueError(f"Table {name} is not made with --tf32; leave it out, or choose a table of a dataset.")
+        raise ValueError(
+            f"Table {name} is not made with --tf32; leave it out, or choose a table of a dataset."
+        )
     with watching() as show:
         seeds = min(how.seeds, 2) if how.quick else how.seeds
         how = replace(how, seeds=seeds, store=artifacts.root / "runs", show=show)
@@ -202,7 +279,13 @@ def _table(artifacts: Artifacts, name: str, how: Training) -> Path:
 
 
 def _watch(
-    artifacts: Artifacts, dataset: str, match: bool, device: str, data_dir: Path | None, on: Executor, quick: bool
+    artifacts: Artifacts,
+    dataset: str,
+    match: bool,
+    device: str,
+    data_dir: Path | None,
+    on: Executor,
+    quick: bool,
 ) -> None:
     """The runs of a dataset watched, but for those that were."""
     from evenclip.reproduction import observed

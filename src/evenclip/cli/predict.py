@@ -19,9 +19,15 @@ __all__ = ["predict"]
 def predict(
     model: Annotated[Path, typer.Argument(help="The folder that `evenclip train --out` wrote.")],
     file: Annotated[Path, typer.Argument(help="Raw rows: .csv, .tsv, .parquet or .feather.")],
-    keep: Annotated[list[str] | None, typer.Option(help="Column of the rows to copy into the predictions.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File for the predictions, as CSV; printed by default.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of CSV, one object per row.")] = False,
+    keep: Annotated[
+        list[str] | None, typer.Option(help="Column of the rows to copy into the predictions.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File for the predictions, as CSV; printed by default.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="JSON instead of CSV, one object per row.")
+    ] = False,
 ) -> None:
     """Predict the class of every row of a file, with probabilities, in the order of the file.
 
@@ -40,7 +46,11 @@ def predict(
     if out is not None and out.exists() and out.samefile(file):
         raise ValueError(f"--out is {out}, the file with the rows; give another one.")
     found = _numbered(rows, shipped.predict(rows), keep or [])
-    text = found.to_json(orient="records", force_ascii=False, indent=1) + "\n" if as_json else found.to_csv(index=False)
+    text = (
+        found.to_json(orient="records", force_ascii=False, indent=1) + "\n"
+        if as_json
+        else found.to_csv(index=False)
+    )
     if out is None:
         sys.stdout.write(text)
     else:

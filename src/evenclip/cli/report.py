@@ -15,16 +15,23 @@ __all__ = ["report", "write_page"]
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="What `evenclip compare --out` made, or a results.json.")],
-    out: Annotated[Path | None, typer.Option(help="File to write; report.html beside the results by default.")] = None,
+    folder: Annotated[
+        Path, typer.Argument(help="What `evenclip compare --out` made, or a results.json.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; report.html beside the results by default.")
+    ] = None,
 ) -> None:
-    """Write report.html: the answer, the table, pictures, the privacy statement; one file that needs no other."""
+    """Write report.html: the answer, the table, pictures, the privacy statement; one file that
+    needs no other.
+    """
     results = folder / "results.json" if folder.is_dir() else folder
     try:
         text = results.read_text(encoding="utf-8")
     except OSError as error:
         raise FileNotFoundError(
-            f"{results} cannot be read ({error.strerror}); give the folder that `evenclip compare --out` made."
+            f"{results} cannot be read ({error.strerror}); give the folder that `evenclip compare "
+            "--out` made."
         ) from error
     path = results.with_name("report.html") if out is None else out
     write_page(_parsed(text, results), path)
@@ -43,7 +50,11 @@ def _parsed(text: str, source: Path) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{source} is not JSON ({error}); make it again with `evenclip compare --out`.") from error
+        raise ValueError(
+            f"{source} is not JSON ({error}); make it again with `evenclip compare --out`."
+        ) from error
     if not isinstance(found, dict):
-        raise ValueError(f"{source} has no results in it; give the folder that `evenclip compare --out` made.")
+        raise ValueError(
+            f"{source} has no results in it; give the folder that `evenclip compare --out` made."
+        )
     return found

@@ -19,7 +19,10 @@ def kept() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupted:
-        print("evenclip: interrupted; what was finished is kept, and the same command goes on.", file=sys.stderr)
+        print(
+            "evenclip: interrupted; what was finished is kept, and the same command goes on.",
+            file=sys.stderr,
+        )
         raise typer.Exit(130) from interrupted
     except RunsError as failed:
         print(f"evenclip: {failed}", file=sys.stderr)

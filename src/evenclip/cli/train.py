@@ -22,34 +22,52 @@ __all__ = ["train"]
 def train(
     file: Annotated[Path, typer.Argument(help="The table: .csv, .tsv, .parquet or .feather.")],
     target: Annotated[str, typer.Option(help="Column to predict.")],
-    group: Annotated[list[str], typer.Option(help="Protected column; given twice or more: their intersection.")],
-    rule: Annotated[str, typer.Option(help="How gradients are clipped: a rule's name, or file.py:Class.")] = (
-        "dpsgd-global-adapt"
-    ),
+    group: Annotated[
+        list[str], typer.Option(help="Protected column; given twice or more: their intersection.")
+    ],
+    rule: Annotated[
+        str, typer.Option(help="How gradients are clipped: a rule's name, or file.py:Class.")
+    ] = ("dpsgd-global-adapt"),
     epsilon: Annotated[float, typer.Option(help="ε of the whole training, by PLD.")] = 3.0,
-    delta: Annotated[float | None, typer.Option(help="δ; by default the largest power of ten below 1/(2n).")] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="δ; by default the largest power of ten below 1/(2n).")
+    ] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the training rows.")] = 20,
-    batch_size: Annotated[int | None, typer.Option(help="Expected batch size B; 256 by default.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Expected batch size B; 256 by default.")
+    ] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate η; by default η·S = 0.1.")] = None,
-    model: Annotated[str, typer.Option(help="mlp, mlp:128,64, linear or sigmoid-then-softmax.")] = "mlp",
+    model: Annotated[
+        str, typer.Option(help="mlp, mlp:128,64, linear or sigmoid-then-softmax.")
+    ] = "mlp",
     test: Annotated[Path | None, typer.Option(help="A file with the test rows.")] = None,
     schema: Annotated[
         Path | None, typer.Option(help="Public ranges and categories; see `evenclip data schema`.")
     ] = None,
-    keep: Annotated[list[str] | None, typer.Option(help="Column to keep although it looks useless.")] = None,
+    keep: Annotated[
+        list[str] | None, typer.Option(help="Column to keep although it looks useless.")
+    ] = None,
     drop: Annotated[list[str] | None, typer.Option(help="Column to leave out.")] = None,
-    exclude_group: Annotated[bool, typer.Option("--exclude-group", help="Keep the group out of the features.")] = False,
+    exclude_group: Annotated[
+        bool, typer.Option("--exclude-group", help="Keep the group out of the features.")
+    ] = False,
     group_bins: Annotated[int | None, typer.Option(help="Bins of a numeric group column.")] = None,
-    unit: Annotated[str | None, typer.Option(help="Column that names the person; one row each is kept.")] = None,
+    unit: Annotated[
+        str | None, typer.Option(help="Column that names the person; one row each is kept.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for the model.")] = Path("model"),
-    force: Annotated[bool, typer.Option("--force", help="Replace the model that is there.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the model that is there.")
+    ] = False,
     seed: Annotated[
-        int | None, typer.Option(help="Reproducible noise, for tests: whoever knows the seed can subtract it.")
+        int | None,
+        typer.Option(help="Reproducible noise, for tests: whoever knows the seed can subtract it."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Train a differentially private model on a table and write it with its encoder, privacy report and model card.
+    """Train a differentially private model on a table and write it with its encoder, privacy report
+    and model card.
 
     Example: evenclip train people.csv --target hired --group sex --epsilon 3 --out model/
     """
@@ -61,21 +79,50 @@ def train(
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", UserWarning)
         trained = export.train(
-            file, target=target, group=group[0] if len(group) == 1 else group, rule=rule, epsilon=epsilon, delta=delta,
-            epochs=epochs, batch_size=batch_size, lr=lr, model=model, seed=seed, device=device, test=test,
-            schema=schema, keep=keep or (), drop=drop or (), exclude_group=exclude_group, group_bins=group_bins,
+            file,
+            target=target,
+            group=group[0] if len(group) == 1 else group,
+            rule=rule,
+            epsilon=epsilon,
+            delta=delta,
+            epochs=epochs,
+            batch_size=batch_size,
+            lr=lr,
+            model=model,
+            seed=seed,
+            device=device,
+            test=test,
+            schema=schema,
+            keep=keep or (),
+            drop=drop or (),
+            exclude_group=exclude_group,
+            group_bins=group_bins,
             unit=unit,
-        )  # fmt: skip
+        )
     export.save(trained, out, force=force)
     for note in (*trained.tabled.notes, *dict.fromkeys(str(warning.message) for warning in warned)):
         print(f"note: {note}", file=sys.stderr)
-    print(json.dumps(_facts(trained, out), indent=2, ensure_ascii=False) if as_json else _text(trained, out))
+    print(
+        json.dumps(_facts(trained, out), indent=2, ensure_ascii=False)
+        if as_json
+        else _text(trained, out)
+    )
 
 
 def _facts(trained: Trained, out: Path) -> dict[str, Any]:
     """What there is to print, as plain values."""
     report = trained.privacy
-    names = ("method", "soundness", "epsilon", "epsilon_rdp", "delta", "target_epsilon", "unit", "not_covered", "n")
+    names = (
+        "method",
+        "soundness",
+        "epsilon",
+        "epsilon_rdp",
+        "delta",
+        "target_epsilon",
+        "unit",
+        "not_covered",
+        "n",
+    )
     return {
         "out": str(out),
         **{name: report[name] for name in names},
@@ -93,10 +140,16 @@ def _text(trained: Trained, out: Path) -> str:
     from evenclip.mechanism.accounting import rounded_up
 
     report, small = trained.privacy, trained.tabled.small
-    seed = "given: whoever knows it can subtract the noise" if trained.result.settings.seed is not None else "not kept"
+    seed = (
+        "given: whoever knows it can subtract the noise"
+        if trained.result.settings.seed is not None
+        else "not kept"
+    )
     lines = [
-        f"model    {out}: {trained.model['name']}, {report['method']} ({report['soundness']}), {report['n']} rows",
-        f"ε        {rounded_up(report['epsilon'])} by PLD, {rounded_up(report['epsilon_rdp'])} by RDP, "
+        f"model    {out}: {trained.model['name']}, {report['method']} ({report['soundness']}), "
+        f"{report['n']} rows",
+        f"ε        {rounded_up(report['epsilon'])} by PLD, {rounded_up(report['epsilon_rdp'])} by "
+        "RDP, "
         f"at δ = {report['delta']:g}",
         f"unit     {report['unit']}",
         f"seed     {seed}",
@@ -104,10 +157,19 @@ def _text(trained: Trained, out: Path) -> str:
     ]
     for name, accuracy in trained.accuracy.items():
         percent = "–" if accuracy is None else f"{accuracy:.1f} %"
-        lines.append(f"  {percent:>7}  {name} ({trained.support[name]}{', too few' if name in small else ''})")
+        lines.append(
+            f"  {percent:>7}  {name} "
+            f"({trained.support[name]}{', too few' if name in small else ''})"
+        )
     lines += ["not covered by ε", *(f"  {access}" for access in report["not_covered"])]
     return "\n".join(
-        textwrap.fill(line, 80, subsequent_indent=_indent(line), break_on_hyphens=False, break_long_words=False)
+        textwrap.fill(
+            line,
+            80,
+            subsequent_indent=_indent(line),
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
         for line in lines
     )
 

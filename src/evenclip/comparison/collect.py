@@ -19,7 +19,11 @@ __all__ = ["collect"]
 
 
 def collect(
-    plan: Protocol, loaded: Loaded, seeds: Sequence[int], results: Sequence[Mapping[str, Any]], says: str
+    plan: Protocol,
+    loaded: Loaded,
+    seeds: Sequence[int],
+    results: Sequence[Mapping[str, Any]],
+    says: str,
 ) -> Comparison:
     """The stored results, rule by rule."""
     size = len(plan.methods)
@@ -27,7 +31,9 @@ def collect(
     first = results[0]
     for name in ("groups", "classes"):
         if any(result[name] != first[name] for result in results):
-            raise ValueError(f"The {name} differ between the seeds, so they cannot be put in one table.")
+            raise ValueError(
+                f"The {name} differ between the seeds, so they cannot be put in one table."
+            )
     reference = by_rule[0]
     return Comparison(
         dataset=loaded.splits.train.name,
@@ -35,17 +41,29 @@ def collect(
         seeds=tuple(seeds),
         protocol=plan.name,
         says=says,
-        outcomes=tuple(_outcome(method, found) for method, found in zip(plan.methods, by_rule, strict=True)),
+        outcomes=tuple(
+            _outcome(method, found) for method, found in zip(plan.methods, by_rule, strict=True)
+        ),
         pair=loaded.pair,
-        uncovered=(*loaded.uncovered, *(() if any("number n" in text for text in loaded.uncovered) else _READ)),
-        notes=tuple(dict.fromkeys([*loaded.notes, *(note for result in reference for note in result["notes"])])),
+        uncovered=(
+            *loaded.uncovered,
+            *(() if any("number n" in text for text in loaded.uncovered) else _READ),
+        ),
+        notes=tuple(
+            dict.fromkeys(
+                [*loaded.notes, *(note for result in reference for note in result["notes"])]
+            )
+        ),
         small=tuple(dict.fromkeys(name for result in reference for name in result["small"])),
         n=tuple(result["n"] for result in reference),
     )
 
 
 # What every comparison reads off the data.
-_READ = ("the number n of training records, from which q and the steps follow", "the splitting of the data")
+_READ = (
+    "the number n of training records, from which q and the steps follow",
+    "the splitting of the data",
+)
 
 
 def _outcome(method: Method, results: Sequence[Mapping[str, Any]]) -> Outcome:
@@ -58,7 +76,9 @@ def _outcome(method: Method, results: Sequence[Mapping[str, Any]]) -> Outcome:
         rule=repr(method.rule),
         lr=tuple(result["settings"]["lr"] for result in results),
         soundness=method.rule.soundness,
-        epsilon={accountant: _epsilon(method.rule, results, accountant) for accountant in ("pld", "rdp")},
+        epsilon={
+            accountant: _epsilon(method.rule, results, accountant) for accountant in ("pld", "rdp")
+        },
         delta=max(result["delta"] for result in results),
         metrics=metrics,
         overall={name: _array([found[name] for found in overall]) for name in overall[0]},
@@ -73,7 +93,9 @@ def _course(traces: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     columns = {}
     for name in ("loss", "gradient_norm", "clip_fraction", "sensitivity", "state"):
         seeds = [_array([row[name] for row in trace]) for trace in traces]  # [epoch, ...] each
-        columns[name] = _rounded(np.mean(seeds, axis=0)) if len({part.shape for part in seeds}) == 1 else None
+        columns[name] = (
+            _rounded(np.mean(seeds, axis=0)) if len({part.shape for part in seeds}) == 1 else None
+        )
     return columns
 
 
@@ -90,7 +112,11 @@ def _statement(rule: Rule, result: Mapping[str, Any]) -> dict[str, Any]:
     from evenclip.mechanism import statement
     from evenclip.mechanism.settings import Settings
 
-    public = {name: value for name, value in result["settings"].items() if name not in ("rule", "seed_given")}
+    public = {
+        name: value
+        for name, value in result["settings"].items()
+        if name not in ("rule", "seed_given")
+    }
     settings = Settings(rule=rule, seed=0, **public)
     found = statement.report(settings, Ledger.from_json(result["ledger"]), result["trace"])
     return {name: value for name, value in found.items() if name != "ledger"}
@@ -107,7 +133,11 @@ def _epsilon(rule: Rule, results: Sequence[Mapping[str, Any]], accountant: str) 
         accounting.epsilon(Ledger.from_json(result["ledger"]), result["delta"], accountant)
         for result in distinct.values()
     ]
-    return None if any(value is None for value in found) else max(value for value in found if value is not None)
+    return (
+        None
+        if any(value is None for value in found)
+        else max(value for value in found if value is not None)
+    )
 
 
 def _array(rows: Sequence[Any]) -> NDArray[np.float64]:

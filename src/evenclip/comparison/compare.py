@@ -1,7 +1,8 @@
 """What privacy costs each group: several rules, several seeds, one dataset.
 
-Every rule is trained once per seed. A seed fixes the split and the initialisation, so that a private run is paired with
-the non-private one of the same seed; batches and noise are each run's own.
+Every rule is trained once per seed. A seed fixes the split and the initialisation, so that a
+private run is paired with the non-private one of the same seed; batches and noise are each run's
+own.
 """
 
 from __future__ import annotations
@@ -62,13 +63,14 @@ def compare(
     on: Executor | None = None,
     show: Show | None = None,
 ) -> Comparison:
-    """Train the rules over the seeds, beside a non-private reference, and measure what privacy costs each group.
+    """Train the rules over the seeds, beside a non-private reference, and measure what privacy
+    costs each group.
 
     Args:
-        data: a name of the catalogue ("adult"); a CSV, TSV, Parquet or Feather file or a DataFrame, with `target` and
-            `group`; or `Splits` of our datasets.
-        rules: names, rules with their settings, or "file.py:Class"; all five unless given. The non-private reference
-            is always trained.
+        data: a name of the catalogue ("adult"); a CSV, TSV, Parquet or Feather file or a DataFrame,
+            with `target` and `group`; or `Splits` of our datasets.
+        rules: names, rules with their settings, or "file.py:Class"; all five unless given. The
+            non-private reference is always trained.
         seeds: how many, from 0, or which.
         target: column to predict, of a table.
         group: protected column or columns, of a table; for Adult "sex", "race" or "age".
@@ -77,17 +79,21 @@ def compare(
         epochs: passes over the training data; published, or 20.
         batch_size: expected batch size B; published, or 256.
         lr: one learning rate for all rules; otherwise published, or matched.
-        model: "mlp", "mlp:128,64", "linear", "cnn" or "file.py:function"; published, or an MLP 256-256.
+        model: "mlp", "mlp:128,64", "linear", "cnn" or "file.py:function"; published, or an MLP
+            256-256.
         match: on the paper's datasets, the matched protocol instead of the published settings.
         rows: a sample of so many training rows at the most, and of as many test rows: for a look.
-        risk: whether to look, in one more run of each rule, at what direction and magnitude cost each group.
+        risk: whether to look, in one more run of each rule, at what direction and magnitude cost
+            each group.
         device: where to train.
-        tf32: whether a GPU may round the operands of products to 11 bits, which is quicker; norms allow for it.
+        tf32: whether a GPU may round the operands of products to 11 bits, which is quicker; norms
+            allow for it.
         options: further options of the dataset; for a table those of `evenclip.data.table.table`.
         data_dir: where files of datasets are; EVENCLIP_DATA unless given.
         store: where results of runs are kept and found again; the user's cache unless given.
         workers: processes at a time; one per core unless given.
-        on: who carries out the runs: `evenclip.runs.Ray` or `Slurm`; processes of this machine unless given.
+        on: who carries out the runs: `evenclip.runs.Ray` or `Slurm`; processes of this machine
+            unless given.
         show: who is told about progress.
 
     Raises:
@@ -111,7 +117,9 @@ def compare(
     if epsilon is not None:
         check.positive(epsilon=epsilon)
         plan = calibrated(plan, epsilon, len(train))
-    make_model(plan.model, train, chosen[0])  # a model that does not fit is found before anything is trained
+    make_model(
+        plan.model, train, chosen[0]
+    )  # a model that does not fit is found before anything is trained
     shown = Silent() if show is None else show
     spec = partial(specify, plan, device=device, tf32=tf32)
     rates = choose_rates(plan, spec, described, loaded, chosen, kept, executor, shown)
@@ -121,14 +129,25 @@ def compare(
         for method in plan.methods
     ]
     results = carry_out(specs, kept, shown, executor)
-    settings = {"ε": epsilon, "δ": delta, "epochs": epochs, "batch size": batch_size, "lr": lr, "model": model}
+    settings = {
+        "ε": epsilon,
+        "δ": delta,
+        "epochs": epochs,
+        "batch size": batch_size,
+        "lr": lr,
+        "model": model,
+    }
     settings |= {"rows": rows, "products in": "TF32" if tf32 else None}
-    says = in_words(plan, [f"{name} {value}" for name, value in settings.items() if value is not None])
+    says = in_words(
+        plan, [f"{name} {value}" for name, value in settings.items() if value is not None]
+    )
     notes = (*loaded.notes, *skipped, *doubts(plan, len(train)), *unsound(plan))
     found = collect(plan, replace(loaded, notes=notes), chosen, results, says)
     if not risk:
         return found
-    private = [spec for spec, method in zip(specs, plan.methods, strict=False) if method.name != REFERENCE]
+    private = [
+        spec for spec, method in zip(specs, plan.methods, strict=False) if method.name != REFERENCE
+    ]
     names = [method.name for method in plan.methods if method.name != REFERENCE]
     return replace(found, risk=dict(zip(names, looks(private, kept, executor), strict=True)))
 
@@ -139,14 +158,19 @@ def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
         return tuple(range(seeds))
     found = tuple(dict.fromkeys(int(seed) for seed in seeds))
     if not found or min(found) < 0:
-        raise ValueError(f"seeds are {list(seeds)}; give at least one, each a whole number of at least 0.")
+        raise ValueError(
+            f"seeds are {list(seeds)}; give at least one, each a whole number of at least 0."
+        )
     return found
 
 
 def _executor(workers: int | None, on: Executor | None) -> Executor:
     """Who carries out the runs."""
     if workers is not None and on is not None:
-        raise ValueError("workers are processes of this machine; leave them out where `on` says who carries out runs.")
+        raise ValueError(
+            "workers are processes of this machine; leave them out where `on` says who carries "
+            "out runs."
+        )
     return Local(workers) if on is None else on
 
 

@@ -1,8 +1,8 @@
 """The settings of the paper's experiments: each number once, with where it is from.
 
-Esipova et al. 2023, "Disparate Impact in Differential Privacy from Gradient Misalignment". Its text, its algorithm
-boxes and the code its authors released do not always agree. Where they differ, we run what reproduces the printed
-table, and say so here.
+Esipova et al. 2023, "Disparate Impact in Differential Privacy from Gradient Misalignment". Its
+text, its algorithm boxes and the code its authors released do not always agree. Where they differ,
+we run what reproduces the printed table, and say so here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Dataset:
     Attributes:
         model: description; see `evenclip.sweep.describe`.
         numbers: name -> its choice; lr is that of the non-private run, DPSGD, DPSGD-F and FairLens.
-        fairlens: whether FairLens is in the table: the authors had it for two groups, two classes and no images.
+        fairlens: whether FairLens is in the table: the authors had it for two groups, two classes
+            and no images.
         every: steps between two looks at risk.
         title: its name in sentences.
         eigenvalues: whether DPSGD is watched once more with its eigenvalues, for two more figures.
@@ -69,25 +70,41 @@ class Dataset:
         C0, sigma, lr, count = self["C0"], self["sigma"], self["lr"], self["sigma_count"]
         methods = [Method(NonPrivate(), lr), Method(DPSGD(C0=C0, sigma=sigma), lr)]
         if self.fairlens:
-            methods.append(Method(FairLens(C0=C0, sigma=sigma, gamma1=self["gamma1"], gamma2=self["gamma2"]), lr))
+            methods.append(
+                Method(
+                    FairLens(C0=C0, sigma=sigma, gamma1=self["gamma1"], gamma2=self["gamma2"]), lr
+                )
+            )
         methods += [
             Method(DPSGDF(C0=C0, sigma=sigma, sigma_count=count * sigma), lr),
             Method(DPSGDGlobal(C0=C0, sigma=sigma, Z=self["Z"]), self["lr_global"]),
             Method(
                 DPSGDGlobalAdapt(
-                    C0=C0, sigma=sigma, Z0=self["Z0"], tau=self["tau"], eta_Z=self["eta_Z"], sigma_count=count
+                    C0=C0,
+                    sigma=sigma,
+                    Z0=self["Z0"],
+                    tau=self["tau"],
+                    eta_Z=self["eta_Z"],
+                    sigma_count=count,
                 ),
                 self["lr_adapt"],
             ),
         ]
         return Protocol(
-            "published", tuple(methods), self.model, int(self["epochs"]), int(self["batch_size"]), int(self["batches"]),
+            "published",
+            tuple(methods),
+            self.model,
+            int(self["epochs"]),
+            int(self["batch_size"]),
+            int(self["batches"]),
             self["delta"],
-        )  # fmt: skip
+        )
 
 
 _COMMON = {
-    "batch_size": Choice(256, TABLE, why="also what every sum is divided by: the boxes divide by the random |B|"),
+    "batch_size": Choice(
+        256, TABLE, why="also what every sum is divided by: the boxes divide by the random |B|"
+    ),
     "delta": Choice(1e-6, TEXT),
     "sigma_count": Choice(10.0, TABLE, why="of DPSGD-F times σ, as its released code has it"),
     "eta_Z": Choice(0.1, TABLE),
@@ -98,50 +115,88 @@ SETTINGS: dict[str, Dataset] = {
     "adult": Dataset(
         {"name": "mlp", "options": {"hidden": [256, 256]}},
         {
-            **_COMMON, **_FAIRLENS,
-            "epochs": Choice(20, TEXT), "sigma": Choice(1.0, TEXT), "C0": Choice(0.5, TEXT), "lr": Choice(0.01, TABLE),
-            "Z": Choice(50.0, TABLE), "Z0": Choice(50.0, TABLE), "tau": Choice(1.0, TABLE),
+            **_COMMON,
+            **_FAIRLENS,
+            "epochs": Choice(20, TEXT),
+            "sigma": Choice(1.0, TEXT),
+            "C0": Choice(0.5, TEXT),
+            "lr": Choice(0.01, TABLE),
+            "Z": Choice(50.0, TABLE),
+            "Z0": Choice(50.0, TABLE),
+            "tau": Choice(1.0, TABLE),
             "lr_global": Choice(0.2, CODE, ((1.0, TABLE),), "the printed row is that of 0.2"),
             "lr_adapt": Choice(0.2, TABLE),
-            "batches": Choice(92, "the printed ε", ((93, "three splits in ten"),), "n depends on the seed, ε not"),
+            "batches": Choice(
+                92, "the printed ε", ((93, "three splits in ten"),), "n depends on the seed, ε not"
+            ),
         },
-        fairlens=True, every=50, title="Adult", eigenvalues=True,
+        fairlens=True,
+        every=50,
+        title="Adult",
+        eigenvalues=True,
     ),
     "dutch": Dataset(
         {"name": "sigmoid-then-softmax", "options": {}},
         {
-            **_COMMON, **_FAIRLENS,
-            "epochs": Choice(20, TEXT), "sigma": Choice(1.0, TEXT), "C0": Choice(0.1, TEXT), "lr": Choice(0.8, TABLE),
-            "Z": Choice(1.0, TABLE), "Z0": Choice(50.0, TABLE), "tau": Choice(1.0, TABLE),
+            **_COMMON,
+            **_FAIRLENS,
+            "epochs": Choice(20, TEXT),
+            "sigma": Choice(1.0, TEXT),
+            "C0": Choice(0.1, TEXT),
+            "lr": Choice(0.8, TABLE),
+            "Z": Choice(1.0, TABLE),
+            "Z0": Choice(50.0, TABLE),
+            "tau": Choice(1.0, TABLE),
             "lr_global": Choice(2.0, TABLE),
             "lr_adapt": Choice(2.0, "the printed row", ((1.0, TABLE),), "2 comes nearer to it"),
             "batches": Choice(189, "the number of records"),
         },
-        fairlens=True, every=100, title="Dutch",
+        fairlens=True,
+        every=100,
+        title="Dutch",
     ),
     "mnist": Dataset(
         {"name": "cnn", "options": {}},
         {
             **_COMMON,
-            "epochs": Choice(60, TEXT), "sigma": Choice(0.8, TEXT), "C0": Choice(1.0, TEXT), "lr": Choice(0.01, TABLE),
-            "Z": Choice(100.0, TABLE), "Z0": Choice(50.0, TABLE), "tau": Choice(0.7, TABLE),
-            "lr_global": Choice(0.2, TABLE), "lr_adapt": Choice(0.1, TABLE),
+            "epochs": Choice(60, TEXT),
+            "sigma": Choice(0.8, TEXT),
+            "C0": Choice(1.0, TEXT),
+            "lr": Choice(0.01, TABLE),
+            "Z": Choice(100.0, TABLE),
+            "Z0": Choice(50.0, TABLE),
+            "tau": Choice(0.7, TABLE),
+            "lr_global": Choice(0.2, TABLE),
+            "lr_adapt": Choice(0.1, TABLE),
             "batches": Choice(214, "the number of records"),
         },
-        fairlens=False, every=200, title="MNIST", quick_rows=2560,
+        fairlens=False,
+        every=200,
+        title="MNIST",
+        quick_rows=2560,
     ),
     "celeba": Dataset(
         {"name": "cnn", "options": {}},
         {
             **_COMMON,
-            "epochs": Choice(30, TEXT), "sigma": Choice(0.8, TEXT), "C0": Choice(1.0, TEXT), "lr": Choice(0.01, TABLE),
-            "Z": Choice(100.0, TABLE), "Z0": Choice(100.0, TABLE), "tau": Choice(0.7, TABLE),
-            "lr_global": Choice(0.1, TABLE), "lr_adapt": Choice(0.1, TABLE),
+            "epochs": Choice(30, TEXT),
+            "sigma": Choice(0.8, TEXT),
+            "C0": Choice(1.0, TEXT),
+            "lr": Choice(0.01, TABLE),
+            "Z": Choice(100.0, TABLE),
+            "Z0": Choice(100.0, TABLE),
+            "tau": Choice(0.7, TABLE),
+            "lr_global": Choice(0.1, TABLE),
+            "lr_adapt": Choice(0.1, TABLE),
             "batches": Choice(636, "the number of records"),
         },
-        fairlens=False, every=200, title="CelebA", quick_rows=640, options={"allow_partial": True},
+        fairlens=False,
+        every=200,
+        title="CelebA",
+        quick_rows=640,
+        options={"allow_partial": True},
     ),
-}  # fmt: skip
+}
 """Dataset by dataset."""
 
 PUBLISHED: dict[str, Protocol] = {name: dataset.protocol() for name, dataset in SETTINGS.items()}

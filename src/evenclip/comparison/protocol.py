@@ -1,8 +1,9 @@
 """What is held equal when rules are compared: the settings as published, or the matched ones.
 
-As published, the rules differ not only in how they clip but in how far one sample can move the model, η·S: twenty times
-further for DPSGD-Global-Adapt than for DPSGD on Adult. *Matched*, every private rule has the same expected largest step
-η·E[S] = 0.1, and the learning rate of the non-private reference is chosen on validation data.
+As published, the rules differ not only in how they clip but in how far one sample can move the
+model, η·S: twenty times further for DPSGD-Global-Adapt than for DPSGD on Adult. *Matched*, every
+private rule has the same expected largest step η·E[S] = 0.1, and the learning rate of the
+non-private reference is chosen on validation data.
 
 The published settings are in `evenclip.comparison.presets`.
 """
@@ -17,7 +18,15 @@ import torch
 
 from evenclip.rules import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate, Rule
 
-__all__ = ["LEARNING_RATES", "STEP", "Method", "Protocol", "expected_sensitivity", "for_table", "matched"]
+__all__ = [
+    "LEARNING_RATES",
+    "STEP",
+    "Method",
+    "Protocol",
+    "expected_sensitivity",
+    "for_table",
+    "matched",
+]
 
 STEP = 0.1
 """The largest step η·E[S] of the matched protocol: DPSGD-Global-Adapt's published one on all four datasets."""
@@ -62,12 +71,15 @@ class Protocol:
     delta: float | None = None
 
     def only(self, names: Sequence[str]) -> Protocol:
-        """The same with those rules alone, in that order; a rule without published settings is an error."""
+        """The same with those rules alone, in that order; a rule without published settings is an
+        error.
+        """
         known = {method.name: method for method in self.methods}
         unknown = [name for name in names if name not in known]
         if unknown:
             raise ValueError(
-                f"There is no rule {unknown[0]!r} with settings here; choose among {', '.join(known)}, or give "
+                f"There is no rule {unknown[0]!r} with settings here; choose among "
+                f"{', '.join(known)}, or give "
                 "file.py:Class for a rule of your own."
             )
         return replace(self, methods=tuple(known[name] for name in names))
@@ -87,7 +99,9 @@ def expected_sensitivity(rule: Rule, groups: int, B: float) -> float:
 
 
 def matched(protocol: Protocol, groups: int) -> Protocol:
-    """The same rules, each private one at the learning rate that makes its expected largest step `STEP`."""
+    """The same rules, each private one at the learning rate that makes its expected largest step
+    `STEP`.
+    """
     B = float(protocol.batch_size)
     methods = [
         Method(m.rule, STEP / expected_sensitivity(m.rule, groups, B) if m.rule.sigma else None)
@@ -99,7 +113,11 @@ def matched(protocol: Protocol, groups: int) -> Protocol:
 def for_table(groups: int, rules: Sequence[Rule] = ()) -> Protocol:
     """The defaults on anybody's table: C0 = 1, Z = Z0 = 10, MLP 256-256, 20 epochs, matched."""
     rules = rules or (
-        NonPrivate(), DPSGD(C0=1.0), DPSGDF(C0=1.0), DPSGDGlobal(C0=1.0, Z=10.0), DPSGDGlobalAdapt(C0=1.0, Z0=10.0),
-    )  # fmt: skip
+        NonPrivate(),
+        DPSGD(C0=1.0),
+        DPSGDF(C0=1.0),
+        DPSGDGlobal(C0=1.0, Z=10.0),
+        DPSGDGlobalAdapt(C0=1.0, Z0=10.0),
+    )
     model = {"name": "mlp", "options": {"hidden": [256, 256]}}
     return matched(Protocol("matched", tuple(Method(rule, None) for rule in rules), model), groups)

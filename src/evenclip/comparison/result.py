@@ -1,4 +1,5 @@
-"""What came out of a comparison: every rule over all seeds, the cost of privacy by group, and the verdicts.
+"""What came out of a comparison: every rule over all seeds, the cost of privacy by group, and the
+verdicts.
 
 For each group k, on test data:
 
@@ -41,11 +42,13 @@ class Outcome:
         soundness: whether its ε can be believed.
         epsilon: ε by accountant ("pld", "rdp"), the largest over the seeds; None: none is valid.
         delta: δ.
-        metrics: name -> [seed, group]; NaN where undefined. "accuracy" in percent, "loss" and "train_loss" in nats.
+        metrics: name -> [seed, group]; NaN where undefined. "accuracy" in percent, "loss" and
+            "train_loss" in nats.
         overall: name -> [seed], over everybody.
         seconds: of training, by seed.
-        course: what training looked like, epoch by epoch, mean over seeds: "loss" and "gradient_norm" by group, each
-            [epoch][group]; "clip_fraction" and "sensitivity" [epoch]; "state" [epoch], the rule's public one.
+        course: what training looked like, epoch by epoch, mean over seeds: "loss" and
+            "gradient_norm" by group, each [epoch][group]; "clip_fraction" and "sensitivity"
+            [epoch]; "state" [epoch], the rule's public one.
         statement: the privacy statement of the first seed's run, see `evenclip.privacy`.
     """
 
@@ -75,7 +78,8 @@ class Comparison:
         notes: what else should be known, sentences.
         small: groups too small to judge.
         n: training records, by seed.
-        risk: rule -> looks at the first seed's run (see `evenclip.runs.risk`), if they were asked for.
+        risk: rule -> looks at the first seed's run (see `evenclip.runs.risk`), if they were asked
+            for.
     """
 
     dataset: str
@@ -115,20 +119,28 @@ class Comparison:
         Groups too small to judge are left out of the largest, if there are two others.
         """
         if self.pair is not None:
-            return cost.gap(values, (self.groups.index(self.pair[0]), self.groups.index(self.pair[1])))
+            return cost.gap(
+                values, (self.groups.index(self.pair[0]), self.groups.index(self.pair[1]))
+            )
         judged = [k for k, group in enumerate(self.groups) if group not in self.small]
         return cost.gap(values[:, judged] if len(judged) > 1 else values)
 
     @cached_property
     def verdicts(self) -> dict[str, statistics.Paired]:
-        """Each private rule's privacy-cost gap against DPSGD's, seed by seed; the p-values are Holm's."""
+        """Each private rule's privacy-cost gap against DPSGD's, seed by seed; the p-values are
+        Holm's.
+        """
         names = [outcome.name for outcome in self.outcomes]
         if self.reference is None or BASELINE not in names or len(self.groups) < 2:
             return {}
         baseline = self.gap(self.privacy_cost(BASELINE))
         others = [name for name in names if name not in (REFERENCE, BASELINE)]
-        found = {name: statistics.paired(self.gap(self.privacy_cost(name)), baseline) for name in others}
-        adjusted = statistics.holm({name: pair.p for name, pair in found.items() if pair.p is not None})
+        found = {
+            name: statistics.paired(self.gap(self.privacy_cost(name)), baseline) for name in others
+        }
+        adjusted = statistics.holm(
+            {name: pair.p for name, pair in found.items() if pair.p is not None}
+        )
         return {name: replace(pair, p=adjusted.get(name)) for name, pair in found.items()}
 
     def table(self, width: int = 80) -> str:
@@ -149,7 +161,9 @@ class Comparison:
             "n_train": list(self.n),
             "privacy": {outcome.name: self._privacy(outcome) for outcome in self.outcomes},
             "table": {outcome.name: self._row(outcome) for outcome in self.outcomes},
-            "verdict": {name: _plain(pair) | self._bootstrap(name) for name, pair in self.verdicts.items()},
+            "verdict": {
+                name: _plain(pair) | self._bootstrap(name) for name, pair in self.verdicts.items()
+            },
             "settings": {o.name: {"rule": o.rule, "lr": list(o.lr)} for o in self.outcomes},
             "seconds": {o.name: list(o.seconds) for o in self.outcomes},
             "course": {o.name: dict(o.course) for o in self.outcomes},
@@ -158,7 +172,8 @@ class Comparison:
             "small_groups": list(self.small),
             "notes": list(self.notes),
             **({} if self.risk is None else {"risk": dict(self.risk)}),
-            "warning": "Group figures are measured on test data and are not differentially private.",
+            "warning": "Group figures are measured on test data and are not differentially "
+            "private.",
         }
 
     def to_dataframe(self) -> pd.DataFrame:
@@ -166,7 +181,13 @@ class Comparison:
         import pandas as pd
 
         rows = [
-            {"rule": o.name, "seed": seed, "group": group, "metric": metric, "value": float(values[i, k])}
+            {
+                "rule": o.name,
+                "seed": seed,
+                "group": group,
+                "metric": metric,
+                "value": float(values[i, k]),
+            }
             for o in self.outcomes
             for metric, values in self._metrics(o).items()
             for i, seed in enumerate(self.seeds)
@@ -215,7 +236,10 @@ def _mean_se(values: NDArray[np.float64]) -> dict[str, float | None]:
     """As JSON has it."""
     if not len(values) or bool(np.isnan(values).any()):
         return {"mean": None, "se": None}
-    return {name: _finite(value) for name, value in zip(("mean", "se"), statistics.mean_se(values), strict=True)}
+    return {
+        name: _finite(value)
+        for name, value in zip(("mean", "se"), statistics.mean_se(values), strict=True)
+    }
 
 
 def _plain(pair: statistics.Paired) -> dict[str, Any]:

@@ -25,7 +25,8 @@ def describe_data(
         data = _written(data, store.root / "data")
     if not isinstance(data, (str, os.PathLike)):
         raise TypeError(
-            f"data is of type {type(data).__name__}; give the name of a dataset, a file, a DataFrame, or Splits."
+            f"data is of type {type(data).__name__}; give the name of a dataset, a file, a "
+            "DataFrame, or Splits."
         )
     path = Path(data)
     if path.suffix or path.exists():
@@ -39,9 +40,13 @@ def _named(
 ) -> dict[str, Any]:  # fmt: skip
     """A dataset of the catalogue as plain values."""
     if name not in SOURCES:
-        raise ValueError(f"There is no dataset {name!r}; choose among {', '.join(SOURCES)}, or give a file.")
+        raise ValueError(
+            f"There is no dataset {name!r}; choose among {', '.join(SOURCES)}, or give a file."
+        )
     if target is not None:
-        raise ValueError(f"{name!r} is a dataset of its own, whose target is fixed; leave --target out.")
+        raise ValueError(
+            f"{name!r} is a dataset of its own, whose target is fixed; leave --target out."
+        )
     source = SOURCES[name]
     if group is not None:
         if not source.attributes or not isinstance(group, str):
@@ -50,7 +55,9 @@ def _named(
     known = (*source.options, "group") if source.attributes else source.options
     for option in options:
         if option not in known:
-            raise ValueError(f"--{option.replace('_', '-')} is not for {name}; it is for {_owner(option)}.")
+            raise ValueError(
+                f"--{option.replace('_', '-')} is not for {name}; it is for {_owner(option)}."
+            )
     directory = data_directory(None if data_dir is None else Path(data_dir))
     sizes = file_sizes(name, directory)  # of partial or other copies
     where = {} if directory is None else {"directory": str(directory.resolve())}
@@ -67,7 +74,9 @@ def _attributes(source: Source) -> str:
 
 def _owner(option: str) -> str:
     """The datasets that an option is for; tables, if it is no dataset's."""
-    return ", ".join(source.name for source in SOURCES.values() if option in source.options) or _TABLES
+    return (
+        ", ".join(source.name for source in SOURCES.values() if option in source.options) or _TABLES
+    )
 
 
 _TABLES = "tables"
@@ -78,13 +87,17 @@ def _table(
 ) -> dict[str, Any]:
     """A file as plain values."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; give the path of a CSV, TSV, Parquet or Feather file.")
+        raise FileNotFoundError(
+            f"{path} is not there; give the path of a CSV, TSV, Parquet or Feather file."
+        )
     for name, value in (("target", target), ("group", group)):
         if not value:
             raise ValueError(f"A table needs --{name}: the name of the column {_PURPOSE[name]}.")
     for option in options:
         if _owner(option) != _TABLES:
-            raise ValueError(f"--{option.replace('_', '-')} is not for tables; it is for {_owner(option)}.")
+            raise ValueError(
+                f"--{option.replace('_', '-')} is not for tables; it is for {_owner(option)}."
+            )
     test = options.pop("test", None)
     named = [group] if isinstance(group, str) else list(group or ())
     beside = {} if test is None else {"test": describe_file(test)}
@@ -114,8 +127,13 @@ def _written(frame: Any, folder: Path) -> Path:
 def check_groups(train: Dataset, test: Dataset) -> None:
     """Raise where there is nothing to compare."""
     if train.K < 2 or train.group is None:
-        raise ValueError("The data have one group only; a comparison needs at least two: choose another group column.")
+        raise ValueError(
+            "The data have one group only; a comparison needs at least two: choose another group "
+            "column."
+        )
     if len(set(train.y.tolist())) < 2:
         raise ValueError("The training rows have one class only; there is nothing to predict.")
     if train.K != test.K:
-        raise ValueError(f"Training rows have {train.K} groups and test rows {test.K}; they must be the same.")
+        raise ValueError(
+            f"Training rows have {train.K} groups and test rows {test.K}; they must be the same."
+        )

@@ -11,19 +11,21 @@
 | source | Becker, B. and Kohavi, R. (1996). Adult. UCI Machine Learning Repository. doi:10.24432/C5XW20 |
 | licence | CC BY 4.0; the copy in this package has its two files joined and compressed, values unchanged |
 
-**Caveat.** An extract of a 1994 survey, with sex and race as its form had them and a threshold on income that
-is arbitrary and old: good for comparing methods, wrong for conclusions about people (Ding, Hardt, Miller and
-Schmidt 2021, "Retiring Adult"). The features contain the group.
+**Caveat.** An extract of a 1994 survey, with sex and race as its form had them and a threshold on
+income that is arbitrary and old: good for comparing methods, wrong for conclusions about people
+(Ding, Hardt, Miller and Schmidt 2021, "Retiring Adult"). The features contain the group.
 
-Prepared as in the paper (App. B, "Dataset preprocessing"), which names sex, binary race and binned age as usual
-choices and takes sex. Race stays binary when it is the group: of five races the smallest has 353 people, and
-balancing would leave 1,765 rows. The bins of age are ours: public, about fifteen years wide. The two binary features
-are 1 for the smaller group, as in the paper's code: it matters, DPSGD's training loss of males being 0.79 so (0.78
-printed) and 0.89 the other way round.
+Prepared as in the paper (App. B, "Dataset preprocessing"), which names sex, binary race and binned
+age as usual choices and takes sex. Race stays binary when it is the group: of five races the
+smallest has 353 people, and balancing would leave 1,765 rows. The bins of age are ours: public,
+about fifteen years wide. The two binary features are 1 for the smaller group, as in the paper's
+code: it matters, DPSGD's training loss of males being 0.79 so (0.78 printed) and 0.89 the other way
+round.
 
-Differs from the paper's code: there, scaling and categories are found on training and test rows together; here the
-categories are fixed public lists and the scaling is fitted on the training rows. Neither the scaling nor the
-balancing probability is covered by ε. The paper's text has 14,000 of each sex; its ε is that of the 14,695 here.
+Differs from the paper's code: there, scaling and categories are found on training and test rows
+together; here the categories are fixed public lists and the scaling is fitted on the training rows.
+Neither the scaling nor the balancing probability is covered by ε. The paper's text has 14,000 of
+each sex; its ε is that of the 14,695 here.
 """
 
 from __future__ import annotations
@@ -52,10 +54,22 @@ ORIGINALS = (
 )
 
 COLUMNS = (
-    "age", "workclass", "fnlwgt", "education", "education-num", "marital-status", "occupation",
-    "relationship", "race", "sex", "capital-gain", "capital-loss", "hours-per-week", "native-country",
+    "age",
+    "workclass",
+    "fnlwgt",
+    "education",
+    "education-num",
+    "marital-status",
+    "occupation",
+    "relationship",
+    "race",
+    "sex",
+    "capital-gain",
+    "capital-loss",
+    "hours-per-week",
+    "native-country",
     "income",
-)  # fmt: skip
+)
 
 NUMBERS = ("age", "education-num", "capital-gain", "capital-loss", "hours-per-week")
 
@@ -63,37 +77,113 @@ RACES = ("Amer-Indian-Eskimo", "Asian-Pac-Islander", "Black", "Other", "White")
 SEXES = ("Female", "Male")
 INCOMES = ("<=50K", ">50K")
 
-# Public lists, so that the number of features does not depend on the rows: Holand-Netherlands has only one.
-# Never-worked is not among them, since all its rows miss the occupation.
+# Public lists, so that the number of features does not depend on the rows: Holand-Netherlands has
+# only one. Never-worked is not among them, since all its rows miss the occupation.
 CATEGORIES = {
     "workclass": (
-        "Federal-gov", "Local-gov", "Private", "Self-emp-inc", "Self-emp-not-inc", "State-gov", "Without-pay",
+        "Federal-gov",
+        "Local-gov",
+        "Private",
+        "Self-emp-inc",
+        "Self-emp-not-inc",
+        "State-gov",
+        "Without-pay",
     ),
     "education": (
-        "10th", "11th", "12th", "1st-4th", "5th-6th", "7th-8th", "9th", "Assoc-acdm", "Assoc-voc",
-        "Bachelors", "Doctorate", "HS-grad", "Masters", "Preschool", "Prof-school", "Some-college",
+        "10th",
+        "11th",
+        "12th",
+        "1st-4th",
+        "5th-6th",
+        "7th-8th",
+        "9th",
+        "Assoc-acdm",
+        "Assoc-voc",
+        "Bachelors",
+        "Doctorate",
+        "HS-grad",
+        "Masters",
+        "Preschool",
+        "Prof-school",
+        "Some-college",
     ),
     "marital-status": (
-        "Divorced", "Married-AF-spouse", "Married-civ-spouse", "Married-spouse-absent", "Never-married",
-        "Separated", "Widowed",
+        "Divorced",
+        "Married-AF-spouse",
+        "Married-civ-spouse",
+        "Married-spouse-absent",
+        "Never-married",
+        "Separated",
+        "Widowed",
     ),
     "occupation": (
-        "Adm-clerical", "Armed-Forces", "Craft-repair", "Exec-managerial", "Farming-fishing",
-        "Handlers-cleaners", "Machine-op-inspct", "Other-service", "Priv-house-serv", "Prof-specialty",
-        "Protective-serv", "Sales", "Tech-support", "Transport-moving",
+        "Adm-clerical",
+        "Armed-Forces",
+        "Craft-repair",
+        "Exec-managerial",
+        "Farming-fishing",
+        "Handlers-cleaners",
+        "Machine-op-inspct",
+        "Other-service",
+        "Priv-house-serv",
+        "Prof-specialty",
+        "Protective-serv",
+        "Sales",
+        "Tech-support",
+        "Transport-moving",
     ),
     "relationship": (
-        "Husband", "Not-in-family", "Other-relative", "Own-child", "Unmarried", "Wife",
+        "Husband",
+        "Not-in-family",
+        "Other-relative",
+        "Own-child",
+        "Unmarried",
+        "Wife",
     ),
     "native-country": (
-        "Cambodia", "Canada", "China", "Columbia", "Cuba", "Dominican-Republic", "Ecuador", "El-Salvador",
-        "England", "France", "Germany", "Greece", "Guatemala", "Haiti", "Holand-Netherlands", "Honduras",
-        "Hong", "Hungary", "India", "Iran", "Ireland", "Italy", "Jamaica", "Japan", "Laos", "Mexico",
-        "Nicaragua", "Outlying-US(Guam-USVI-etc)", "Peru", "Philippines", "Poland", "Portugal", "Puerto-Rico",
-        "Scotland", "South", "Taiwan", "Thailand", "Trinadad&Tobago", "United-States", "Vietnam",
+        "Cambodia",
+        "Canada",
+        "China",
+        "Columbia",
+        "Cuba",
+        "Dominican-Republic",
+        "Ecuador",
+        "El-Salvador",
+        "England",
+        "France",
+        "Germany",
+        "Greece",
+        "Guatemala",
+        "Haiti",
+        "Holand-Netherlands",
+        "Honduras",
+        "Hong",
+        "Hungary",
+        "India",
+        "Iran",
+        "Ireland",
+        "Italy",
+        "Jamaica",
+        "Japan",
+        "Laos",
+        "Mexico",
+        "Nicaragua",
+        "Outlying-US(Guam-USVI-etc)",
+        "Peru",
+        "Philippines",
+        "Poland",
+        "Portugal",
+        "Puerto-Rico",
+        "Scotland",
+        "South",
+        "Taiwan",
+        "Thailand",
+        "Trinadad&Tobago",
+        "United-States",
+        "Vietnam",
         "Yugoslavia",
     ),
-}  # fmt: skip
+}
 
 FEATURES = (
     *NUMBERS,
@@ -126,14 +216,14 @@ class Table(NamedTuple):
 def adult(seed: int = 0, *, directory: str | Path | None = None, group: str = "sex") -> Splits:
     """Training and test rows of Adult, balanced between the groups and split 80/20.
 
-    Each row is kept with probability (size of the smallest group ÷ size of its own) before the split: every
-    female, and 14,695/30,527 of the males. The numbers are standardised by mean and standard deviation of the
-    training rows. The features are the same 98 whatever the group is.
+    Each row is kept with probability (size of the smallest group ÷ size of its own) before the
+    split: every female, and 14,695/30,527 of the males. The numbers are standardised by mean and
+    standard deviation of the training rows. The features are the same 98 whatever the group is.
 
     Args:
         seed: decides which rows are kept and which are trained on.
-        directory: a folder with UCI's own adult/adult.data and adult/adult.test. By default the copy in this
-            package, which gives the same data.
+        directory: a folder with UCI's own adult/adult.data and adult/adult.test. By default the
+            copy in this package, which gives the same data.
         group: the protected attribute, "sex", "race" or "age".
 
     Raises:
@@ -146,7 +236,9 @@ def adult(seed: int = 0, *, directory: str | Path | None = None, group: str = "s
     """
     numbers = stream(seed, "adult")
     if group not in GROUPS:
-        raise ValueError(f"group is {group!r}; Adult's protected attributes are {', '.join(map(repr, GROUPS))}.")
+        raise ValueError(
+            f"group is {group!r}; Adult's protected attributes are {', '.join(map(repr, GROUPS))}."
+        )
     table = _embedded() if directory is None else _original(*_files(directory))
     train, test = cut(balanced(table.groups[group], len(GROUPS[group]), numbers), numbers)
     mean, std = table.numbers[train].mean(0), table.numbers[train].std(0)  # [5]
@@ -156,7 +248,9 @@ def adult(seed: int = 0, *, directory: str | Path | None = None, group: str = "s
 
 def _dataset(table: Table, rows: NDArray[np.int64], group: str) -> Dataset:
     """These rows as tensors."""
-    x = np.concatenate([table.numbers[rows].astype(np.float32), table.indicators[rows]], axis=1)  # [row, 98]
+    x = np.concatenate(
+        [table.numbers[rows].astype(np.float32), table.indicators[rows]], axis=1
+    )  # [row, 98]
     return Dataset(
         torch.from_numpy(x),
         torch.from_numpy(table.income[rows]),
@@ -191,7 +285,9 @@ def _table(lines: Iterable[str]) -> Table:
     """The complete rows, with every category encoded."""
     complete = [line.replace(", ", ",") for line in lines if "?" not in line]
     kinds = [(column, np.float64 if column in NUMBERS else _TEXT) for column in COLUMNS]
-    values = np.loadtxt(complete, dtype=kinds, delimiter=",", comments=None)  # four times as quick as csv
+    values = np.loadtxt(
+        complete, dtype=kinds, delimiter=",", comments=None
+    )  # four times as quick as csv
     white = _codes("race", values["race"], RACES) == RACES.index("White")
     sex = _codes("sex", values["sex"], SEXES)
     one_hot = [
@@ -202,7 +298,9 @@ def _table(lines: Iterable[str]) -> Table:
     age = np.digitize(numbers[:, NUMBERS.index("age")], AGES)
     return Table(
         numbers=numbers,
-        indicators=np.column_stack([~white, sex == SEXES.index("Female"), *one_hot]).astype(np.float32),
+        indicators=np.column_stack([~white, sex == SEXES.index("Female"), *one_hot]).astype(
+            np.float32
+        ),
         income=_codes("income", values["income"], INCOMES),
         groups={"sex": sex, "race": white.astype(np.int64), "age": age.astype(np.int64)},
     )

@@ -28,7 +28,10 @@ from evenclip.data.toy import toy
 
 __all__ = ["SOURCES", "File", "Source", "data_directory"]
 
-NUMBER = "The number n of training records, from which q = B/n and the number of steps follow, is read off the data."
+NUMBER = (
+    "The number n of training records, from which q = B/n and the number of steps follow, is "
+    "read off the data."
+)
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,18 @@ class Source:
         licence: of the data.
         origin: where they can be had.
         files: what must be in the data directory; empty where nothing has to be brought.
-        load: load(seed, directory=None, **options) -> Splits; the options are those of the dataset's function.
+        load: load(seed, directory=None, **options) -> Splits; the options are those of the
+            dataset's function.
         pair: the two groups whose gap is reported; None: the pair with the largest gap.
         uncovered: each access to the data that ε does not cover, as a sentence.
-        incomplete: what files that are there lack, as half a sentence, or None; given the data directory.
+        incomplete: what files that are there lack, as half a sentence, or None; given the data
+            directory.
         fixed_test: whether the test records are the same for every seed.
-        attributes: the protected attributes that `group` chooses among; empty: the groups are fixed.
+        attributes: the protected attributes that `group` chooses among; empty: the groups are
+            fixed.
         options: names of further options of `load` that a comparison takes.
-        model: description of the model that fits it, see `evenclip.sweep.describe`; None: that of tables.
+        model: description of the model that fits it, see `evenclip.sweep.describe`; None: that of
+            tables.
     """
 
     name: str
@@ -77,7 +84,10 @@ class Source:
         """What hinders loading, as half a sentence; None if nothing does."""
         absent = self.missing(directory)
         if absent:
-            return f"{', '.join(file.path for file in absent)} {'is' if len(absent) == 1 else 'are'} missing"
+            return (
+                f"{', '.join(file.path for file in absent)} "
+                f"{'is' if len(absent) == 1 else 'are'} missing"
+            )
         return None if self.incomplete is None or directory is None else self.incomplete(directory)
 
     def here(self, directory: Path | None) -> bool:
@@ -86,7 +96,9 @@ class Source:
 
 
 def _load_adult(seed: int = 0, directory: str | Path | None = None, **options: Any) -> Splits:
-    """Adult from UCI's files where the directory has them, else from the copy in this package: the same data."""
+    """Adult from UCI's files where the directory has them, else from the copy in this package: the
+    same data.
+    """
     place = data_directory(directory)
     originals = all(file.find(place) for file in ORIGINALS)
     return adult(seed, directory=place if originals else None, **options)
@@ -132,8 +144,10 @@ _LISTED = (
         load=_load_adult,
         pair=None,
         uncovered=(
-            "The mean and the standard deviation that five features are scaled by are those of the training records.",
-            "The probability of keeping a record, which balances the groups, is computed from the sizes of the groups.",
+            "The mean and the standard deviation that five features are scaled by are those of "
+            "the training records.",
+            "The probability of keeping a record, which balances the groups, is computed from the "
+            "sizes of the groups.",
             NUMBER,
         ),
         attributes=tuple(GROUPS),
@@ -149,7 +163,8 @@ _LISTED = (
         load=_load_dutch,
         pair=None,
         uncovered=(
-            "The values of each category are those that the file has, training and test records together.",
+            "The values of each category are those that the file has, training and test records "
+            "together.",
             NUMBER,
         ),
     ),

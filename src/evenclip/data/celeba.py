@@ -9,15 +9,16 @@
 | source | Liu, Z., Luo, P., Wang, X. and Tang, X. (2015). Deep Learning Face Attributes in the Wild. ICCV |
 | licence | non-commercial research only, no redistribution |
 
-**Caveat.** "Male" is what annotators saw in a photograph. ε is for one image, and a celebrity has many: a person is
-protected less than an image.
+**Caveat.** "Male" is what annotators saw in a photograph. ε is for one image, and a celebrity has
+many: a person is protected less than an image.
 
-The aligned images (178×218) are decoded once and kept in the cache directory (EVENCLIP_CACHE, or else
-~/.cache/evenclip). Each is resized as a whole to 64×64 by Pillow's bilinear filter, which averages over the source
-pixels (antialiased); nothing is cropped. The paper says 64×64 and no more; whether it crops is not known.
+The aligned images (178×218) are decoded once and kept in the cache directory (EVENCLIP_CACHE, or
+else ~/.cache/evenclip). Each is resized as a whole to 64×64 by Pillow's bilinear filter, which
+averages over the source pixels (antialiased); nothing is cropped. The paper says 64×64 and no more;
+whether it crops is not known.
 
-A copy with fewer images is refused unless it is allowed, and is then split 80/10/10 by identity, so that nobody is in
-two parts: the official split needs all images.
+A copy with fewer images is refused unless it is allowed, and is then split 80/10/10 by identity, so
+that nobody is in two parts: the official split needs all images.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ __all__ = ["celeba", "images_missing"]
 
 IMAGES = 202_599
 ORIGIN = (
-    "https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html or https://www.kaggle.com/datasets/jessicali9530/celeba-dataset"
+    "https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html or "
+    "https://www.kaggle.com/datasets/jessicali9530/celeba-dataset"
 )
 PICTURES = File("celeba/img_align_celeba.zip", also=("celeba/img_align_celeba",))
 ATTRIBUTES = File("celeba/list_attr_celeba.csv", also=("celeba/list_attr_celeba.txt",))
@@ -61,18 +63,22 @@ STALE = 3600.0  # seconds after which a half-written file that does not grow has
 
 
 def celeba(
-    seed: int = 0, *, directory: str | Path | None = None, allow_partial: bool = False, side: int = 64
+    seed: int = 0,
+    *,
+    directory: str | Path | None = None,
+    allow_partial: bool = False,
+    side: int = 64,
 ) -> Splits:
     """Training, test and validation images.
 
-    The first call decodes all images, which takes minutes and side²·3 bytes of the cache directory for each (2.5 GB);
-    later calls map that file into memory.
+    The first call decodes all images, which takes minutes and side²·3 bytes of the cache directory
+    for each (2.5 GB); later calls map that file into memory.
 
     Args:
         seed: decides how a partial copy is split; the official split is fixed.
-        directory: the data directory, with these in celeba/: img_align_celeba.zip, or the folder img_align_celeba;
-            list_attr_celeba and list_eval_partition, .csv as on Kaggle or .txt as published; for a partial copy
-            identity_CelebA.txt. By default that of EVENCLIP_DATA.
+        directory: the data directory, with these in celeba/: img_align_celeba.zip, or the folder
+            img_align_celeba; list_attr_celeba and list_eval_partition, .csv as on Kaggle or .txt as
+            published; for a partial copy identity_CelebA.txt. By default that of EVENCLIP_DATA.
         allow_partial: whether fewer than 202,599 images will do.
         side: height and width of the images in pixels.
 
@@ -90,12 +96,18 @@ def celeba(
     if present.all():
         parts = _official(names, directory)
     elif allow_partial:
-        names, male, eyeglasses = [name for name in names if name in there], male[present], eyeglasses[present]
+        names, male, eyeglasses = (
+            [name for name in names if name in there],
+            male[present],
+            eyeglasses[present],
+        )
         parts = _by_identity(names, directory, numbers)
     else:
         raise FileNotFoundError(
-            f"{pictures} lacks {np.count_nonzero(~present):,} of CelebA's {IMAGES:,} images; get them from {ORIGIN}, "
-            "or allow a partial copy (allow_partial), which is split by identity and not as published."
+            f"{pictures} lacks {np.count_nonzero(~present):,} of CelebA's {IMAGES:,} images; get "
+            f"them from {ORIGIN}, "
+            "or allow a partial copy (allow_partial), which is split by identity and not as "
+            "published."
         )
     x = _images(pictures, {name: there[name] for name in names}, side)
     train, validation, test = (_dataset(x, male, eyeglasses, rows) for rows in parts)
@@ -113,11 +125,16 @@ def images_missing(directory: str | Path | None = None) -> int:
 
 
 def _dataset(
-    x: NDArray[np.uint8], male: NDArray[np.int64], eyeglasses: NDArray[np.int64], rows: NDArray[np.int64]
+    x: NDArray[np.uint8],
+    male: NDArray[np.int64],
+    eyeglasses: NDArray[np.int64],
+    rows: NDArray[np.int64],
 ) -> Dataset:
     """These rows as tensors; a look into x where they follow each other, as the official parts do."""
     first, last = int(rows[0]), int(rows[-1])
-    images = x[first : last + 1] if last - first + 1 == len(rows) else x[rows]  # [row, 3, side, side]
+    images = (
+        x[first : last + 1] if last - first + 1 == len(rows) else x[rows]
+    )  # [row, 3, side, side]
     return Dataset(
         torch.from_numpy(images),
         torch.from_numpy(male[rows]),
@@ -137,15 +154,22 @@ def _labels(path: Path) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64]
     header = next((row for row in rows if {"Male", "Eyeglasses"} <= set(row)), None)
     if header is None:
         raise ValueError(f"{path} has no columns Male and Eyeglasses; get it again from {ORIGIN}.")
-    first = 0 if path.suffix == ".csv" else 1  # the published file does not name the column of names
+    first = (
+        0 if path.suffix == ".csv" else 1
+    )  # the published file does not name the column of names
     places = 0, first + header.index("Male"), first + header.index("Eyeglasses")
     try:
         table = [[row[place] for place in places] for row in rows]
         values = np.array([[int(row[1]), int(row[2])] for row in table]) > 0  # [image, 2]
     except (ValueError, IndexError):
-        raise ValueError(f"{path} has rows that are not a name and 40 numbers; get it again from {ORIGIN}.") from None
+        raise ValueError(
+            f"{path} has rows that are not a name and 40 numbers; get it again from {ORIGIN}."
+        ) from None
     if len(table) != IMAGES:
-        raise ValueError(f"{path} has {len(table):,} images and CelebA has {IMAGES:,}; get it again from {ORIGIN}.")
+        raise ValueError(
+            f"{path} has {len(table):,} images and CelebA has {IMAGES:,}; get it again from "
+            f"{ORIGIN}."
+        )
     return [row[0] for row in table], values[:, 0].astype(np.int64), values[:, 1].astype(np.int64)
 
 
@@ -162,7 +186,10 @@ def _by_identity(
     identity = _codes(IDENTITIES.require(directory, ORIGIN), names)
     people = numbers.permutation(np.unique(identity))
     if len(people) < 10:
-        raise ValueError(f"The partial copy of CelebA has images of {len(people)} people; a split needs at least 10.")
+        raise ValueError(
+            f"The partial copy of CelebA has images of {len(people)} people; a split needs at "
+            "least 10."
+        )
     shares = np.split(people, [round(0.8 * len(people)), round(0.9 * len(people))])
     return [np.flatnonzero(np.isin(identity, share)) for share in shares]
 
@@ -173,7 +200,9 @@ def _codes(path: Path, names: Sequence[str]) -> NDArray[np.int64]:
     try:
         return np.array([int(known[name]) for name in names])
     except (KeyError, ValueError):
-        raise ValueError(f"{path} does not have a number for each image; get it again from {ORIGIN}.") from None
+        raise ValueError(
+            f"{path} does not have a number for each image; get it again from {ORIGIN}."
+        ) from None
 
 
 def _rows(path: Path) -> Iterator[list[str]]:
@@ -188,13 +217,23 @@ def _rows(path: Path) -> Iterator[list[str]]:
 def _listing(path: Path) -> dict[str, str]:
     """The images there are, by name, each with a mark that changes when it does."""
     if path.is_dir():
-        return {entry.name: str(entry.stat().st_size) for entry in os.scandir(_inner(path)) if _is_image(entry.name)}
+        return {
+            entry.name: str(entry.stat().st_size)
+            for entry in os.scandir(_inner(path))
+            if _is_image(entry.name)
+        }
     with _archive(path) as archive:
-        return {Path(name).name: str(archive.getinfo(name).CRC) for name in archive.namelist() if _is_image(name)}
+        return {
+            Path(name).name: str(archive.getinfo(name).CRC)
+            for name in archive.namelist()
+            if _is_image(name)
+        }
 
 
 def _is_image(name: str) -> bool:
-    """Whether this is one of the images, and not what systems leave beside them (._000001.jpg, .DS_Store)."""
+    """Whether this is one of the images, and not what systems leave beside them (._000001.jpg,
+    .DS_Store).
+    """
     return name.endswith(".jpg") and Path(name).stem.isdigit()
 
 
@@ -210,7 +249,9 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
         with zipfile.ZipFile(path) as archive:
             yield archive
     except zipfile.BadZipFile as error:
-        raise ValueError(f"{path} cannot be unpacked ({error}): it is damaged; get it again from {ORIGIN}.") from None
+        raise ValueError(
+            f"{path} cannot be unpacked ({error}): it is damaged; get it again from {ORIGIN}."
+        ) from None
 
 
 def _contents(path: Path, names: Sequence[str]) -> Iterator[bytes]:
@@ -236,7 +277,9 @@ def _images(path: Path, marks: dict[str, str], side: int) -> NDArray[np.uint8]:
         _decode(path, list(marks), side, kept)
         found = _mapped(kept, (len(marks), 3, side, side))
     if found is None:
-        raise OSError(f"{kept} was written and cannot be read back; is there space left in its folder?")
+        raise OSError(
+            f"{kept} was written and cannot be read back; is there space left in its folder?"
+        )
     return found
 
 
@@ -246,7 +289,11 @@ def _mapped(kept: Path, shape: tuple[int, ...]) -> NDArray[np.uint8] | None:
         found = np.load(kept, mmap_mode="c")
     except (OSError, ValueError, EOFError):
         return None
-    return found if isinstance(found, np.ndarray) and found.shape == shape and found.dtype == np.uint8 else None
+    return (
+        found
+        if isinstance(found, np.ndarray) and found.shape == shape and found.dtype == np.uint8
+        else None
+    )
 
 
 def _decode(path: Path, names: list[str], side: int, kept: Path) -> None:
@@ -254,7 +301,9 @@ def _decode(path: Path, names: list[str], side: int, kept: Path) -> None:
     for left in kept.parent.glob(f"{kept.stem}-*.partial"):
         if time.time() - left.stat().st_mtime > STALE:
             left.unlink(missing_ok=True)
-    with NamedTemporaryFile(dir=kept.parent, prefix=f"{kept.stem}-", suffix=".partial", delete=False) as out:
+    with NamedTemporaryFile(
+        dir=kept.parent, prefix=f"{kept.stem}-", suffix=".partial", delete=False
+    ) as out:
         try:
             _write(out, path, names, side)
         except BaseException:
@@ -284,10 +333,13 @@ def _decoded(path: Path, side: int, name: str, content: bytes) -> NDArray[np.uin
         from PIL import Image
     except ImportError:
         raise ImportError(
-            "CelebA's images are decoded by Pillow, which is not installed; run `pip install 'evenclip[images]'`."
+            "CelebA's images are decoded by Pillow, which is not installed; run `pip install "
+            "'evenclip[images]'`."
         ) from None
     try:
         image = Image.open(io.BytesIO(content)).convert("RGB")
     except OSError as error:
-        raise ValueError(f"{name} in {path} cannot be decoded ({error}); get it again from {ORIGIN}.") from None
+        raise ValueError(
+            f"{name} in {path} cannot be decoded ({error}); get it again from {ORIGIN}."
+        ) from None
     return np.asarray(image.resize((side, side), Image.Resampling.BILINEAR)).transpose(2, 0, 1)

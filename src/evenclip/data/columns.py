@@ -7,8 +7,9 @@
 | boolean | True and False, or text that says so | 1 and 0; missing: ½ |
 | category | everything else | one indicator per value; unknown: the indicator "other", or no indicator at all |
 
-Where the training rows miss values, a further indicator says which; an infinite number counts as missing. Everything
-here is a function of one column, and a column that was made (fitted, or from a schema) no longer looks at data.
+Where the training rows miss values, a further indicator says which; an infinite number counts as
+missing. Everything here is a function of one column, and a column that was made (fitted, or from a
+schema) no longer looks at data.
 """
 
 from __future__ import annotations
@@ -27,11 +28,29 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Category", "Column", "Date", "Factor", "Flag", "Kind", "Number", "from_json", "kind_of", "text", "useless"]
+__all__ = [
+    "Category",
+    "Column",
+    "Date",
+    "Factor",
+    "Flag",
+    "Kind",
+    "Number",
+    "from_json",
+    "kind_of",
+    "text",
+    "useless",
+]
 
 FALSE_TRUE = ("false", "true")
 ISO = "ISO8601"
-FORMATS = (ISO, "%d.%m.%Y", "%Y/%m/%d", "%m/%d/%Y", "%d/%m/%Y")  # in this order: 3/4/2020 is the 4th of March
+FORMATS = (
+    ISO,
+    "%d.%m.%Y",
+    "%Y/%m/%d",
+    "%m/%d/%Y",
+    "%d/%m/%Y",
+)  # in this order: 3/4/2020 is the 4th of March
 LOOKED_AT = 200  # values that are tried before a whole column is
 LEAST_ROWS, DIFFERENT_SHARE, MOST_GAPS = 50, 0.95, 3  # when a column is an identifier
 NUMERIC_SHARE = 0.95  # of the different values of a text; the others then count as missing
@@ -55,7 +74,7 @@ class Kind(NamedTuple):
     note: str | None = None  # what the reader of a report should know
 
 
-# --- values ----------------------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------
 
 
 _WHOLE = re.compile(r"-?(0|[1-9]\d*)\.0+")  # as pandas writes whole numbers where some are missing
@@ -72,7 +91,9 @@ def text(value: Any) -> str | None:
     if isinstance(value, bool | np.bool_):
         return str(bool(value))
     if isinstance(value, float | np.floating):
-        return str(int(value)) if math.isfinite(value) and value == int(value) else str(float(value))
+        return (
+            str(int(value)) if math.isfinite(value) and value == int(value) else str(float(value))
+        )
     if isinstance(value, datetime.date | datetime.datetime):
         return value.isoformat()
     found = str(value).strip()
@@ -94,7 +115,9 @@ def factor(series: pd.Series) -> Factor:
         if name is not None:
             position.setdefault(name, len(position))
     lookup = [-1 if name is None else position[name] for name in texts]
-    return Factor(np.array([*lookup, -1], dtype=np.int64)[codes], tuple(position))  # a missing one, −1, is the last
+    return Factor(
+        np.array([*lookup, -1], dtype=np.int64)[codes], tuple(position)
+    )  # a missing one, −1, is the last
 
 
 def numbers(series: pd.Series) -> Values:
@@ -103,9 +126,13 @@ def numbers(series: pd.Series) -> Values:
 
     if pd.api.types.is_timedelta64_dtype(series.dtype):
         series = series.dt.total_seconds() / 86400
-    if not pd.api.types.is_numeric_dtype(series.dtype) or pd.api.types.is_complex_dtype(series.dtype):
+    if not pd.api.types.is_numeric_dtype(series.dtype) or pd.api.types.is_complex_dtype(
+        series.dtype
+    ):
         codes, found = pd.factorize(series)
-        parsed = pd.to_numeric(pd.Series([_numeral(value) for value in found], dtype=object), errors="coerce")
+        parsed = pd.to_numeric(
+            pd.Series([_numeral(value) for value in found], dtype=object), errors="coerce"
+        )
         values = np.append(parsed.to_numpy(dtype=np.float64, na_value=np.nan), np.nan)[codes]
     else:
         values = series.to_numpy(dtype=np.float64, na_value=np.nan)
@@ -121,7 +148,10 @@ def days(series: pd.Series, form: str) -> Values:
     else:
         codes, found = pd.factorize(series)
         parsed = pd.to_datetime(
-            pd.Series([text(value) for value in found], dtype=object), format=form, errors="coerce", utc=True
+            pd.Series([text(value) for value in found], dtype=object),
+            format=form,
+            errors="coerce",
+            utc=True,
         )
         return np.asarray(np.append(_days(parsed), np.nan)[codes])
     return _days(moments)
@@ -145,12 +175,16 @@ def _numeral(value: Any) -> Any:
 def _days(moments: pd.Series) -> Values:
     import pandas as pd
 
-    moments = moments.astype("datetime64[s, UTC]")  # nanoseconds end in 2262, and 9999-12-31 is a usual "open end"
+    moments = moments.astype(
+        "datetime64[s, UTC]"
+    )  # nanoseconds end in 2262, and 9999-12-31 is a usual "open end"
     epoch = pd.Timestamp("1970-01-01", tz="UTC").as_unit("s")
-    return np.asarray(((moments - epoch) / pd.Timedelta(days=1)).to_numpy(dtype=np.float64, na_value=np.nan))
+    return np.asarray(
+        ((moments - epoch) / pd.Timedelta(days=1)).to_numpy(dtype=np.float64, na_value=np.nan)
+    )
 
 
-# --- kinds -----------------------------------------------------------------------------------------------------------
+# --- kinds --------------------------------------------------------------------------------------
 
 
 def kind_of(series: pd.Series) -> Kind:
@@ -183,7 +217,9 @@ def _kind_of_text(series: pd.Series) -> Kind:
     if all(name.casefold() in FALSE_TRUE for name in different):
         return Kind("boolean")
     few = different[:LOOKED_AT]
-    if _readable(few) >= NUMERIC_SHARE * len(few) and _readable(different) >= NUMERIC_SHARE * len(different):
+    if _readable(few) >= NUMERIC_SHARE * len(few) and _readable(different) >= NUMERIC_SHARE * len(
+        different
+    ):
         return Kind("number", note=_strays(str(series.name), different))
     return _kind_of_dates(str(series.name), few, different)
 
@@ -196,7 +232,10 @@ def _kind_of_dates(column: str, few: list[str], different: list[str]) -> Kind:
     if not fitting:
         return Kind("category")
     both = fitting == ["%m/%d/%Y", "%d/%m/%Y"]
-    note = f"The dates of {column!r} are read as month/day/year, and day/month/year fits too; write them as 2001-12-31."
+    note = (
+        f"The dates of {column!r} are read as month/day/year, and day/month/year fits too; "
+        "write them as 2001-12-31."
+    )
     return Kind("date", fitting[0], note if both else None)
 
 
@@ -206,7 +245,11 @@ def _dates(values: list[str], form: str) -> bool:
 
     if any(value.isdigit() for value in values[:LOOKED_AT]):
         return False
-    return bool(pd.to_datetime(pd.Series(values, dtype=object), format=form, errors="coerce", utc=True).notna().all())
+    return bool(
+        pd.to_datetime(pd.Series(values, dtype=object), format=form, errors="coerce", utc=True)
+        .notna()
+        .all()
+    )
 
 
 def _readable(values: list[str]) -> int:
@@ -222,7 +265,11 @@ def _strays(column: str, different: list[str]) -> str | None:
 
     missing = pd.to_numeric(pd.Series(different, dtype=object), errors="coerce").isna()
     strays = [value for value, stray in zip(different, missing, strict=True) if stray]
-    return f"{column!r} holds numbers and {listed(strays, 3)}, which count as missing." if strays else None
+    return (
+        f"{column!r} holds numbers and {listed(strays, 3)}, which count as missing."
+        if strays
+        else None
+    )
 
 
 def listed(values: Sequence[str], most: int) -> str:
@@ -238,8 +285,9 @@ def listed(values: Sequence[str], most: int) -> str:
 def useless(series: pd.Series) -> str | None:
     """Why a column is better not used: no information, or a name for each row; None for a good one.
 
-    An identifier is a text of which nearly every value is different, or whole numbers, all different, that either run
-    on (1, 2, 3, ..., with gaps for the rows that are elsewhere) or have no name, or "id" or "key" as a word of it.
+    An identifier is a text of which nearly every value is different, or whole numbers, all
+    different, that either run on (1, 2, 3, ..., with gaps for the rows that are elsewhere) or have
+    no name, or "id" or "key" as a word of it.
     """
     try:
         different = int(series.nunique())
@@ -265,16 +313,22 @@ def _runs_on(series: pd.Series) -> bool:
     if not len(values) or (values != np.floor(values)).any():
         return False
     words = re.split(r"[^a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", str(series.name)).lower())
-    return bool(np.ptp(values) < MOST_GAPS * len(values)) or not {"id", "key", "uuid", "index", "unnamed"}.isdisjoint(
-        words
-    )
+    return bool(np.ptp(values) < MOST_GAPS * len(values)) or not {
+        "id",
+        "key",
+        "uuid",
+        "index",
+        "unnamed",
+    }.isdisjoint(words)
 
 
-# --- features --------------------------------------------------------------------------------------------------------
+# --- features -----------------------------------------------------------------------------------
 
 
 class Column(ABC):
-    """How one column becomes features. A frozen dataclass; its fields may be published if they are public knowledge."""
+    """How one column becomes features. A frozen dataclass; its fields may be published if they are
+    public knowledge.
+    """
 
     kind: ClassVar[str]
     column: str
@@ -356,7 +410,9 @@ class Flag(Column):
 
 @dataclass(frozen=True)
 class Category(Column):
-    """An indicator for each value; unknown values share one if `other`, missing ones have one if `missing`."""
+    """An indicator for each value; unknown values share one if `other`, missing ones have one if
+    `missing`.
+    """
 
     kind: ClassVar[str] = "category"
 
@@ -375,7 +431,9 @@ class Category(Column):
         position = {name: place for place, name in enumerate(self.values)}
         unknown = len(self.values) if self.other else -1
         absent = len(self.values) + self.other if self.missing else -1
-        places = np.array([*(position.get(name, unknown) for name in names), absent], dtype=np.int64)[codes]  # [row]
+        places = np.array(
+            [*(position.get(name, unknown) for name in names), absent], dtype=np.int64
+        )[codes]  # [row]
         out[:] = 0
         rows = np.flatnonzero(places >= 0)
         out[rows, places[rows]] = 1
@@ -386,12 +444,16 @@ _KINDS: dict[str, type[Column]] = {column.kind: column for column in (Number, Da
 
 def from_json(plain: dict[str, Any]) -> Column:
     """The column that `to_json` wrote."""
-    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
+    fields = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()
+    }
     return _KINDS[str(fields.pop("kind"))](**fields)
 
 
 def _fill_scaled(values: Values, centre: float, scale: float, bound: float, out: Features) -> None:
-    """Numbers in float64 until the last moment; the indicator of missing ones where there is room for it."""
+    """Numbers in float64 until the last moment; the indicator of missing ones where there is room
+    for it.
+    """
     absent = np.isnan(values)
     with np.errstate(over="ignore"):  # an infinite difference is held within the bound as well
         scaled = np.clip((values - centre) / scale, -bound, bound)

@@ -6,9 +6,10 @@ Poisson sampling may draw any row at any step, so everything here has a length a
     data.K              number of groups, 1 where there is no group
     data.take(indices)  those rows as Samples(x, y, group)
 
-`Dataset` holds tensors and is strict; `MapDataset` reads its rows from a torch dataset when they are needed, as
-`evenclip.data.parquet` does from files; `as_dataset` makes one of the first two from what users have. Images may be
-kept as bytes, a quarter of the memory: `take` gives uint8 features as float32 in [0, 1].
+`Dataset` holds tensors and is strict; `MapDataset` reads its rows from a torch dataset when they
+are needed, as `evenclip.data.parquet` does from files; `as_dataset` makes one of the first two from
+what users have. Images may be kept as bytes, a quarter of the memory: `take` gives uint8 features
+as float32 in [0, 1].
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class Samples(NamedTuple):
     def cut(self, start: int, end: int) -> Samples:
         """The rows from one to before another, not copied."""
         group = None if self.group is None else self.group[start:end]
-        return Samples(_each(Tensor.narrow, self.x, 0, start, end - start), self.y[start:end], group)
+        return Samples(
+            _each(Tensor.narrow, self.x, 0, start, end - start), self.y[start:end], group
+        )
 
     def to(self, device: torch.device | str) -> Samples:
         """The same rows on a device."""
@@ -65,8 +68,9 @@ class Dataset:
     """Samples held in memory. The data are private and not printed; the names are public.
 
     Attributes:
-        x: features [sample, ...], or a tuple or dict of such tensors for a model with several inputs. Where
-            they are uint8, `take` gives them as float32, divided by 255; other dtypes it leaves alone.
+        x: features [sample, ...], or a tuple or dict of such tensors for a model with several
+            inputs. Where they are uint8, `take` gives them as float32, divided by 255; other dtypes
+            it leaves alone.
         y: targets [sample], or whatever shape the loss takes.
         group: each sample's group [sample] int64, a position in `group_names`; None without groups.
         group_names: the groups, public: a group without any sample is listed too.
@@ -108,7 +112,9 @@ class Dataset:
         return max(1, len(self.group_names))
 
     def take(self, indices: Tensor) -> Samples:
-        """The rows at `indices` [row] int64 on the dataset's device, bytes as floats; there may be none."""
+        """The rows at `indices` [row] int64 on the dataset's device, bytes as floats; there may be
+        none.
+        """
         return Samples(self.x, self.y, self.group).take(indices)
 
     def to(self, device: torch.device | str) -> Dataset:
@@ -121,22 +127,25 @@ class Dataset:
 class MapDataset(Streamed):
     """Samples that a map-style torch dataset reads when they are needed; nothing is kept in memory.
 
-    A row is (x, y) or (x, y, group), converted as `as_dataset` converts arrays, so that `take` gives what a
-    `Dataset` of the same rows gives. Rows are checked when they are read; non-finite features are let
-    through, because stopping in the middle of training helps nobody.
+    A row is (x, y) or (x, y, group), converted as `as_dataset` converts arrays, so that `take`
+    gives what a `Dataset` of the same rows gives. Rows are checked when they are read; non-finite
+    features are let through, because stopping in the middle of training helps nobody.
 
     Attributes:
         source: has a length and gives row i as source[i].
-        group_names: as in `Dataset`; must be given where rows have a group, since finding them would mean
-            reading everything.
+        group_names: as in `Dataset`; must be given where rows have a group, since finding them
+            would mean reading everything.
         class_names: as in `Dataset`.
         name: for reports.
         device: where `take` puts the rows.
-        uncovered: looks at the data before this that ε does not cover, each a phrase for the privacy report.
-        labels: number of labels that the model knows, and the one that its loss ignores; None: not known yet.
+        uncovered: looks at the data before this that ε does not cover, each a phrase for the
+            privacy report.
+        labels: number of labels that the model knows, and the one that its loss ignores; None: not
+            known yet.
 
     Raises:
-        ValueError: no samples, rows of another form, rows that cannot be read, or groups without names.
+        ValueError: no samples, rows of another form, rows that cannot be read, or groups without
+            names.
         TypeError: a source without a length, or a value that is no number.
     """
 
@@ -156,7 +165,9 @@ class MapDataset(Streamed):
     def __len__(self) -> int:
         if not isinstance(self.source, Sized):
             kind = type(self.source).__name__
-            raise TypeError(f"{kind} has no length, and the sampling rate is q = B/n; give it a __len__.")
+            raise TypeError(
+                f"{kind} has no length, and the sampling rate is q = B/n; give it a __len__."
+            )
         return len(self.source)
 
     def take(self, indices: Tensor) -> Samples:
@@ -165,7 +176,9 @@ class MapDataset(Streamed):
         return found._replace(x=_each(_floats, found.x))
 
     def read(self, rows: list[int]) -> Samples:
-        """The same on the CPU and with bytes left as they are, which is how other processes send them."""
+        """The same on the CPU and with bytes left as they are, which is how other processes send
+        them.
+        """
         if not rows:  # the shapes of no rows are those of one row, cut to length 0
             return self.read([0]).cut(0, 0)
         columns = torch_data.default_collate([_item(self.source, i) for i in rows])
@@ -187,17 +200,23 @@ class MapDataset(Streamed):
 
     def fingerprints(self) -> list[str]:
         """Of the first few rows: finding those of all would mean reading everything."""
-        return [_fingerprint(tensor) for tensor in _tensors(self.take(torch.arange(min(16, len(self)))))]
+        return [
+            _fingerprint(tensor) for tensor in _tensors(self.take(torch.arange(min(16, len(self)))))
+        ]
 
     def ahead(self, batches: Iterator[Tensor], readers: int) -> Feed:
-        """The rows of these batches, read by so many processes; by this one when they are asked for if there are 0."""
+        """The rows of these batches, read by so many processes; by this one when they are asked for
+        if there are 0.
+        """
         from evenclip.data.readers import Processes, Untimely
 
         return Processes(self, batches, readers) if readers else Untimely(self)
 
 
 class Splits(NamedTuple):
-    """A dataset cut up: what is trained on, what is reported on, and what settings may be chosen on."""
+    """A dataset cut up: what is trained on, what is reported on, and what settings may be chosen
+    on.
+    """
 
     train: Dataset
     test: Dataset
@@ -207,17 +226,18 @@ class Splits(NamedTuple):
 def as_dataset(data: Any, *, group_names: Sequence[str] = ()) -> Dataset | Streamed:
     """What users have, in the form that training takes.
 
-    Floating numpy arrays become torch's default dtype; tensors and integer features stay as they are.
-    Integers and booleans in y and group become int64, strings become codes: positions in `group_names`, or
-    else in their own sorted list. Arrays are copied, tensors are not. A `TensorDataset` becomes a `Dataset`,
-    any other torch dataset a `MapDataset`.
+    Floating numpy arrays become torch's default dtype; tensors and integer features stay as they
+    are. Integers and booleans in y and group become int64, strings become codes: positions in
+    `group_names`, or else in their own sorted list. Arrays are copied, tensors are not. A
+    `TensorDataset` becomes a `Dataset`, any other torch dataset a `MapDataset`.
 
     Args:
-        data: (x, y) or (x, y, group) of tensors or numpy arrays, where x may be a tuple or dict of them; a
-            `Dataset` or `MapDataset`; or a map-style torch dataset with such rows. What `evenclip.data.parquet`
-            opened is left as it is.
-        group_names: the groups, public. Without them those of an array are read from the data, which ε does
-            not cover: its sorted strings, or "0" to "K−1" for codes that are all in use.
+        data: (x, y) or (x, y, group) of tensors or numpy arrays, where x may be a tuple or dict of
+            them; a `Dataset` or `MapDataset`; or a map-style torch dataset with such rows. What
+            `evenclip.data.parquet` opened is left as it is.
+        group_names: the groups, public. Without them those of an array are read from the data,
+            which ε does not cover: its sorted strings, or "0" to "K−1" for codes that are all in
+            use.
 
     Raises:
         TypeError: anything else; the message lists what is accepted.
@@ -236,8 +256,10 @@ def as_dataset(data: Any, *, group_names: Sequence[str] = ()) -> Dataset | Strea
         return as_dataset(data.tensors, group_names=names)
     if isinstance(data, torch_data.IterableDataset):
         raise TypeError(
-            f"data is {_describe(data)}, an IterableDataset, which is read in its own order; Poisson "
-            f"sampling draws every row independently at each step and needs random access: {ACCEPTED}."
+            f"data is {_describe(data)}, an IterableDataset, which is read in its own order; "
+            "Poisson "
+            "sampling draws every row independently at each step and needs random access: "
+            f"{ACCEPTED}."
         )
     if isinstance(data, torch_data.Dataset):
         return MapDataset(data, group_names=names)
@@ -246,7 +268,9 @@ def as_dataset(data: Any, *, group_names: Sequence[str] = ()) -> Dataset | Strea
     raise TypeError(f"data is {_describe(data)}; {ACCEPTED}.{_remedy(data)}")
 
 
-def _from_arrays(x: Any, y: Any, group: Any = None, *, group_names: tuple[str, ...] = ()) -> Dataset:
+def _from_arrays(
+    x: Any, y: Any, group: Any = None, *, group_names: tuple[str, ...] = ()
+) -> Dataset:
     """The `Dataset` of tensors or arrays."""
     y, class_names = _coded("y", y, ())
     if group is not None:
@@ -258,10 +282,13 @@ def _from_arrays(x: Any, y: Any, group: Any = None, *, group_names: tuple[str, .
 def _numbered(group: Tensor) -> tuple[str, ...]:
     """The names "0" to "K−1" of groups that have no others."""
     found = np.unique(group.cpu().numpy()).tolist()
-    if group.is_floating_point() or found == list(range(len(found))):  # `Dataset` will refuse floats
+    if group.is_floating_point() or found == list(
+        range(len(found))
+    ):  # `Dataset` will refuse floats
         return tuple(str(code) for code in found)
     raise ValueError(
-        f"group has {len(found)} different codes from {found[0]} to {found[-1]}; without group_names they "
+        f"group has {len(found)} different codes from {found[0]} to {found[-1]}; without "
+        "group_names they "
         "must be 0 to K−1, each in use: give group_names, or number the groups from 0."
     )
 
@@ -276,20 +303,27 @@ def _inputs(x: Any) -> Inputs:
 
 
 def _coded(name: str, values: Any, names: tuple[str, ...]) -> tuple[Tensor, tuple[str, ...]]:
-    """Targets or groups as a tensor, and their names; strings without names are sorted to make them."""
+    """Targets or groups as a tensor, and their names; strings without names are sorted to make
+    them.
+    """
     if not isinstance(values, np.ndarray) or values.dtype.kind not in "UOT":
         return _whole(_tensor(name, values)), names
     if not all(isinstance(value, str) for value in values.flat):
         raise TypeError(
-            f"{name} has dtype {values.dtype} and values that are not strings, such as missing ones; remove "
+            f"{name} has dtype {values.dtype} and values that are not strings, such as missing "
+            "ones; remove "
             "them, or give integers or strings only."
         )
     found, codes = np.unique(values.astype(str), return_inverse=True)
     names = names or tuple(found.tolist())
     unknown = [value for value in found.tolist() if value not in names]
     if unknown:
-        raise ValueError(f"{name} has the value {unknown[0]!r}, which is not one of {names}; add it to them.")
-    positions = np.array([names.index(value) for value in found.tolist()], dtype=np.int64)  # [found value]
+        raise ValueError(
+            f"{name} has the value {unknown[0]!r}, which is not one of {names}; add it to them."
+        )
+    positions = np.array(
+        [names.index(value) for value in found.tolist()], dtype=np.int64
+    )  # [found value]
     return torch.from_numpy(positions[codes]), names
 
 
@@ -299,7 +333,8 @@ def _item(source: Any, i: int) -> tuple[Inputs | Tensor, ...]:
         item = source[i]
     except Exception as error:
         raise ValueError(
-            f"Item {i} of the dataset cannot be read ({type(error).__name__}: {error}); correct it, or leave it out."
+            f"Item {i} of the dataset cannot be read ({type(error).__name__}: {error}); correct "
+            "it, or leave it out."
         ) from error
     return _row(item)
 
@@ -307,7 +342,9 @@ def _item(source: Any, i: int) -> tuple[Inputs | Tensor, ...]:
 def _row(item: Any) -> tuple[Inputs | Tensor, ...]:
     """One item of a torch dataset with its parts as tensors."""
     if not isinstance(item, tuple | list) or len(item) not in (2, 3):
-        raise ValueError(f"An item of the dataset is {_describe(item)}; it must be (x, y) or (x, y, group).")
+        raise ValueError(
+            f"An item of the dataset is {_describe(item)}; it must be (x, y) or (x, y, group)."
+        )
     return _inputs(item[0]), _tensor("y", item[1]), *(_tensor("group", group) for group in item[2:])
 
 
@@ -318,7 +355,9 @@ def _tensor(name: str, value: Any) -> Tensor:
     if isinstance(value, bool | int | float):
         return torch.tensor(value)
     if not isinstance(value, np.ndarray | np.generic):
-        raise TypeError(f"{name} is {_describe(value)}; give a tensor or a numpy array.{_remedy(value)}")
+        raise TypeError(
+            f"{name} is {_describe(value)}; give a tensor or a numpy array.{_remedy(value)}"
+        )
     if value.dtype.kind not in "fiub":
         raise TypeError(f"{name} has dtype {value.dtype}; encode it as numbers before training.")
     default = torch.empty(0).numpy().dtype
@@ -374,7 +413,9 @@ def _check_lengths(tensors: dict[str, Any]) -> None:
     """Raise unless all are tensors with one row per sample, and there is a sample."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} is {_describe(tensor)}; Dataset holds tensors: use as_dataset.")
+            raise TypeError(
+                f"{name} is {_describe(tensor)}; Dataset holds tensors: use as_dataset."
+            )
         if tensor.ndim == 0:
             raise ValueError(f"{name} is a single number; it must have one row per sample.")
     lengths = {name: len(tensor) for name, tensor in tensors.items()}
@@ -387,8 +428,8 @@ def _check_lengths(tensors: dict[str, Any]) -> None:
 
 def _check_finite(name: str, values: Tensor) -> None:
     """Raise if there is a NaN or an infinity, saying how many and where."""
-    # A finite sum has finite terms: one pass, and no mask of the size of the data. An infinite one may be an
-    # overflow, hence the second look.
+    # A finite sum has finite terms: one pass, and no mask of the size of the data. An infinite one
+    # may be an overflow, hence the second look.
     if not values.is_floating_point() or torch.isfinite(values.sum()):
         return
     bad = ~torch.isfinite(values)
@@ -405,13 +446,21 @@ def _check_groups(group: Tensor | None, group_names: tuple[str, ...]) -> None:
     if group is None and not group_names:
         return
     if group is None:
-        raise ValueError(f"group_names is {group_names} but there is no group; give both or neither.")
+        raise ValueError(
+            f"group_names is {group_names} but there is no group; give both or neither."
+        )
     if group.ndim != 1:
-        raise ValueError(f"group has shape {list(group.shape)}; it must be [sample], one code for each.")
+        raise ValueError(
+            f"group has shape {list(group.shape)}; it must be [sample], one code for each."
+        )
     if group.dtype != torch.int64:
-        raise TypeError(f"group has dtype {group.dtype}; it must hold int64 codes, positions in group_names.")
+        raise TypeError(
+            f"group has dtype {group.dtype}; it must hold int64 codes, positions in group_names."
+        )
     if not group_names:
-        raise ValueError("There is a group but no group_names; give the public names of all groups.")
+        raise ValueError(
+            "There is a group but no group_names; give the public names of all groups."
+        )
     _check_codes("group", group, "group_names", group_names)
 
 
@@ -429,8 +478,10 @@ def _check_labels(y: Tensor, rows: list[int], outputs: int, ignored: int) -> Non
     if wrong.any():
         place = wrong.nonzero()[0]
         raise ValueError(
-            f"Item {rows[int(place[0])]} of the dataset has the label {int(y[tuple(place)])} and the model has "
-            f"{outputs} outputs, for the labels 0 to {outputs - 1}; number the classes from 0, or give the model more "
+            f"Item {rows[int(place[0])]} of the dataset has the label {int(y[tuple(place)])} and "
+            "the model has "
+            f"{outputs} outputs, for the labels 0 to {outputs - 1}; number the classes from 0, or "
+            "give the model more "
             "outputs."
         )
 
@@ -442,7 +493,8 @@ def _check_codes(name: str, codes: Tensor, names_field: str, names: tuple[str, .
     lowest, highest = (int(code) for code in codes.aminmax())
     if lowest < 0 or highest >= len(names):
         raise ValueError(
-            f"{name} has codes from {lowest} to {highest} and {names_field} has {len(names)} names, so codes "
+            f"{name} has codes from {lowest} to {highest} and {names_field} has {len(names)} "
+            "names, so codes "
             f"must lie from 0 to {len(names) - 1}; add the missing names or correct the codes."
         )
 
@@ -451,7 +503,11 @@ def _describe(value: Any) -> str:
     """What was given, in words."""
     kind = type(value).__name__
     article = "an" if kind[0] in "aeiouAEIOU" else "a"
-    return f"{article} {kind} of {len(value)}" if isinstance(value, tuple | list) else f"{article} {kind}"
+    return (
+        f"{article} {kind} of {len(value)}"
+        if isinstance(value, tuple | list)
+        else f"{article} {kind}"
+    )
 
 
 def _remedy(value: Any) -> str:

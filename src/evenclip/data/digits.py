@@ -1,4 +1,5 @@
-"""Digits: which digit is this, on images small enough to come with scikit-learn, where eights are few?
+"""Digits: which digit is this, on images small enough to come with scikit-learn, where eights are
+few?
 
 | | |
 |---|---|
@@ -9,9 +10,9 @@
 | source | Alpaydin, E. and Kaynak, C. (1998), https://archive.ics.uci.edu/dataset/80, test part, as in scikit-learn |
 | licence | see that page; scikit-learn redistributes it |
 
-**Caveat.** A handful of eights to train on (about 13), and of the order of 35 to test on: for trying things out, not
-for conclusions. Not in the paper; MNIST's protocol (each 8 of the training set kept with probability 0.09) on data
-that need no download.
+**Caveat.** A handful of eights to train on (about 13), and of the order of 35 to test on: for
+trying things out, not for conclusions. Not in the paper; MNIST's protocol (each 8 of the training
+set kept with probability 0.09) on data that need no download.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def digits(seed: int = 0) -> Splits:
         from sklearn.datasets import load_digits
     except ImportError:
         raise ImportError(
-            "The digits come with scikit-learn, which is not installed; run `pip install 'scikit-learn>=1.4'`."
+            "The digits come with scikit-learn, which is not installed; run `pip install "
+            "'scikit-learn>=1.4'`."
         ) from None
     pixels, labels = load_digits(return_X_y=True)
     x = (pixels / 16).astype(np.float32).reshape(-1, 1, 8, 8)  # [sample, 1, 8, 8]
@@ -61,4 +63,6 @@ def digits(seed: int = 0) -> Splits:
 def _dataset(x: NDArray[np.float32], y: NDArray[np.int64]) -> Dataset:
     """As tensors; the group is the class."""
     classes = torch.from_numpy(y)
-    return Dataset(torch.from_numpy(x), classes, classes, group_names=DIGITS, class_names=DIGITS, name="digits")
+    return Dataset(
+        torch.from_numpy(x), classes, classes, group_names=DIGITS, class_names=DIGITS, name="digits"
+    )

@@ -1,8 +1,8 @@
 """Files that users bring: where they are, which are missing, and whether they are the right ones.
 
-The data directory has one folder for each dataset (mnist/, dutch/, ...). It is named by the caller (`--data-dir` on
-the command line) or by the environment variable EVENCLIP_DATA. What takes long to make from the files is kept in a
-cache directory: EVENCLIP_CACHE, or else ~/.cache/evenclip.
+The data directory has one folder for each dataset (mnist/, dutch/, ...). It is named by the caller
+(`--data-dir` on the command line) or by the environment variable EVENCLIP_DATA. What takes long to
+make from the files is kept in a cache directory: EVENCLIP_CACHE, or else ~/.cache/evenclip.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class File:
 
     Attributes:
         path: where it is in the data directory, such as "dutch/dutch_census_2001.arff".
-        sha256: of its content, as hexadecimal digits; None where the content is checked in another way.
+        sha256: of its content, as hexadecimal digits; None where the content is checked in another
+            way.
         also: other places where it is accepted, such as the same file unpacked.
     """
 
@@ -54,11 +55,13 @@ class File:
             return found
         if place is None:
             raise FileNotFoundError(
-                f"{self} is needed and there is no data directory; get it from {origin}, put it into a folder and "
+                f"{self} is needed and there is no data directory; get it from {origin}, put it "
+                "into a folder and "
                 f"name that folder with {TWO_WAYS}."
             )
         raise FileNotFoundError(
-            f"{self} is not in the data directory {place}; get it from {origin}, or name another directory with "
+            f"{self} is not in the data directory {place}; get it from {origin}, or name another "
+            "directory with "
             f"{TWO_WAYS}."
         )
 
@@ -74,7 +77,8 @@ class File:
         found = hashlib.sha256(content).hexdigest()
         if self.sha256 not in (None, found):
             raise ValueError(
-                f"{path} has the SHA-256 {found[:12]}... and should have {str(self.sha256)[:12]}...: it is damaged or "
+                f"{path} has the SHA-256 {found[:12]}... and should have "
+                f"{str(self.sha256)[:12]}...: it is damaged or "
                 f"another version; get it again from {origin}."
             )
         return content
@@ -90,13 +94,17 @@ def data_directory(given: str | Path | None = None) -> Path | None:
         FileNotFoundError: there is no such directory.
     """
     named, how = (
-        (given, "as given") if given is not None else (os.environ.get("EVENCLIP_DATA") or None, "EVENCLIP_DATA")
+        (given, "as given")
+        if given is not None
+        else (os.environ.get("EVENCLIP_DATA") or None, "EVENCLIP_DATA")
     )
     if named is None:
         return None
     path = Path(named).expanduser()
     if not path.is_dir():
-        raise FileNotFoundError(f"The data directory {path} ({how}) is not a folder; name one with {TWO_WAYS}.")
+        raise FileNotFoundError(
+            f"The data directory {path} ({how}) is not a folder; name one with {TWO_WAYS}."
+        )
     return path
 
 
@@ -106,12 +114,15 @@ def cache_directory() -> Path:
     Raises:
         OSError: it cannot be made.
     """
-    path = Path(os.environ.get("EVENCLIP_CACHE") or Path.home() / ".cache" / "evenclip").expanduser()
+    path = Path(
+        os.environ.get("EVENCLIP_CACHE") or Path.home() / ".cache" / "evenclip"
+    ).expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(
-            f"The cache directory {path} cannot be made ({error.strerror}); name another one with the environment "
+            f"The cache directory {path} cannot be made ({error.strerror}); name another one with "
+            "the environment "
             "variable EVENCLIP_CACHE."
         ) from None
     return path

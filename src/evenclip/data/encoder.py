@@ -1,13 +1,15 @@
-"""The encoder: from the raw rows of a table to features, classes and groups. It is saved with the model.
+"""The encoder: from the raw rows of a table to features, classes and groups. It is saved with the
+model.
 
 Fitted on the training rows alone, or made from a schema without looking at any row:
 
 * numbers and dates are standardised by mean and standard deviation, and held within ±100 of these;
-* a category keeps the values with at least max(10, 0.1 %) of the rows, at most 50 of them; the others share "other";
+* a category keeps the values with at least max(10, 0.1 %) of the rows, at most 50 of them; the
+  others share "other";
 * columns that say nothing or name the row (see `columns.useless`) are left out.
 
-The names of classes and groups are labels rather than features: those of all rows are taken, so that a group that has
-test rows only is in every table.
+The names of classes and groups are labels rather than features: those of all rows are taken, so
+that a group that has test rows only is in every table.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Labels:
     Attributes:
         column: where they stand.
         names: the labels.
-        edges: the values at which a number passes from one label to the next; None where labels are values.
+        edges: the values at which a number passes from one label to the next; None where labels are
+            values.
     """
 
     column: str
@@ -71,7 +74,8 @@ class Labels:
 
 @dataclass(frozen=True)
 class Encoder:
-    """How the raw rows of one table become what a model takes. Plain values only; `to_json` writes all of them.
+    """How the raw rows of one table become what a model takes. Plain values only; `to_json` writes
+    all of them.
 
     Attributes:
         columns: how each used column becomes features, in the order of the features.
@@ -108,9 +112,11 @@ class Encoder:
         return tuple(column.column for column in self.columns if isinstance(column, Category))
 
     def encode(self, frame: pd.DataFrame, rows: Codes | None = None) -> Tensor:
-        """The features of these rows, or of those at the positions `rows`.  # [row, feature] float32
+        """The features of these rows, or of those at the positions `rows`.  # [row, feature]
+        float32
 
-        Other columns are ignored. Values that training has not seen are held within bounds or have no indicator.
+        Other columns are ignored. Values that training has not seen are held within bounds or have
+        no indicator.
 
         Raises:
             ValueError: a column is not there.
@@ -148,14 +154,19 @@ class Encoder:
             series = _taken(frame, labels.column, rows)
             part = labels.of(series)
             _check_known(part, series, "group", labels.names, first)
-            names = [f"{name}{JOIN}{label}" if name else label for name in names for label in labels.names]
+            names = [
+                f"{name}{JOIN}{label}" if name else label
+                for name in names
+                for label in labels.names
+            ]
             codes = codes * len(labels.names) + part
         position = {name: code for code, name in enumerate(self.groups)}
         codes = np.array([position.get(name, -1) for name in names], dtype=np.int64)[codes]
         if (codes < 0).any():
             row = int(np.flatnonzero(codes < 0)[0])
             raise ValueError(
-                f"Row {row + first} belongs to none of the groups {listed(self.groups, 20)}; leave it out."
+                f"Row {row + first} belongs to none of the groups {listed(self.groups, 20)}; "
+                "leave it out."
             )
         return torch.from_numpy(codes)
 
@@ -182,18 +193,21 @@ class Encoder:
         absent = [name for name in needed if name not in frame.columns]
         if absent:
             raise ValueError(
-                f"The rows lack {'the column' if len(absent) == 1 else 'the columns'} {listed(absent, 20)}, which the "
+                f"The rows lack {'the column' if len(absent) == 1 else 'the columns'} "
+                f"{listed(absent, 20)}, which the "
                 "model was trained with; add them (empty where they are unknown)."
             )
 
 
-# --- fitting ---------------------------------------------------------------------------------------------------------
+# --- fitting ------------------------------------------------------------------------------------
 
 
 def fit_columns(
     frame: pd.DataFrame, rows: Codes, names: Sequence[str], keep: Collection[str]
 ) -> tuple[list[Column], list[str]]:
-    """How these columns become features, by the training rows alone; and notes on those that are left out."""
+    """How these columns become features, by the training rows alone; and notes on those that are
+    left out.
+    """
     found: list[Column] = []
     notes: list[str] = []
     for name in names:
@@ -210,10 +224,13 @@ def fit_columns(
     return found, notes
 
 
-def fit_labels(series: pd.Series, bins: int | None, entry: dict[str, Any] | None) -> tuple[Labels, str | None]:
+def fit_labels(
+    series: pd.Series, bins: int | None, entry: dict[str, Any] | None
+) -> tuple[Labels, str | None]:
     """The groups of a protected column, and what ε does not cover in them.
 
-    From all rows: groups are what results are reported for, and must be the same whatever the split is.
+    From all rows: groups are what results are reported for, and must be the same whatever the split
+    is.
     """
     name = str(series.name)
     if entry is not None and entry["kind"] in ("category", "boolean"):
@@ -224,25 +241,36 @@ def fit_labels(series: pd.Series, bins: int | None, entry: dict[str, Any] | None
         return _fitted_bins(series, bins, entry)
     codes, names = columns.factor(series)
     found = _with_missing(ordered(names), bool((codes < 0).any()))
-    return Labels(name, found), f"the names of the groups of {name!r}, which are those found in the data"
+    return Labels(
+        name, found
+    ), f"the names of the groups of {name!r}, which are those found in the data"
 
 
-def _fitted_bins(series: pd.Series, bins: int | None, entry: dict[str, Any] | None) -> tuple[Labels, str | None]:
+def _fitted_bins(
+    series: pd.Series, bins: int | None, entry: dict[str, Any] | None
+) -> tuple[Labels, str | None]:
     """A number cut into groups: at quantiles of the rows, or evenly over the public range."""
     name, values = str(series.name), columns.numbers(series)
     if bins is None:
         raise ValueError(
-            f"The group column {name!r} is a number with {series.nunique()} different values; give group_bins "
+            f"The group column {name!r} is a number with {series.nunique()} different values; "
+            "give group_bins "
             "(--group-bins), the number of groups to cut it into."
         )
     if entry is not None and entry["kind"] == "number":
         low, high = entry["range"]
-        edges, missing, uncovered = np.linspace(low, high, bins + 1)[1:-1], entry.get("missing", True), None
+        edges, missing, uncovered = (
+            np.linspace(low, high, bins + 1)[1:-1],
+            entry.get("missing", True),
+            None,
+        )
     else:
         edges = np.unique(np.nanquantile(values, np.arange(1, bins) / bins))
         missing = bool(np.isnan(values).any())
         uncovered = f"the values that cut {name!r} into groups, which are quantiles of all rows"
-    return Labels(name, _with_missing(_bin_names(edges.tolist()), missing), tuple(edges.tolist())), uncovered
+    return Labels(
+        name, _with_missing(_bin_names(edges.tolist()), missing), tuple(edges.tolist())
+    ), uncovered
 
 
 def _with_missing(names: Sequence[str], missing: bool) -> tuple[str, ...]:
@@ -282,7 +310,9 @@ def _fitted(series: pd.Series, name: str) -> tuple[Column, str | None]:
             return Number(name, *_moments(values), BOUND, bool(np.isnan(values).any())), kind.note
         case "date":
             values = columns.days(series, kind.format)
-            return Date(name, kind.format, *_moments(values), BOUND, bool(np.isnan(values).any())), kind.note
+            return Date(
+                name, kind.format, *_moments(values), BOUND, bool(np.isnan(values).any())
+            ), kind.note
     return _fitted_category(series, name)
 
 
@@ -292,11 +322,16 @@ def _fitted_category(series: pd.Series, name: str) -> tuple[Column, str | None]:
     counts = np.bincount(codes[codes >= 0], minlength=len(names))
     least = max(RARE_ROWS, math.ceil(RARE_SHARE * len(series)))
     frequent = sum(int(count) >= least for count in counts)
-    common = [names[code] for code in np.argsort(-counts, kind="stable")[: min(frequent, MOST_CATEGORIES)]]
+    common = [
+        names[code] for code in np.argsort(-counts, kind="stable")[: min(frequent, MOST_CATEGORIES)]
+    ]
     other = len(common) < len(names)
     note = None
     if frequent > MOST_CATEGORIES:
-        note = f"Column {name!r} has {frequent} frequent values; the {MOST_CATEGORIES} most frequent are used."
+        note = (
+            f"Column {name!r} has {frequent} frequent values; the {MOST_CATEGORIES} most "
+            "frequent are used."
+        )
     return Category(name, tuple(ordered(common)), other, bool((codes < 0).any())), note
 
 
@@ -308,7 +343,9 @@ def _without_information(column: Column) -> str | None:
 
 
 def _moments(values: NDArray[np.float64]) -> tuple[float, float]:
-    """Mean and standard deviation of what is there; 0 and 1 where nothing is, and a deviation of 1 for a constant."""
+    """Mean and standard deviation of what is there; 0 and 1 where nothing is, and a deviation of 1
+    for a constant.
+    """
     values = values[~np.isnan(values)]
     largest = float(np.abs(values).max(initial=0.0))
     if largest == 0:
@@ -333,13 +370,16 @@ def _taken(frame: pd.DataFrame, name: str, rows: Codes | None) -> pd.Series:
     return frame[name] if rows is None else frame[name].iloc[rows]
 
 
-def _check_known(codes: Codes, series: pd.Series, what: str, names: Sequence[str], first: int) -> None:
+def _check_known(
+    codes: Codes, series: pd.Series, what: str, names: Sequence[str], first: int
+) -> None:
     """Raise for a row that has no label."""
     if (codes < 0).any():
         row = int(np.flatnonzero(codes < 0)[0])
         value = None if series.isna().iloc[row] else columns.text(series.iloc[row])
         raise ValueError(
-            f"Column {str(series.name)!r} has {'no value' if value is None else f'the value {value!r}'} in row "
+            f"Column {str(series.name)!r} has "
+            f"{'no value' if value is None else f'the value {value!r}'} in row "
             f"{row + first}, which is no {what} of this encoder; it knows {listed(names, 20)}."
         )
 

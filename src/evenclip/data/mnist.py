@@ -11,8 +11,8 @@
 
 **Caveat.** The protected group is the label itself: a study of small classes, not of people.
 
-As in the paper (App. B): in the training set each 8 is kept with probability 0.09 (about 530 of 5,851); the test set
-is left alone. The probability is a constant, which costs no privacy.
+As in the paper (App. B): in the training set each 8 is kept with probability 0.09 (about 530 of
+5,851); the test set is left alone. The probability is a constant, which costs no privacy.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def mnist(seed: int = 0, *, directory: str | Path | None = None) -> Splits:
 
     Args:
         seed: decides which eights are kept.
-        directory: the data directory, with the four idx files in mnist/, as .gz or unpacked; by default that of
-            EVENCLIP_DATA.
+        directory: the data directory, with the four idx files in mnist/, as .gz or unpacked; by
+            default that of EVENCLIP_DATA.
 
     Raises:
         FileNotFoundError: a file is not there.
@@ -73,7 +73,9 @@ def _part(name: str, directory: str | Path | None) -> tuple[NDArray[np.uint8], N
 def _dataset(x: NDArray[np.uint8], y: NDArray[np.int64]) -> Dataset:
     """As tensors; the group is the class."""
     classes = torch.from_numpy(y)
-    return Dataset(torch.from_numpy(x), classes, classes, group_names=DIGITS, class_names=DIGITS, name="mnist")
+    return Dataset(
+        torch.from_numpy(x), classes, classes, group_names=DIGITS, class_names=DIGITS, name="mnist"
+    )
 
 
 def _array(name: str, directory: str | Path | None) -> NDArray[np.uint8]:
@@ -84,7 +86,8 @@ def _array(name: str, directory: str | Path | None) -> NDArray[np.uint8]:
     digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if digest != MD5[name]:
         raise ValueError(
-            f"{path} has the MD5 {digest} when unpacked and should have {MD5[name]}: it is damaged or another dataset; "
+            f"{path} has the MD5 {digest} when unpacked and should have {MD5[name]}: it is "
+            "damaged or another dataset; "
             f"get it again from {ORIGIN}."
         )
     return found
@@ -98,19 +101,26 @@ def _unpacked(path: Path) -> bytes:
     try:
         return gzip.decompress(content)
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be unpacked ({error}): it is damaged; get it again from {ORIGIN}.") from None
+        raise ValueError(
+            f"{path} cannot be unpacked ({error}): it is damaged; get it again from {ORIGIN}."
+        ) from None
 
 
 def _idx(content: bytes, path: Path) -> NDArray[np.uint8]:
-    """The array of bytes in the idx format: two zeros, type 8, number of axes, their lengths (4 bytes each), data."""
+    """The array of bytes in the idx format: two zeros, type 8, number of axes, their lengths (4
+    bytes each), data.
+    """
     axes = content[3] if content[:3] == b"\x00\x00\x08" and len(content) > 3 else 0
     start = 4 + 4 * axes
     if axes == 0 or len(content) < start:
-        raise ValueError(f"{path} does not begin like an idx file of bytes; get it again from {ORIGIN}.")
+        raise ValueError(
+            f"{path} does not begin like an idx file of bytes; get it again from {ORIGIN}."
+        )
     shape = [int(length) for length in np.frombuffer(content[4:start], dtype=">u4")]
     if len(content) - start != math.prod(shape):
         raise ValueError(
-            f"{path} holds {len(content) - start:,} bytes of data and its header announces {math.prod(shape):,}: was "
+            f"{path} holds {len(content) - start:,} bytes of data and its header announces "
+            f"{math.prod(shape):,}: was "
             f"the download cut short? Get it again from {ORIGIN}."
         )
     # A copy: tensors must not look into memory that cannot be written.

@@ -1,16 +1,19 @@
 """Parquet files that need not fit in memory: rows are read by row group, many batches at once.
 
-    data = evenclip.data.parquet("loans/*.parquet", target="default", group="sex", schema="schema.json")
-    evenclip.fit(evenclip.models.mlp(len(data.encoder.features), len(data.class_names)), data, batch_size=4096)
+    data = evenclip.data.parquet("loans/*.parquet", target="default", group="sex",
+    schema="schema.json") evenclip.fit(evenclip.models.mlp(len(data.encoder.features),
+    len(data.class_names)), data, batch_size=4096)
 
-A Poisson batch of 256 among millions of rows touches about 256 row groups; read one batch at a time, every step would
-decode a good part of the file. But batches are drawn without looking at the data, so those of the next thousands of
-steps are known: they are collected until `memory` is used up, and one pass through the file, in its order, deals out
-the rows of all of them. A row group is decoded once for a window of batches, and not at all if nothing in it was drawn.
+A Poisson batch of 256 among millions of rows touches about 256 row groups; read one batch at a
+time, every step would decode a good part of the file. But batches are drawn without looking at the
+data, so those of the next thousands of steps are known: they are collected until `memory` is used
+up, and one pass through the file, in its order, deals out the rows of all of them. A row group is
+decoded once for a window of batches, and not at all if nothing in it was drawn.
 
-Before training there is one pass over all rows. It refuses, by file and row, what `evenclip.data.table` would refuse or
-leave out, since n is fixed by then; and it takes the digest that the run's random streams depend on, so that a file and
-the same rows in memory draw the same batches and the same noise, and train the same model to the last bit.
+Before training there is one pass over all rows. It refuses, by file and row, what
+`evenclip.data.table` would refuse or leave out, since n is fixed by then; and it takes the digest
+that the run's random streams depend on, so that a file and the same rows in memory draw the same
+batches and the same noise, and train the same model to the last bit.
 """
 
 from __future__ import annotations
@@ -83,7 +86,8 @@ class Parquet(Streamed):
     Attributes:
         files: in the order of the rows.
         encoder: what makes features, classes and groups of raw rows; it makes the same of new ones.
-        uncovered: the looks at the data that ε does not cover, each a phrase for the privacy report.
+        uncovered: the looks at the data that ε does not cover, each a phrase for the privacy
+            report.
         memory: bytes that the rows of the batches under way may take.
         name: for reports.
         device: where `take` puts the rows.
@@ -135,19 +139,27 @@ class Parquet(Streamed):
         del ignored
         if len(self.class_names) > outputs:
             raise ValueError(
-                f"{self.encoder.target.column!r} has {len(self.class_names)} classes, {listed(self.class_names, 20)}, "
+                f"{self.encoder.target.column!r} has {len(self.class_names)} classes, "
+                f"{listed(self.class_names, 20)}, "
                 f"and the model has {outputs} outputs; give the model {len(self.class_names)}."
             )
         return self
 
     def ahead(self, batches: Iterator[Tensor], readers: int) -> Feed:
-        """The rows of these batches, read a window at a time by a thread, whatever the number of readers."""
+        """The rows of these batches, read a window at a time by a thread, whatever the number of
+        readers.
+        """
         del readers
-        each = 4 * len(self.encoder.features) + 16 + 72  # bytes of features, class and group; of places while reading
-        return _Placed(Windows(self._gather, batches, max(1, self.memory // 2 // each)), self.device)
+        each = (
+            4 * len(self.encoder.features) + 16 + 72
+        )  # bytes of features, class and group; of places while reading
+        return _Placed(
+            Windows(self._gather, batches, max(1, self.memory // 2 // each)), self.device
+        )
 
     def fingerprints(self) -> tuple[str, ...]:
-        """Those of a `Dataset` with the same rows, by a pass over all of them, in which each is checked.
+        """Those of a `Dataset` with the same rows, by a pass over all of them, in which each is
+        checked.
 
         Raises:
             ValueError: a row that cannot be used.
@@ -175,38 +187,56 @@ class Parquet(Streamed):
                     if tensor is not None:
                         each.add(tensor)
                 first += len(frame)
-        lines = [fingerprint(dtype, shape, each) for (dtype, shape), each in zip(parts, bits, strict=True)]
-        self.checked.notes = tuple(schemas.note_outside(name, count) for name, count in outside.items() if count)
+        lines = [
+            fingerprint(dtype, shape, each)
+            for (dtype, shape), each in zip(parts, bits, strict=True)
+        ]
+        self.checked.notes = tuple(
+            schemas.note_outside(name, count) for name, count in outside.items() if count
+        )
         self.checked.fingerprints = tuple(lines)
 
     def _check(self, frame: pd.DataFrame, first: int) -> dict[str, int]:
-        """Raise for a row that cannot be used; how many values of each column count as the end of its range."""
+        """Raise for a row that cannot be used; how many values of each column count as the end of
+        its range.
+        """
         if self.entries is not None:
             used = [name for name in frame.columns if name in self.entries]
-            return {name: schemas.count_outside(name, self.entries[name], frame[name], first) for name in used}
+            return {
+                name: schemas.count_outside(name, self.entries[name], frame[name], first)
+                for name in used
+            }
         for column in self.encoder.columns:
             absent = np.isnan(columns.numbers(frame[column.column]))
             if absent.any():
                 raise ValueError(
-                    f"Column {column.column!r} has no number in row {int(np.flatnonzero(absent)[0]) + first} (missing, "
-                    "or infinite); leave such rows out of the file, or give a schema, which has an indicator for them."
+                    f"Column {column.column!r} has no number in row "
+                    f"{int(np.flatnonzero(absent)[0]) + first} (missing, "
+                    "or infinite); leave such rows out of the file, or give a schema, which has "
+                    "an indicator for them."
                 )
         return {}
 
     def _encoded(self, frame: pd.DataFrame, first: int = 1) -> Samples:
         """Rows as tensors."""
         group = self.encoder.group_of(frame, first=first) if self.encoder.group else None
-        return Samples(self.encoder.encode(frame), self.encoder.target_of(frame, first=first), group)
+        return Samples(
+            self.encoder.encode(frame), self.encoder.target_of(frame, first=first), group
+        )
 
     def _gather(self, indices: Tensor, stopped: Callable[[], bool]) -> Samples:
         """The rows at `indices`, in one pass through the files."""
         n, wanted = len(indices), indices.numpy()
         if n and (wanted.min() < 0 or wanted.max() >= len(self)):
-            raise IndexError(f"Rows {wanted.min()} to {wanted.max()} are asked for, and there are {len(self)}.")
+            raise IndexError(
+                f"Rows {wanted.min()} to {wanted.max()} are asked for, and there are {len(self)}."
+            )
         grouped = bool(self.encoder.group)
         x, y = torch.empty(n, len(self.encoder.features)), torch.empty(n, dtype=torch.int64)
         group = torch.empty(n, dtype=torch.int64) if grouped else None
-        order = np.argsort(wanted, kind="stable")  # place in the answer of each row, in the order of the files
+        order = np.argsort(
+            wanted, kind="stable"
+        )  # place in the answer of each row, in the order of the files
         ends = np.cumsum([0, *(file.rows for file in self.files)])
         cuts = np.searchsorted(wanted, ends, sorter=order)
         for i, file in enumerate(self.files):
@@ -221,13 +251,19 @@ class Parquet(Streamed):
         return Samples(x, y, group)
 
     def _picked(self, file: _File, wanted: Rows) -> Iterator[tuple[slice, pd.DataFrame]]:
-        """The rows of a file at these places, which ascend and may repeat: which of them, and the raw rows."""
+        """The rows of a file at these places, which ascend and may repeat: which of them, and the
+        raw rows.
+        """
         if len(wanted) == 0:
             return
         begins = np.cumsum([0, *file.sizes])  # [row group + 1]
-        own = np.searchsorted(begins, wanted, side="right") - 1  # [wanted]; an empty row group holds nothing
+        own = (
+            np.searchsorted(begins, wanted, side="right") - 1
+        )  # [wanted]; an empty row group holds nothing
         hit, rank = np.unique(own, return_inverse=True)
-        before = np.cumsum([0, *np.array(file.sizes)[hit]])  # rows that are decoded before each row group
+        before = np.cumsum(
+            [0, *np.array(file.sizes)[hit]]
+        )  # rows that are decoded before each row group
         decoded = wanted - begins[own] + before[rank]  # place among the rows that are decoded
         done = 0
         for table in _together(_chosen(self._batches(file, hit.tolist()), decoded)):
@@ -236,13 +272,16 @@ class Parquet(Streamed):
 
     def _frames(self, file: _File) -> Iterator[pd.DataFrame]:
         """All rows of a file, some at a time."""
-        return (_frame(table) for table in _together(self._batches(file, list(range(len(file.sizes))))))
+        return (
+            _frame(table) for table in _together(self._batches(file, list(range(len(file.sizes)))))
+        )
 
     def _batches(self, file: _File, groups: list[int]) -> Iterator[Any]:
         """The columns that are used, as Arrow's record batches."""
         if _stamp(file.path) != file.stamp:
             raise ValueError(
-                f"{file.path} has changed since it was opened; a run sees one dataset only: open it again and start "
+                f"{file.path} has changed since it was opened; a run sees one dataset only: open "
+                "it again and start "
                 "again."
             )
         yield from _batches(file, groups, self._names)
@@ -250,7 +289,11 @@ class Parquet(Streamed):
     @property
     def _names(self) -> list[str]:
         features = [column.column for column in self.encoder.columns]
-        return list(dict.fromkeys([*features, *(each.column for each in (self.encoder.target, *self.encoder.group))]))
+        return list(
+            dict.fromkeys(
+                [*features, *(each.column for each in (self.encoder.target, *self.encoder.group))]
+            )
+        )
 
 
 class _Placed:
@@ -279,25 +322,28 @@ def parquet(
 ) -> Parquet:
     """Parquet files, to be trained on without reading them into memory.
 
-    With a schema every column is encoded by what is public about it, and nothing is fitted on the data. Without one the
-    features must be numbers, which are taken as they are; the names of classes and groups are then found in the file.
+    With a schema every column is encoded by what is public about it, and nothing is fitted on the
+    data. Without one the features must be numbers, which are taken as they are; the names of
+    classes and groups are then found in the file.
 
     Args:
-        source: a file, a pattern such as "loans/*.parquet", a folder, or several of them. Files of a pattern or a
-            folder are taken in the order of their names.
+        source: a file, a pattern such as "loans/*.parquet", a folder, or several of them. Files of
+            a pattern or a folder are taken in the order of their names.
         target: the column to predict; two or more classes.
-        group: the protected column, or several, whose combinations are the groups; none unless given.
-        features: the columns to learn from; unless given those of the schema, or else all but target and group.
+        group: the protected column, or several, whose combinations are the groups; none unless
+            given.
+        features: the columns to learn from; unless given those of the schema, or else all but
+            target and group.
         schema: public ranges and categories (see `evenclip.data.schema`), or the file they are in.
         exclude_group: whether the protected columns of the schema are kept out of the features.
         group_bins: number of groups that a number with a range in the schema is cut into.
-        memory: bytes that the rows of the batches under way may take. The more, the fewer passes through the files: a
-            pass deals out memory/2 bytes of encoded rows.
+        memory: bytes that the rows of the batches under way may take. The more, the fewer passes
+            through the files: a pass deals out memory/2 bytes of encoded rows.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: no Parquet file, files with different columns, no such column, a feature that is no number, and what
-            `evenclip.data.table.table` says about classes and groups.
+        ValueError: no Parquet file, files with different columns, no such column, a feature that is
+            no number, and what `evenclip.data.table.table` says about classes and groups.
 
     >>> import tempfile, pandas as pd
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -322,18 +368,25 @@ def parquet(
     uncovered.insert(0, "a check that every row can be used, which only ever stops training")
     encoder = Encoder(found, labels[0], labels[1:], groups)
     used = {*(column.column for column in found), target, *group}
-    entries = None if entries is None else {name: entry for name, entry in entries.items() if name in used}
+    entries = (
+        None
+        if entries is None
+        else {name: entry for name, entry in entries.items() if name in used}
+    )
     return Parquet(files, encoder, entries, tuple(uncovered), int(memory), files[0].path.name)
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------
 
 
 def _paths(source: Any) -> list[Path]:
     """The files that are meant."""
     if not isinstance(source, str | os.PathLike):
         if not isinstance(source, Sequence):
-            raise TypeError(f"source is a {type(source).__name__}; give the path of a Parquet file, or a list of them.")
+            raise TypeError(
+                f"source is a {type(source).__name__}; give the path of a Parquet file, or a list "
+                "of them."
+            )
         return [path for each in source for path in _paths(each)]
     path = Path(source)
     if path.is_dir():
@@ -343,7 +396,9 @@ def _paths(source: Any) -> list[Path]:
     else:
         return [path]
     if not found:
-        raise FileNotFoundError(f"There are no Parquet files at {source}; name a file, a folder or a pattern.")
+        raise FileNotFoundError(
+            f"There are no Parquet files at {source}; name a file, a folder or a pattern."
+        )
     return found
 
 
@@ -378,21 +433,35 @@ def _types(file: _File) -> dict[str, Any]:
 
 
 def _batches(file: _File, groups: list[int], names: list[str]) -> Iterator[Any]:
-    """Some columns of some row groups, `CHUNK` rows at a time; texts as codes, which is how they are stored."""
+    """Some columns of some row groups, `CHUNK` rows at a time; texts as codes, which is how they
+    are stored.
+    """
     import pyarrow as pa
     from pyarrow import parquet as pq
 
     types = _types(file)
-    texts = [name for name in names if pa.types.is_string(types[name]) or pa.types.is_large_string(types[name])]
+    texts = [
+        name
+        for name in names
+        if pa.types.is_string(types[name]) or pa.types.is_large_string(types[name])
+    ]
     # Not buffered beforehand: that would hold a whole row group, of all columns.
     with pq.ParquetFile(
-        file.path, metadata=file.metadata, read_dictionary=texts, pre_buffer=False, buffer_size=BUFFER
+        file.path,
+        metadata=file.metadata,
+        read_dictionary=texts,
+        pre_buffer=False,
+        buffer_size=BUFFER,
     ) as opened:
         try:
-            yield from opened.iter_batches(CHUNK, row_groups=groups, columns=names, use_threads=False)
+            yield from opened.iter_batches(
+                CHUNK, row_groups=groups, columns=names, use_threads=False
+            )
         except (pa.ArrowException, OSError) as error:
             said = " ".join(str(error).split()).rstrip(".")
-            raise ValueError(f"{file.path} cannot be read to its end ({said}); write it again.") from error
+            raise ValueError(
+                f"{file.path} cannot be read to its end ({said}); write it again."
+            ) from error
 
 
 def _chosen(batches: Iterator[Any], rows: Rows) -> Iterator[Any]:
@@ -408,7 +477,9 @@ def _chosen(batches: Iterator[Any], rows: Rows) -> Iterator[Any]:
 
 
 def _together(batches: Iterator[Any]) -> Iterator[Any]:
-    """Record batches joined to tables of at least `CHUNK` rows, but for the last: encoding few rows takes as long."""
+    """Record batches joined to tables of at least `CHUNK` rows, but for the last: encoding few rows
+    takes as long.
+    """
     import pyarrow as pa
 
     held: list[Any] = []
@@ -438,21 +509,27 @@ def _never() -> bool:
     return False
 
 
-# --- columns ---------------------------------------------------------------------------------------------------------
+# --- columns ------------------------------------------------------------------------------------
 
 
-def _check_names(files: Sequence[_File], target: str, group: tuple[str, ...], features: Sequence[str]) -> None:
+def _check_names(
+    files: Sequence[_File], target: str, group: tuple[str, ...], features: Sequence[str]
+) -> None:
     """Raise for a column that is not there, or is asked to be two things."""
     for file in files:
         there = list(_types(file))
         for name in (target, *group, *features):
             if name not in there:
                 raise ValueError(
-                    f"There is no column {name!r} in {file.path}{nearest(name, there)} its columns are "
+                    f"There is no column {name!r} in {file.path}{nearest(name, there)} its "
+                    "columns are "
                     f"{listed(there, 20)}."
                 )
     if target in group:
-        raise ValueError(f"target and group are both {target!r}; predict one column and compare the groups of another.")
+        raise ValueError(
+            f"target and group are both {target!r}; predict one column and compare the groups of "
+            "another."
+        )
     if target in features:
         raise ValueError(f"The target {target!r} is among the features; leave it out of them.")
     for what, names in (("group", group), ("features", features)):
@@ -469,7 +546,8 @@ def _check_alike(files: Sequence[_File], names: Sequence[str]) -> None:
             if there.get(name) != kinds[name]:
                 kind = "not there" if name not in there else str(there[name])
                 raise ValueError(
-                    f"The files differ: column {name!r} is {kinds[name]} in {first.path} and {kind} in {file.path}; "
+                    f"The files differ: column {name!r} is {kinds[name]} in {first.path} and "
+                    f"{kind} in {file.path}; "
                     "write them with one schema."
                 )
 
@@ -480,13 +558,23 @@ def _columns(
 ) -> tuple[Column, ...]:  # fmt: skip
     """How columns become features."""
     if entries is None:
-        names = [name for name in _types(file) if name not in (target, *group)] if features is None else features
+        names = (
+            [name for name in _types(file) if name not in (target, *group)]
+            if features is None
+            else features
+        )
         found = [_as_it_is(file, name) for name in names]
     else:
         left_out = {target, *(group if exclude_group else ())}
-        used = [name for name, entry in entries.items() if entry["kind"] != "ignore" and name not in left_out]
+        used = [
+            name
+            for name, entry in entries.items()
+            if entry["kind"] != "ignore" and name not in left_out
+        ]
         _check_entries(file, used, features or (), entries)
-        found = [schemas.column(name, entries[name]) for name in (used if features is None else features)]
+        found = [
+            schemas.column(name, entries[name]) for name in (used if features is None else features)
+        ]
     if not found:
         raise ValueError("No column is left to learn from; name some as features.")
     return tuple(found)
@@ -499,31 +587,40 @@ def _as_it_is(file: _File, name: str) -> Column:
     kind = _types(file)[name]
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         raise ValueError(
-            f"Column {name!r} is of type {kind}, which is no number; give a schema, which says how it becomes features "
+            f"Column {name!r} is of type {kind}, which is no number; give a schema, which says "
+            "how it becomes features "
             "(`evenclip data schema` proposes one), or name the columns to learn from as features."
         )
     return Number(name, 0.0, 1.0, LARGEST, missing=False)
 
 
-def _check_entries(file: _File, used: Sequence[str], features: Sequence[str], entries: dict[str, Any]) -> None:
+def _check_entries(
+    file: _File, used: Sequence[str], features: Sequence[str], entries: dict[str, Any]
+) -> None:
     """Raise where the schema and the file, or the features, do not go together."""
     there = list(_types(file))
     absent = [name for name in used if name not in there]
     if absent:
         raise ValueError(
-            f"The schema has the column {absent[0]!r} and {file.path} does not; its columns are {listed(there, 20)}: "
+            f"The schema has the column {absent[0]!r} and {file.path} does not; its columns are "
+            f"{listed(there, 20)}: "
             "add the column, or take it out of the schema."
         )
     unnamed = [name for name in features if name not in entries]
     if unnamed:
         raise ValueError(
-            f"The feature {unnamed[0]!r} is not in the schema{nearest(unnamed[0], entries)} say there what is public "
+            f"The feature {unnamed[0]!r} is not in the schema{nearest(unnamed[0], entries)} say "
+            "there what is public "
             "about it."
         )
 
 
 def _labels(
-    files: Sequence[_File], target: str, group: tuple[str, ...], bins: int | None, entries: dict[str, Any]
+    files: Sequence[_File],
+    target: str,
+    group: tuple[str, ...],
+    bins: int | None,
+    entries: dict[str, Any],
 ) -> tuple[tuple[Any, ...], tuple[str, ...], list[str]]:
     """Classes, the labels of each protected column, and groups; what ε does not cover in them.
 
@@ -544,7 +641,8 @@ def _labels(
         raise ValueError(f"The target {target!r} is missing in every row; choose another column.")
     if bins is not None and any("quantiles" in each for each in uncovered):
         raise ValueError(
-            f"group_bins cuts {listed(group, 20)} at quantiles of all rows, which are not sorted here; give its range "
+            f"group_bins cuts {listed(group, 20)} at quantiles of all rows, which are not sorted "
+            "here; give its range "
             "in a schema, or write a column of groups into the file."
         )
     return labels, groups, uncovered
@@ -552,11 +650,15 @@ def _labels(
 
 def _is_public(entry: dict[str, Any], bins: int | None) -> bool:
     """Whether the labels of a column are known without a look at it."""
-    return entry.get("kind") in ("category", "boolean") or (entry.get("kind") == "number" and bins is not None)
+    return entry.get("kind") in ("category", "boolean") or (
+        entry.get("kind") == "number" and bins is not None
+    )
 
 
 def _different(files: Sequence[_File], names: list[str], target: str) -> Iterator[pd.DataFrame]:
-    """The different rows of these columns that have a target: all at the end, and once before if they are very many."""
+    """The different rows of these columns that have a target: all at the end, and once before if
+    they are very many.
+    """
     import pandas as pd
 
     found, told = pd.DataFrame(columns=names), False
@@ -566,7 +668,8 @@ def _different(files: Sequence[_File], names: list[str], target: str) -> Iterato
             found = frame if len(found) == 0 else pd.concat([found, frame]).drop_duplicates()
             if len(found) > LOOKED_AT and not told:
                 told = True
-                yield found  # so that a target that is no class is refused before it fills the memory
+                # so that a target that is no class is refused before it fills the memory
+                yield found
     yield found
 
 

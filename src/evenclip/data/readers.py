@@ -1,6 +1,8 @@
-"""Processes that read the items of a map-style torch dataset ahead: for items that take Python long to make.
+"""Processes that read the items of a map-style torch dataset ahead: for items that take Python long
+to make.
 
-Not torch's `DataLoader`: that a worker was killed it tells by an exception in whatever line training has come to.
+Not torch's `DataLoader`: that a worker was killed it tells by an exception in whatever line
+training has come to.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class Untimely:
 class Processes:
     """A feed whose batches so many processes read, each a whole one.
 
-    Batches come in their order, whoever has read them. An error is raised where its batch is asked for.
+    Batches come in their order, whoever has read them. An error is raised where its batch is asked
+    for.
     """
 
     def __init__(self, data: MapDataset, batches: Iterator[Tensor], readers: int) -> None:
@@ -77,7 +80,8 @@ class Processes:
             self._ask()
         except BrokenProcessPool as error:
             raise RuntimeError(
-                f"A process that reads the dataset has ended before its time ({error}) If it ran out of memory, take "
+                f"A process that reads the dataset has ended before its time ({error}) If it ran "
+                "out of memory, take "
                 f"fewer than {self._readers} readers."
             ) from error
         if isinstance(found, Exception):
@@ -99,12 +103,14 @@ class Processes:
             self._asked.append((batch, self._pool.submit(_read, batch.tolist())))
 
 
-# --- in the processes that read --------------------------------------------------------------------------------------
+# --- in the processes that read -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class _Packed:
-    """A tensor as bytes on its way to another process: torch would send a file descriptor, and these are few."""
+    """A tensor as bytes on its way to another process: torch would send a file descriptor, and
+    these are few.
+    """
 
     content: NDArray[np.uint8]
     dtype: torch.dtype
@@ -119,7 +125,9 @@ _data: list[MapDataset] = []  # that this process reads
 
 
 def _begin(data: MapDataset, trainer: int) -> None:
-    """What a reader does first. Ctrl-C is for the process that trains, which takes the step to its end and saves."""
+    """What a reader does first. Ctrl-C is for the process that trains, which takes the step to its
+    end and saves.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     _data.append(data)
@@ -134,15 +142,25 @@ def _watch(trainer: int) -> None:
 
 
 def _read(rows: list[int]) -> Samples | Exception:
-    """A batch, or what is wrong with it; where it went wrong, for whoever wrote the dataset, is in a note."""
+    """A batch, or what is wrong with it; where it went wrong, for whoever wrote the dataset, is in
+    a note.
+    """
     try:
         found: Samples = tree_map_only(Tensor, _packed, _data[-1].read(rows))
         return found
     except (ValueError, TypeError) as error:
-        told = type(error)(str(error)) if type(error) in (ValueError, TypeError) else ValueError(str(error))
+        told = (
+            type(error)(str(error))
+            if type(error) in (ValueError, TypeError)
+            else ValueError(str(error))
+        )
         told.add_note("".join(traceback.format_exception(error)))
         return told
 
 
 def _packed(tensor: Tensor) -> _Packed:
-    return _Packed(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape)
+    return _Packed(
+        tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy(),
+        tensor.dtype,
+        tensor.shape,
+    )

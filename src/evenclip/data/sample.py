@@ -1,4 +1,6 @@
-"""Which rows of a dataset are used: random thinning of groups, and random splits, decided by a seed."""
+"""Which rows of a dataset are used: random thinning of groups, and random splits, decided by a
+seed.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,22 @@ Rows = NDArray[np.int64]
 
 
 def stream(seed: int, name: str) -> np.random.Generator:
-    """The random numbers of one dataset and seed; no other user of the same seed draws the same ones.
+    """The random numbers of one dataset and seed; no other user of the same seed draws the same
+    ones.
 
     Raises:
         ValueError: a negative seed.
     """
     if seed < 0:
         raise ValueError(f"seed is {seed}; it must be a whole number of at least 0.")
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, int.from_bytes(name.encode(), "big")])))
+    return np.random.Generator(
+        np.random.PCG64(np.random.SeedSequence([seed, int.from_bytes(name.encode(), "big")]))
+    )
 
 
 def balanced(group: Rows, groups: int, stream: np.random.Generator) -> Rows:
-    """The rows that are left when each of group k is kept with probability (size of the smallest) ÷ (size of k).
+    """The rows that are left when each of group k is kept with probability (size of the smallest) ÷
+    (size of k).
 
     The smallest group is kept whole. The sizes are those of the data, which ε does not cover.
     """
@@ -32,7 +38,9 @@ def balanced(group: Rows, groups: int, stream: np.random.Generator) -> Rows:
 
 
 def thinned(group: Rows, code: int, probability: float, stream: np.random.Generator) -> Rows:
-    """The rows that are left when each of one group is kept with this probability, and everybody else."""
+    """The rows that are left when each of one group is kept with this probability, and everybody
+    else.
+    """
     return np.flatnonzero((group != code) | (stream.random(len(group)) < probability))
 
 

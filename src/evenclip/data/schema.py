@@ -1,4 +1,5 @@
-"""Schemas: ranges and categories that are public knowledge, so that preparing a table looks at no data.
+"""Schemas: ranges and categories that are public knowledge, so that preparing a table looks at no
+data.
 
 A schema is a JSON file:
 
@@ -10,10 +11,11 @@ A schema is a JSON file:
        "job":    {"kind": "category", "values": ["baker", "miller"], "other": true},
        "id":     {"kind": "ignore"}}}
 
-`range` goes to [−1, 1], and what lies outside counts as its nearer end. `missing` (true unless given) says whether
-values may be missing, and gives them an indicator. `other` (false unless given) gives one to all values that are not
-listed; without it such a value in the data is refused. Columns that the schema does not name are not used. The values
-of the target and of the group, listed here, are the public names of classes and groups.
+`range` goes to [−1, 1], and what lies outside counts as its nearer end. `missing` (true unless
+given) says whether values may be missing, and gives them an indicator. `other` (false unless given)
+gives one to all values that are not listed; without it such a value in the data is refused. Columns
+that the schema does not name are not used. The values of the target and of the group, listed here,
+are the public names of classes and groups.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ __all__ = ["check", "column", "count_outside", "load", "note_outside", "propose"
 
 VERSION = 1
 WARNING = (
-    "Every range and value below was read from the data, which ε does not cover. Replace them by what is publicly "
+    "Every range and value below was read from the data, which ε does not cover. Replace them by "
+    "what is publicly "
     "known (the range of the form's field, the list of the register), and then remove this line."
 )
 MOST_VALUES = 50  # that are proposed; the others are "other"
@@ -54,7 +57,8 @@ FIELDS = {
 def propose(frame: pd.DataFrame) -> dict[str, Any]:
     """A first schema, to be edited: kinds, ranges and categories as these rows have them.
 
-    Columns without information and columns that look like identifiers are proposed to be ignored, with the reason.
+    Columns without information and columns that look like identifiers are proposed to be ignored,
+    with the reason.
 
     >>> import pandas as pd
     >>> propose(pd.DataFrame({"age": [20, 60], "sex": ["f", "m"]}))["columns"]["age"]
@@ -73,12 +77,15 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     file = Path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is not there; write a first schema with `evenclip data schema TABLE`.")
+        raise FileNotFoundError(
+            f"{file} is not there; write a first schema with `evenclip data schema TABLE`."
+        )
     try:
         return validated(json.loads(file.read_text(encoding="utf-8")), str(file))
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{file} is no JSON (line {error.lineno}: {error.msg}); correct it, or write a new schema with "
+            f"{file} is no JSON (line {error.lineno}: {error.msg}); correct it, or write a new "
+            "schema with "
             "`evenclip data schema TABLE`."
         ) from error
     except UnicodeDecodeError as error:
@@ -92,10 +99,14 @@ def validated(schema: Any, name: str = "The schema") -> dict[str, Any]:
         ValueError: if it is none; `name` is what the message calls it.
     """
     if not isinstance(schema, dict) or not isinstance(schema.get("columns"), dict):
-        raise ValueError(f'{name} is no schema; it must be a JSON object with "columns": {{name: {{"kind": ...}}}}.')
+        raise ValueError(
+            f'{name} is no schema; it must be a JSON object with "columns": '
+            f'{{name: {{"kind": ...}}}}.'
+        )
     if schema.get("evenclip_schema") != VERSION:
         raise ValueError(
-            f'{name} has "evenclip_schema": {json.dumps(schema.get("evenclip_schema"))}; this version of evenclip '
+            f'{name} has "evenclip_schema": {json.dumps(schema.get("evenclip_schema"))}; this '
+            "version of evenclip "
             f"reads {VERSION}."
         )
     for key, entry in schema["columns"].items():
@@ -107,10 +118,15 @@ def check(schema: dict[str, Any], frame: pd.DataFrame) -> tuple[str, ...]:
     """Raise unless these rows fit the schema; what the reader should know about those that do.
 
     Raises:
-        ValueError: a column that is not there, a value of another kind or outside of the categories.
+        ValueError: a column that is not there, a value of another kind or outside of the
+            categories.
     """
     here = {str(name): name for name in frame.columns}
-    used = {name: entry for name, entry in validated(schema)["columns"].items() if entry["kind"] != "ignore"}
+    used = {
+        name: entry
+        for name, entry in validated(schema)["columns"].items()
+        if entry["kind"] != "ignore"
+    }
     absent = [name for name in used if name not in here]
     if absent:
         raise ValueError(
@@ -122,17 +138,23 @@ def check(schema: dict[str, Any], frame: pd.DataFrame) -> tuple[str, ...]:
 
 
 def count_outside(name: str, entry: dict[str, Any], series: pd.Series, first: int = 1) -> int:
-    """Raise unless the values fit the entry; how many lie outside of its range. `first` numbers the first row.
+    """Raise unless the values fit the entry; how many lie outside of its range. `first` numbers the
+    first row.
 
     Raises:
-        ValueError: a value of another kind, outside of the categories, or missing where none may be.
+        ValueError: a value of another kind, outside of the categories, or missing where none may
+            be.
     """
     kind, absent = entry["kind"], series.isna().to_numpy()
     outside = 0
     if kind == "category":
         codes, names = columns.factor(series)
         absent = codes < 0
-        unknown = [] if entry.get("other", False) else [value for value in names if value not in entry["values"]]
+        unknown = (
+            []
+            if entry.get("other", False)
+            else [value for value in names if value not in entry["values"]]
+        )
         if unknown:
             raise ValueError(
                 f"Column {name!r} has the value {unknown[0]!r}, which is not among the schema's "
@@ -144,14 +166,16 @@ def count_outside(name: str, entry: dict[str, Any], series: pd.Series, first: in
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])
             raise ValueError(
-                f"Column {name!r} has the value {columns.text(series.iloc[row])!r} in row {row + first}, and the "
+                f"Column {name!r} has the value {columns.text(series.iloc[row])!r} in row "
+                f"{row + first}, and the "
                 f"schema says it is a {kind}; correct the schema or the value."
             )
         outside = _outside(entry, values) if "range" in entry else 0
     if absent.any() and not entry.get("missing", True):
         row = int(np.flatnonzero(absent)[0])
         raise ValueError(
-            f"Column {name!r} has no value in row {row + first}, and the schema says that none is missing; "
+            f"Column {name!r} has no value in row {row + first}, and the schema says that none is "
+            "missing; "
             'set "missing": true, or fill it in.'
         )
     return outside
@@ -159,7 +183,9 @@ def count_outside(name: str, entry: dict[str, Any], series: pd.Series, first: in
 
 def note_outside(name: str, count: int) -> str:
     """What the reader should know about values outside of the range."""
-    return f"{count} values of {name!r} lie outside of the schema's range and count as its nearer end."
+    return (
+        f"{count} values of {name!r} lie outside of the schema's range and count as its nearer end."
+    )
 
 
 def column(name: str, entry: dict[str, Any]) -> Column:
@@ -170,7 +196,13 @@ def column(name: str, entry: dict[str, Any]) -> Column:
             return Number(name, *_halves(*entry["range"]), bound=1.0, missing=missing)
         case "date":
             low, high = _range(entry)
-            return Date(name, entry.get("format", columns.ISO), *_halves(low, high), bound=1.0, missing=missing)
+            return Date(
+                name,
+                entry.get("format", columns.ISO),
+                *_halves(low, high),
+                bound=1.0,
+                missing=missing,
+            )
         case "boolean":
             return Flag(name, missing)
         case "category":
@@ -178,7 +210,7 @@ def column(name: str, entry: dict[str, Any]) -> Column:
     raise ValueError(f"The schema ignores the column {name!r}; give it another kind to use it.")
 
 
-# --- proposing -------------------------------------------------------------------------------------------------------
+# --- proposing ----------------------------------------------------------------------------------
 
 
 def _proposed(series: pd.Series) -> dict[str, Any]:
@@ -194,7 +226,10 @@ def _proposed(series: pd.Series) -> dict[str, Any]:
             return {"kind": "number", "range": ends, "missing": bool(np.isnan(values).any())}
         case "date":
             values = columns.days(series, kind.format)
-            first, last = (str(np.datetime64(math.floor(day), "D")) for day in (np.nanmin(values), np.nanmax(values)))
+            first, last = (
+                str(np.datetime64(math.floor(day), "D"))
+                for day in (np.nanmin(values), np.nanmax(values))
+            )
             return {
                 "kind": "date",
                 "range": [first, last],
@@ -207,14 +242,19 @@ def _proposed(series: pd.Series) -> dict[str, Any]:
     counts = np.bincount(codes[codes >= 0], minlength=len(names))
     common = [names[code] for code in np.argsort(-counts, kind="stable")[:MOST_VALUES]]
     other = len(common) < len(names)
-    return {"kind": "category", "values": sorted(common), "other": other, "missing": bool((codes < 0).any())}
+    return {
+        "kind": "category",
+        "values": sorted(common),
+        "other": other,
+        "missing": bool((codes < 0).any()),
+    }
 
 
 def _plain(value: float) -> float | int:
     return int(value) if value == int(value) else value
 
 
-# --- checking a schema -----------------------------------------------------------------------------------------------
+# --- checking a schema --------------------------------------------------------------------------
 
 
 def _check_entry(where: str, entry: Any) -> None:
@@ -226,7 +266,9 @@ def _check_entry(where: str, entry: Any) -> None:
     for field in needed - entry.keys():
         raise ValueError(f'{where} a {entry["kind"]} needs "{field}"; add it.')
     for field in sorted(entry.keys() - needed - allowed - {"kind"}):
-        raise ValueError(f'{where} a {entry["kind"]} has no "{field}"; it has {_quoted({*needed, *allowed})}.')
+        raise ValueError(
+            f'{where} a {entry["kind"]} has no "{field}"; it has {_quoted({*needed, *allowed})}.'
+        )
     for field in ("missing", "other"):
         if not isinstance(entry.get(field, True), bool):
             raise ValueError(f"{where} {field} is {entry[field]!r}; it must be true or false.")
@@ -246,15 +288,23 @@ def _check_range(where: str, entry: dict[str, Any]) -> None:
         right = False
     if not right:
         raise ValueError(
-            f"{where} the range is {json.dumps(entry['range'])}; it must be a lower and a higher end, such as "
+            f"{where} the range is {json.dumps(entry['range'])}; it must be a lower and a higher "
+            "end, such as "
             f"{example}."
         )
 
 
 def _check_values(where: str, values: Any) -> None:
     """Raise unless these are different texts."""
-    if not isinstance(values, list) or not values or not all(isinstance(value, str) and value for value in values):
-        raise ValueError(f'{where} the values are {values!r}; they must be a list of texts, such as ["yes", "no"].')
+    if (
+        not isinstance(values, list)
+        or not values
+        or not all(isinstance(value, str) and value for value in values)
+    ):
+        raise ValueError(
+            f'{where} the values are {values!r}; they must be a list of texts, such as ["yes", '
+            '"no"].'
+        )
     twice = [value for i, value in enumerate(values) if value in values[:i]]
     if twice:
         raise ValueError(f"{where} the value {twice[0]!r} is there twice; list each once.")
@@ -280,13 +330,17 @@ def _quoted(fields: set[str]) -> str:
     return ", ".join(f'"{field}"' for field in sorted(fields))
 
 
-# --- checking rows ---------------------------------------------------------------------------------------------------
+# --- checking rows ------------------------------------------------------------------------------
 
 
 def _values(kind: str, entry: dict[str, Any], series: pd.Series) -> columns.Values:
     if kind == "number":
         return columns.numbers(series)
-    return columns.days(series, entry.get("format", columns.ISO)) if kind == "date" else columns.flags(series)
+    return (
+        columns.days(series, entry.get("format", columns.ISO))
+        if kind == "date"
+        else columns.flags(series)
+    )
 
 
 def _outside(entry: dict[str, Any], values: columns.Values) -> int:

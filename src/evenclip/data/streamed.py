@@ -1,8 +1,9 @@
 """Data that are read when they are needed, because they need not fit in memory.
 
-Poisson batches are drawn by index, from a stream that looks at no data; so the batches of steps to come are known as
-early as one likes. `Streamed.ahead` is given them in their order and reads in front of training; what comes out is what
-`take` would have given, whoever reads and however far ahead.
+Poisson batches are drawn by index, from a stream that looks at no data; so the batches of steps to
+come are known as early as one likes. `Streamed.ahead` is given them in their order and reads in
+front of training; what comes out is what `take` would have given, whoever reads and however far
+ahead.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Feed(Protocol):
     """The rows of one batch after the other, read ahead."""
 
     def of(self, batch: Tensor) -> Samples:
-        """The rows of the next batch, which must be this one; to be taken from, since bytes may be bytes still."""
+        """The rows of the next batch, which must be this one; to be taken from, since bytes may be
+        bytes still.
+        """
 
     def close(self) -> None:
         """Nothing more is read; threads and processes end."""
@@ -41,7 +44,9 @@ class Streamed(abc.ABC):
     class_names: tuple[str, ...]
     name: str
     device: torch.device | str
-    uncovered: tuple[str, ...]  # looks at the data that ε does not cover, each a phrase for the privacy report
+    uncovered: tuple[
+        str, ...
+    ]  # looks at the data that ε does not cover, each a phrase for the privacy report
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -53,7 +58,9 @@ class Streamed(abc.ABC):
 
     @abc.abstractmethod
     def take(self, indices: Tensor) -> Samples:
-        """The rows at `indices` [row] int64 on the CPU, put on the dataset's device; there may be none."""
+        """The rows at `indices` [row] int64 on the CPU, put on the dataset's device; there may be
+        none.
+        """
 
     @abc.abstractmethod
     def to(self, device: torch.device | str) -> Self:
@@ -61,8 +68,8 @@ class Streamed(abc.ABC):
 
     @abc.abstractmethod
     def labelled(self, outputs: int, ignored: int) -> Self:
-        """The same data for a model with so many outputs: a row with another label is refused when it is read, but for
-        the label that the loss ignores.
+        """The same data for a model with so many outputs: a row with another label is refused when
+        it is read, but for the label that the loss ignores.
         """
 
     @abc.abstractmethod
@@ -74,11 +81,12 @@ class Streamed(abc.ABC):
         """The rows of these batches; `readers` processes may read them, where that helps."""
 
 
-# --- reading many batches at once ------------------------------------------------------------------------------------
+# --- reading many batches at once ---------------------------------------------------------------
 
 
 class Windows:
-    """A feed that reads many batches at once, the next ones while those before are trained on, in a thread.
+    """A feed that reads many batches at once, the next ones while those before are trained on, in a
+    thread.
 
     At most two windows are in memory: the one in use, and the one that is read meanwhile.
 
@@ -89,11 +97,16 @@ class Windows:
     """
 
     def __init__(
-        self, read: Callable[[Tensor, Callable[[], bool]], Samples], batches: Iterator[Tensor], rows: int
+        self,
+        read: Callable[[Tensor, Callable[[], bool]], Samples],
+        batches: Iterator[Tensor],
+        rows: int,
     ) -> None:
         self._read, self._batches, self._rows = read, batches, rows
         self._room, self._stopped = threading.Semaphore(2), threading.Event()
-        self._ready: queue.SimpleQueue[tuple[list[Tensor], Samples] | BaseException] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[tuple[list[Tensor], Samples] | BaseException] = (
+            queue.SimpleQueue()
+        )
         self._window: list[Tensor] = []
         self._samples: Samples | None = None
         self._next, self._row = 0, 0  # batch of the window, and its first row there
@@ -136,7 +149,9 @@ class Windows:
                 if self._stopped.is_set():
                     return
                 self._ready.put((window, self._read(torch.cat(window), self._stopped.is_set)))
-            self._ready.put(IndexError("All batches that were to be read ahead are taken; ask for new ones."))
+            self._ready.put(
+                IndexError("All batches that were to be read ahead are taken; ask for new ones.")
+            )
         except BaseException as error:  # it is raised where the rows are asked for
             self._ready.put(error)
 
@@ -156,21 +171,26 @@ def _grouped(batches: Iterator[Tensor], rows: int) -> Iterator[list[Tensor]]:
 
 
 def check_same(asked: Tensor, read: Tensor) -> None:
-    """Raise where rows would go to another batch: the model would be trained on records that were not drawn."""
+    """Raise where rows would go to another batch: the model would be trained on records that were
+    not drawn.
+    """
     if not torch.equal(asked, read):
         raise AssertionError(
-            f"A batch of {len(asked)} records was drawn and another, of {len(read)}, was read ahead; the sampler was "
+            f"A batch of {len(asked)} records was drawn and another, of {len(read)}, was read "
+            "ahead; the sampler was "
             "moved while rows were being read: leave `listening` and enter it again."
         )
 
 
-# --- what tells data from others -------------------------------------------------------------------------------------
+# --- what tells data from others ----------------------------------------------------------------
 
 
 class Bits:
-    """Two sums over the bits of a tensor, plain and by place, of which rows come one part after the other.
+    """Two sums over the bits of a tensor, plain and by place, of which rows come one part after the
+    other.
 
-    Whole numbers, so that neither their order nor where they are cut matters. `size` is the tensor's, in bytes.
+    Whole numbers, so that neither their order nor where they are cut matters. `size` is the
+    tensor's, in bytes.
 
     >>> whole, parts = Bits(24), Bits(24)
     >>> whole.add(torch.arange(3))
@@ -181,7 +201,11 @@ class Bits:
 
     def __init__(self, size: int) -> None:
         self._word = torch.int64 if size % 8 == 0 else torch.uint8
-        self._plain, self._placed, self._at = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64), 0
+        self._plain, self._placed, self._at = (
+            torch.zeros((), dtype=torch.int64),
+            torch.zeros((), dtype=torch.int64),
+            0,
+        )
         self._rest = torch.zeros(0, dtype=torch.uint8)  # bytes that make no whole word yet
 
     def add(self, rows: Tensor) -> None:
@@ -191,7 +215,11 @@ class Bits:
             found = torch.cat([self._rest, found]) if len(self._rest) else found
             whole = found.numel() // 8 * 8
             self._rest = found[whole:].clone()
-            found = found[:whole].view(torch.int64) if found.storage_offset() % 8 == 0 else _aligned(found[:whole])
+            found = (
+                found[:whole].view(torch.int64)
+                if found.storage_offset() % 8 == 0
+                else _aligned(found[:whole])
+            )
         for part in torch.split(found, PART):
             self._plain += part.sum(dtype=torch.int64)
             places = torch.arange(part.numel()).add_(self._at).mul_(2).add_(1)

@@ -1,4 +1,5 @@
-"""Toy: two groups of synthetic people, one easier to classify than the other, and the best accuracy known exactly.
+"""Toy: two groups of synthetic people, one easier to classify than the other, and the best accuracy
+known exactly.
 
 | | |
 |---|---|
@@ -9,14 +10,15 @@
 | source | made here, from the seed; nobody's data |
 | licence | that of this package |
 
-Of a sample of group k and class y, with s = 2y − 1 and the unit vector u = (1, ..., 1)/√d, the features are
+Of a sample of group k and class y, with s = 2y − 1 and the unit vector u = (1, ..., 1)/√d, the
+features are
 
     x = s·δ_k·u + N(0, I),
 
-two normal clouds at distance 2δ_k. The classes are equally likely, so the best classifier of either group says "yes"
-where u·x > 0, whatever δ_k is: there the density of its cloud is the larger one. As s·(u·x) ~ N(δ_k, 1), it is right
-with probability P(N(δ_k, 1) > 0) = Φ(δ_k). One linear model is best for both groups at once, so what a trained model
-loses against `optimum`, it loses to training.
+two normal clouds at distance 2δ_k. The classes are equally likely, so the best classifier of either
+group says "yes" where u·x > 0, whatever δ_k is: there the density of its cloud is the larger one.
+As s·(u·x) ~ N(δ_k, 1), it is right with probability P(N(δ_k, 1) > 0) = Φ(δ_k). One linear model is
+best for both groups at once, so what a trained model loses against `optimum`, it loses to training.
 
 **Caveat.** The groups differ in size and difficulty only. Not in the paper.
 """
@@ -71,14 +73,21 @@ def toy(
     numbers = stream(seed, "toy")
     group = (numbers.random(n) < minority).astype(np.int64)  # [sample]
     y = numbers.integers(2, size=n)  # [sample]
-    shift = (2 * y - 1) * np.array(separation)[group] / math.sqrt(features)  # [sample], along every axis
-    x = (shift[:, None] + numbers.standard_normal((n, features))).astype(np.float32)  # [sample, features]
+    shift = (
+        (2 * y - 1) * np.array(separation)[group] / math.sqrt(features)
+    )  # [sample], along every axis
+    x = (shift[:, None] + numbers.standard_normal((n, features))).astype(
+        np.float32
+    )  # [sample, features]
     train, test = cut(np.arange(n), numbers)
-    return Splits(_dataset(x[train], y[train], group[train]), _dataset(x[test], y[test], group[test]))
+    return Splits(
+        _dataset(x[train], y[train], group[train]), _dataset(x[test], y[test], group[test])
+    )
 
 
 def optimum(separation: tuple[float, float] = SEPARATION) -> tuple[float, float]:
-    """The best accuracy that any classifier can have on the majority and on the minority, Φ(δ) each, in [0, 1].
+    """The best accuracy that any classifier can have on the majority and on the minority, Φ(δ)
+    each, in [0, 1].
 
     >>> [round(accuracy, 4) for accuracy in optimum()]  # Φ(1.5) and Φ(0.75)
     [0.9332, 0.7734]

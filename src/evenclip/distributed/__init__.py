@@ -1,4 +1,6 @@
-"""One training over several processes: `Ranks`, whole models on each; `sharded`, a piece of every parameter on each."""
+"""One training over several processes: `Ranks`, whole models on each; `sharded`, a piece of every
+parameter on each.
+"""
 
 from evenclip.distributed.ranks import RankError, Ranks
 

@@ -8,13 +8,14 @@ Every process (a rank) runs the same script, holds the same parameters and takes
                   sum over the ranks is public, the same on each
     update        each rank moves its own parameters along it
 
-So the batch and the noise of step t do not know how many ranks there are: the sum that is released is that of a single
-process but for the order of addition, and so are sensitivity, ledger, ε and checkpoint. Each number gets its noise from
-one rank alone: were it from each, the sum would have `world` times the variance (from equal generators, world² times).
-Before it is added up, a rank's sum carries no noise: the ranks, and the wires between them, are one trusted party.
+So the batch and the noise of step t do not know how many ranks there are: the sum that is released
+is that of a single process but for the order of addition, and so are sensitivity, ledger, ε and
+checkpoint. Each number gets its noise from one rank alone: were it from each, the sum would have
+`world` times the variance (from equal generators, world² times). Before it is added up, a rank's
+sum carries no noise: the ranks, and the wires between them, are one trusted party.
 
-All ranks add the same bits to the same bits, so their parameters stay equal to the last one; that is looked at after
-every epoch and before every checkpoint, and a difference ends the run.
+All ranks add the same bits to the same bits, so their parameters stay equal to the last one; that
+is looked at after every epoch and before every checkpoint, and a difference ends the run.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class RankError(RuntimeError):
 
 
 class Summed:
-    """Every rank gets the sum of all; the one that leads adds the noise, to its own part and before it is added up."""
+    """Every rank gets the sum of all; the one that leads adds the noise, to its own part and before
+    it is added up.
+    """
 
     def __init__(self, ranks: Ranks, size: int) -> None:
         self._ranks, self.adds_noise = ranks, ranks.leads
@@ -61,7 +64,8 @@ class Summed:
 
 
 class Spread:
-    """The same for a long vector [parameter]: each rank adds the noise of its own slice, `world` times less to draw.
+    """The same for a long vector [parameter]: each rank adds the noise of its own slice, `world`
+    times less to draw.
 
     Attributes:
         ranges: the slice, (first, end).
@@ -86,14 +90,14 @@ class Spread:
 class Ranks(Processes):
     """The processes that `torchrun` started, for `fit(..., ranks=Ranks())`.
 
-    Uses the process group that is there, or makes one from what `torchrun` left in the environment: gloo, and nccl for
-    GPUs, of which rank r of a machine takes number r (`device`).
+    Uses the process group that is there, or makes one from what `torchrun` left in the environment:
+    gloo, and nccl for GPUs, of which rank r of a machine takes number r (`device`).
 
     Args:
-        local: every rank hands `fit` records of its own, which no other has: n is their sum. Otherwise every rank hands
-            it the same data, and takes an equal part of every batch.
-        sharded: every rank keeps a piece of every parameter, for a model that is too large for one device; see
-            `evenclip.distributed.sharded`. Otherwise every rank has the whole model.
+        local: every rank hands `fit` records of its own, which no other has: n is their sum.
+            Otherwise every rank hands it the same data, and takes an equal part of every batch.
+        sharded: every rank keeps a piece of every parameter, for a model that is too large for one
+            device; see `evenclip.distributed.sharded`. Otherwise every rank has the whole model.
         timeout: seconds that a rank waits for the others before it gives up.
 
     Attributes:
@@ -111,14 +115,18 @@ class Ranks(Processes):
     evenclip.distributed.ranks.RankError: ranks=Ranks() is for several processes, and this one was not started as ...
     """
 
-    # Whether to stop is asked every so many steps: another message a step would cost small models dearly.
+    # Whether to stop is asked every so many steps: another message a step would cost small models
+    # dearly.
     _ASKED = 8
 
-    def __init__(self, *, local: bool = False, sharded: bool = False, timeout: float = 600.0) -> None:
+    def __init__(
+        self, *, local: bool = False, sharded: bool = False, timeout: float = 600.0
+    ) -> None:
         check.positive(timeout=timeout)
         if not dist.is_available():
             raise RankError(
-                "This torch was built without torch.distributed; leave ranks out, or install another build."
+                "This torch was built without torch.distributed; leave ranks out, or install "
+                "another build."
             )
         self._timeout, self.local = timedelta(seconds=timeout), local
         self.sharded, self.rank = sharded, int(os.environ.get("RANK", "0"))
@@ -126,14 +134,18 @@ class Ranks(Processes):
             if not dist.is_initialized():
                 _begin(self._timeout)
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
-            self._host = dist.new_group(backend="gloo", timeout=self._timeout)  # what lies on the CPU
+            self._host = dist.new_group(
+                backend="gloo", timeout=self._timeout
+            )  # what lies on the CPU
 
     @property
     def device(self) -> torch.device:
         """Where this rank should train: a GPU of its own, or the CPU."""
         if not torch.cuda.is_available():
             return torch.device("cpu")
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.rank)) % torch.cuda.device_count())
+        return torch.device(
+            "cuda", int(os.environ.get("LOCAL_RANK", self.rank)) % torch.cuda.device_count()
+        )
 
     def rows(self, own: int) -> Rows:
         """Records of its own after those of the ranks before it, or all."""
@@ -152,7 +164,8 @@ class Ranks(Processes):
     def sum(self, value: Tensor) -> Tensor:
         """Σ over the ranks.
 
-        gloo and nccl add each number up in one place and hand it round, so that all ranks get the same bits.
+        gloo and nccl add each number up in one place and hand it round, so that all ranks get the
+        same bits.
         """
         total = value.contiguous().clone()
         with self.together():
@@ -160,10 +173,14 @@ class Ranks(Processes):
         return total
 
     def scattered(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Σ over the ranks of their piece for this one; the pieces are equally long, one for each rank."""
+        """Σ over the ranks of their piece for this one; the pieces are equally long, one for each
+        rank.
+        """
         mine = torch.empty_like(pieces[0])
         with self.together():
-            dist.reduce_scatter(mine, list(pieces), group=self._host if mine.device.type == "cpu" else None)
+            dist.reduce_scatter(
+                mine, list(pieces), group=self._host if mine.device.type == "cpu" else None
+            )
         return mine
 
     def each(self, value: Any) -> list[Any]:
@@ -187,15 +204,18 @@ class Ranks(Processes):
             others = [r for r, value in enumerate(found) if value != found[0]]
             if others:
                 raise ValueError(
-                    f"Rank {others[0]} was given other data than rank 0; give every rank the same data, or, where each "
+                    f"Rank {others[0]} was given other data than rank 0; give every rank the same "
+                    "data, or, where each "
                     "has records that no other has, pass ranks=Ranks(local=True)."
                 )
             return own
         twice = next((r for r, value in enumerate(found) if value in found[:r]), None)
         if twice is not None:
             raise ValueError(
-                f"Ranks {found.index(found[twice])} and {twice} were given the same data, and local=True: every record "
-                "would count twice, and ε would be wrong. Give each rank records of its own, or leave local out."
+                f"Ranks {found.index(found[twice])} and {twice} were given the same data, and "
+                "local=True: every record "
+                "would count twice, and ε would be wrong. Give each rank records of its own, or "
+                "leave local out."
             )
         return sum(value << (128 * r) for r, value in enumerate(found))
 
@@ -211,7 +231,9 @@ class Ranks(Processes):
         return Sharded(tape, make, lr, self)
 
     def totals(self, update: AnyUpdate, sizes: Mapping[str, int]) -> Mapping[str, Share]:
-        """The count is summed on every rank; of the gradient each adds the noise of its own slice or piece."""
+        """The count is summed on every rank; of the gradient each adds the noise of its own slice
+        or piece.
+        """
         if self.world == 1 and not self.sharded:
             return {}
         gradient = update if isinstance(update, Sharded) else Spread(self, sizes["gradient"])
@@ -224,11 +246,14 @@ class Ranks(Processes):
             differ = [name for name in theirs[0] if other[name] != theirs[0][name]]
             if differ:
                 said = [
-                    _DIFFERENT.get(name, f"{name} {other[name]!r} instead of {theirs[0][name]!r}") for name in differ
+                    _DIFFERENT.get(name, f"{name} {other[name]!r} instead of {theirs[0][name]!r}")
+                    for name in differ
                 ]
                 raise ValueError(
-                    f"Rank {r} was given {', '.join(said)}: all ranks train one model, so give each the arguments that "
-                    "rank 0 has; make the model from the same seed on every rank, or load it from the same file."
+                    f"Rank {r} was given {', '.join(said)}: all ranks train one model, so give "
+                    "each the arguments that "
+                    "rank 0 has; make the model from the same seed on every rank, or load it from "
+                    "the same file."
                 )
 
     def check_equal(self, digest: int, t: int) -> None:
@@ -237,8 +262,10 @@ class Ranks(Processes):
         others = [r for r, value in enumerate(found) if value != found[0]]
         if others:
             raise RankError(
-                f"After step {t} rank {others[0]} has other parameters than rank 0, so they no longer train one "
-                "model. Was the model changed on one of them, or do they compute on machines of different kinds? Go on "
+                f"After step {t} rank {others[0]} has other parameters than rank 0, so they no "
+                "longer train one "
+                "model. Was the model changed on one of them, or do they compute on machines of "
+                "different kinds? Go on "
                 "from the last checkpoint with resume=True, on machines of one kind."
             )
 
@@ -253,8 +280,10 @@ class Ranks(Processes):
                 raise
             said = " ".join(str(error).split())[:200]
             raise RankError(
-                f"Rank {self.rank} cannot reach the others: one has ended, which will have said why, or did not answer "
-                f"for {self._timeout.total_seconds():g} s. Start the same command again with resume=True to go on from "
+                f"Rank {self.rank} cannot reach the others: one has ended, which will have said "
+                "why, or did not answer "
+                f"for {self._timeout.total_seconds():g} s. Start the same command again with "
+                "resume=True to go on from "
                 f"the last checkpoint, on as many ranks as you like. (torch says: {said})"
             ) from error
 
@@ -265,10 +294,15 @@ _DIFFERENT = {"seed": "another seed", "model": "another model, or the same from 
 
 def _begin(timeout: timedelta) -> None:
     """A process group from what torchrun left in the environment."""
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    missing = [
+        name
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if name not in os.environ
+    ]
     if missing:
         raise RankError(
-            f"ranks=Ranks() is for several processes, and this one was not started as one of them ({missing[0]} is not "
+            "ranks=Ranks() is for several processes, and this one was not started as one of them "
+            f"({missing[0]} is not "
             "set); start it with `torchrun --nproc-per-node 2 SCRIPT.py`, or leave ranks out."
         )
     # When torchrun starts ranks again, its store still has the addresses of those that are gone.

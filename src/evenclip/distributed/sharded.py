@@ -1,15 +1,18 @@
-"""A model too large for one device: each rank has a part of every parameter, of the noise and of the optimiser's state.
+"""A model too large for one device: each rank has a part of every parameter, of the noise and of
+the optimiser's state.
 
-Parameters are cut along their first axis by torch's `fully_shard` (FSDP2); a layer's are whole on a rank only while a
-pass goes through it. Each rank passes its own samples, so norms and weights are its own business, and the step is that
-of `evenclip.training.step`. What differs is where the sum goes:
+Parameters are cut along their first axis by torch's `fully_shard` (FSDP2); a layer's are whole on a
+rank only while a pass goes through it. Each rank passes its own samples, so norms and weights are
+its own business, and the step is that of `evenclip.training.step`. What differs is where the sum
+goes:
 
     gradient      Σ γ_i g_i over a rank's samples  # [parameter]; each piece is added up on the rank that owns it, which
                   adds its own piece of the step's noise, the same numbers as a single process would add there
     update        the owner moves its piece; nobody else has its optimiser's state
 
-So every number gets its noise exactly once, from its owner. A pass is a conversation: every rank takes as many as the
-others, and one without samples takes one with a record that counts for nothing.
+So every number gets its noise exactly once, from its owner. A pass is a conversation: every rank
+takes as many as the others, and one without samples takes one with a record that counts for
+nothing.
 """
 
 from __future__ import annotations
@@ -108,7 +111,9 @@ class Sharded:
 
     is_plain, adds_noise = False, True
 
-    def __init__(self, tape: AnyTape, make: Callable[..., Optimizer], lr: float, ranks: Team) -> None:
+    def __init__(
+        self, tape: AnyTape, make: Callable[..., Optimizer], lr: float, ranks: Team
+    ) -> None:
         _check(tape)
         self._ranks, self._model, self._layout = ranks, tape.model, tape.layout
         self.pieces = Pieces(tape.layout, ranks.world)
@@ -118,8 +123,12 @@ class Sharded:
             _shard(tape, ranks)  # type: ignore[arg-type]  # a Tape, as `_check` has seen
         own = {name: p for name, p in tape.model.named_parameters() if p.requires_grad}
         self._locals = [own[name].detach().to_local() for name in tape.layout.names]  # type: ignore[attr-defined]
-        self._piece = nn.Parameter(torch.cat([part.reshape(-1) for part in self._locals]))  # [piece]
-        assert len(self._piece) == self.pieces.size(ranks.rank), "torch cuts parameters in another way"
+        self._piece = nn.Parameter(
+            torch.cat([part.reshape(-1) for part in self._locals])
+        )  # [piece]
+        assert len(self._piece) == self.pieces.size(ranks.rank), (
+            "torch cuts parameters in another way"
+        )
         self.optimizer = make([self._piece], lr=lr)
 
     # --- a step ---
@@ -169,7 +178,9 @@ class Sharded:
         return self._shell
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The model's and the optimiser's state, as a single process has them; every rank takes part."""
+        """The model's and the optimiser's state, as a single process has them; every rank takes
+        part.
+        """
         with self._ranks.together():
             model = {name: _whole(value) for name, value in self._model.state_dict().items()}
         optimizer = self.optimizer.state_dict()
@@ -180,11 +191,17 @@ class Sharded:
         """Go on from there."""
         self._shell.load_state_dict(model, assign=True)  # raises for another model's
         given = dict(self._shell.named_parameters())
-        self.set(torch.cat([given[name].detach().reshape(-1) for name in self._layout.names]).to(self._piece))
+        self.set(
+            torch.cat([given[name].detach().reshape(-1) for name in self._layout.names]).to(
+                self._piece
+            )
+        )
         self._shell = _shell(self._shell)
         rank, P = self._ranks.rank, self._layout.size
         own = {
-            name: self.pieces.take(value, rank) if isinstance(value, Tensor) and value.shape == (P,) else value
+            name: self.pieces.take(value, rank)
+            if isinstance(value, Tensor) and value.shape == (P,)
+            else value
             for name, value in optimizer["state"].get(0, {}).items()
         }
         self.optimizer.load_state_dict(optimizer | {"state": {0: own} if own else {}})
@@ -200,21 +217,25 @@ def _check(tape: AnyTape) -> None:
     """Raise for what cannot be trained in pieces."""
     if not isinstance(tape, Tape):
         raise ValueError(
-            "This model cannot be taken apart into layers, so it cannot be cut into pieces; leave sharded out of "
+            "This model cannot be taken apart into layers, so it cannot be cut into pieces; leave "
+            "sharded out of "
             "Ranks(), and every rank has the whole of it."
         )
     for unit in tape.units:
         if unit.formula is None:
             raise ValueError(
-                f"{unit.path or 'The model'} ({type(unit.module).__name__}) has no formula for its gradients, which "
-                "needs its parameters whole; leave sharded out of Ranks(), or build it of linear, convolutional, "
+                f"{unit.path or 'The model'} ({type(unit.module).__name__}) has no formula for "
+                "its gradients, which "
+                "needs its parameters whole; leave sharded out of Ranks(), or build it of linear, "
+                "convolutional, "
                 "embedding and normalisation layers."
             )
     names = [full for unit in tape.units for full in unit.parameters.values()]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None or len({id(unit.module) for unit in tape.units}) < len(tape.units):
         raise ValueError(
-            f"{twice or 'A layer'} is used by several layers, and a piece has one owner; leave sharded out of Ranks(), "
+            f"{twice or 'A layer'} is used by several layers, and a piece has one owner; leave "
+            "sharded out of Ranks(), "
             "or give each layer parameters of its own."
         )
 
@@ -234,7 +255,10 @@ def _shard(tape: Tape, ranks: Team) -> None:
 
 def _shell(model: nn.Module) -> nn.Module:
     """The model without the numbers of its parameters, and on the CPU."""
-    empty = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()}
+    empty = {
+        id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+        for p in model.parameters()
+    }
     buffers = {id(b): b.detach().cpu() for b in model.buffers()}
     return copy.deepcopy(model, memo={**empty, **buffers})
 

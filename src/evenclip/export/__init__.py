@@ -1,4 +1,5 @@
-"""A private model to give away: trained on a table, with its encoder, its privacy report and a model card.
+"""A private model to give away: trained on a table, with its encoder, its privacy report and a
+model card.
 
     export.save(export.train("people.csv", target="hired", group="sex", epsilon=3.0), "model")
     export.load("model").predict(new_rows)

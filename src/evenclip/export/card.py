@@ -14,7 +14,11 @@ def card(trained: Trained) -> str:
     """The model card."""
     encoder, report, tabled = trained.tabled.encoder, trained.privacy, trained.tabled
     columns = ", ".join(f"`{column.column}`" for column in encoder.columns)
-    small = "\n\n\\* too small to judge: fewer than 30 test rows, or none of some class." if tabled.small else ""
+    small = (
+        "\n\n\\* too small to judge: fewer than 30 test rows, or none of some class."
+        if tabled.small
+        else ""
+    )
     rows = [
         f"| {name}{' *' if name in tabled.small else ''} | {trained.support[name]} | "
         f"{'–' if accuracy is None else f'{accuracy:.1f} %'} |"
@@ -22,7 +26,8 @@ def card(trained: Trained) -> str:
     ]
     fitted = any(access.startswith("the encoder") for access in tabled.uncovered)
     encoded = (
-        "It holds means, deviations and categories of the training rows, without noise: ε does not cover them. Train "
+        "It holds means, deviations and categories of the training rows, without noise: ε does "
+        "not cover them. Train "
         "with a schema of public ranges and categories to have none in it."
         if fitted
         else "Its ranges and categories are those of a public schema."

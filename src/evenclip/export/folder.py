@@ -48,13 +48,19 @@ def check_place(folder: str | os.PathLike[str], force: bool = False) -> Path:
     if place.is_dir() and any(place.iterdir()):
         ours = all((place / name).is_file() for name in FILES[:4])
         if not ours:
-            raise ValueError(f"{folder} holds other things than a model; give a folder that is not there yet.")
+            raise ValueError(
+                f"{folder} holds other things than a model; give a folder that is not there yet."
+            )
         if not force:
-            raise ValueError(f"{folder} already holds a model; give another folder, or --force to replace it.")
+            raise ValueError(
+                f"{folder} already holds a model; give another folder, or --force to replace it."
+            )
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OSError(f"{place.parent} cannot be made ({error.strerror}); choose another folder.") from error
+        raise OSError(
+            f"{place.parent} cannot be made ({error.strerror}); choose another folder."
+        ) from error
     if not os.access(place.parent, os.W_OK):
         raise PermissionError(f"{place.parent} cannot be written to; choose another folder.")
     return place
@@ -89,7 +95,9 @@ def _contents(trained: Trained) -> dict[str, bytes]:
     """The files."""
     from safetensors.torch import save as packed
 
-    parameters = {name: value.contiguous() for name, value in trained.result.model.state_dict().items()}
+    parameters = {
+        name: value.contiguous() for name, value in trained.result.model.state_dict().items()
+    }
     return {
         "model.safetensors": packed(parameters),
         "model.json": _json({"evenclip_model": FORMAT, **trained.model}),
@@ -136,7 +144,8 @@ def load(folder: str | os.PathLike[str]) -> Predictor:
     absent = [name for name in FILES[:4] if not (place / name).is_file()]
     if absent:
         raise FileNotFoundError(
-            f"{folder} holds no model ({absent[0]} is not there); give the folder that `evenclip train --out` wrote."
+            f"{folder} holds no model ({absent[0]} is not there); give the folder that `evenclip "
+            "train --out` wrote."
         )
     described, encoded, report = (_read(place / name) for name in FILES[1:4])
     if described.get("evenclip_model") != FORMAT or described.get("name") not in models.TABULAR:
@@ -150,12 +159,15 @@ def load(folder: str | os.PathLike[str]) -> Predictor:
         model = models.TABULAR[described["name"]](**described["options"]).eval()
         if described["options"]["inputs"] != len(encoder.features):
             raise ValueError(
-                f"the model takes {described['options']['inputs']} features and the encoder has {len(encoder.features)}"
+                f"the model takes {described['options']['inputs']} features and the encoder has "
+                f"{len(encoder.features)}"
             )
         model.load_state_dict(_parameters(place / FILES[0]))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         said = " ".join(str(error).split()).rstrip(".")
-        raise ValueError(f"The files in {folder} do not belong together ({said}); train the model again.") from error
+        raise ValueError(
+            f"The files in {folder} do not belong together ({said}); train the model again."
+        ) from error
     return Predictor(model, encoder, report)
 
 

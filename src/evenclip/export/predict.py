@@ -33,9 +33,11 @@ class Predictor:
     privacy: dict[str, Any]
 
     def predict(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The class and the probability of every class for these raw rows, in their order and with their index.
+        """The class and the probability of every class for these raw rows, in their order and with
+        their index.
 
-        Target and group are not needed, other columns are ignored, unknown categories are handled by the encoder.
+        Target and group are not needed, other columns are ignored, unknown categories are handled
+        by the encoder.
 
         Raises:
             ValueError: a column that the model was trained with is not there.
@@ -43,11 +45,14 @@ class Predictor:
         import pandas as pd
 
         parts = [
-            self._probabilities(frame.iloc[start : start + CHUNK]) for start in range(0, max(len(frame), 1), CHUNK)
+            self._probabilities(frame.iloc[start : start + CHUNK])
+            for start in range(0, max(len(frame), 1), CHUNK)
         ]
         probability = torch.cat(parts)  # [row, class]
         classes = self.encoder.classes
-        found = pd.DataFrame({"prediction": [classes[code] for code in probability.argmax(1).tolist()]}, dtype=object)
+        found = pd.DataFrame(
+            {"prediction": [classes[code] for code in probability.argmax(1).tolist()]}, dtype=object
+        )
         for code, name in enumerate(classes):
             found[f"P({name})"] = probability[:, code].numpy()
         return found.set_axis(frame.index, axis=0)

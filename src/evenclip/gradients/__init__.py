@@ -1,4 +1,6 @@
-"""Per-sample gradient norms and weighted sums of any `nn.Module`, from one forward and one backward pass."""
+"""Per-sample gradient norms and weighted sums of any `nn.Module`, from one forward and one backward
+pass.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,13 @@ __all__ = [
 
 
 def per_sample_gradients(model: nn.Module, loss: Loss, x: Any, y: Any) -> PerSample:
-    """Every sample's loss and gradient, the gradients as norms and weighted sums. The model is left as it was.
+    """Every sample's loss and gradient, the gradients as norms and weighted sums. The model is left
+    as it was.
 
     Args:
         model: any module whose samples do not influence each other.
-        loss: loss(output, y); averaging, summing or per sample. The loss of a sample is the loss of a batch of that
-            one.
+        loss: loss(output, y); averaging, summing or per sample. The loss of a sample is the loss of
+            a batch of that one.
         x: the model's input [sample, ...], or a tuple or a dict of its inputs.
         y: the targets, [sample, ...].
 

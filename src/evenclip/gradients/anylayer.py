@@ -1,8 +1,9 @@
 """Any module with parameters, by `torch.func`: attention, recurrent cells, somebody's own.
 
-The gradient of sample i is that of ⟨output_i, δ_i⟩ with respect to the module's parameters, for the sample alone. It
-is mapped over the samples; where PyTorch refuses to map over shared parameters (recurrent layers write in place), each
-sample gets its own copy of them; where it refuses that too, one sample at a time.
+The gradient of sample i is that of ⟨output_i, δ_i⟩ with respect to the module's parameters, for the
+sample alone. It is mapped over the samples; where PyTorch refuses to map over shared parameters
+(recurrent layers write in place), each sample gets its own copy of them; where it refuses that too,
+one sample at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True)
 class AnyLayer:
-    """Per-sample gradients of `module`, for calls whose samples lie where `inputs` and `outputs` say.
+    """Per-sample gradients of `module`, for calls whose samples lie where `inputs` and `outputs`
+    say.
 
     Attributes:
         module: the module.
@@ -72,7 +74,12 @@ class AnyLayer:
         return self._mapped(call, parameters, tensors, deltas, n)
 
     def _mapped(
-        self, call: _Call, parameters: dict[str, Tensor], tensors: list[Tensor], deltas: Sequence[Tensor], n: int
+        self,
+        call: _Call,
+        parameters: dict[str, Tensor],
+        tensors: list[Tensor],
+        deltas: Sequence[Tensor],
+        n: int,
     ) -> tuple[dict[str, Tensor], Tensor]:
         copies = self.mode is Mode.COPIES
         if copies:
@@ -85,10 +92,17 @@ class AnyLayer:
             return each(parameters, tensors, list(deltas))
 
     def _loop(
-        self, call: _Call, parameters: dict[str, Tensor], tensors: list[Tensor], deltas: Sequence[Tensor], n: int
+        self,
+        call: _Call,
+        parameters: dict[str, Tensor],
+        tensors: list[Tensor],
+        deltas: Sequence[Tensor],
+        n: int,
     ) -> tuple[dict[str, Tensor], Tensor]:
         rows = [
-            _alone(call, parameters, _sample(tensors, self.inputs, i), _sample(deltas, self.outputs, i))
+            _alone(
+                call, parameters, _sample(tensors, self.inputs, i), _sample(deltas, self.outputs, i)
+            )
             for i in range(n)
         ]
         gradients = {name: torch.stack([g[name] for g, _ in rows]) for name in parameters}
@@ -101,10 +115,13 @@ class _Call:
     def __init__(self, layer: AnyLayer, constants: list[Any], spec: Any) -> None:
         self._layer, self._constants, self._spec = layer, constants, spec
 
-    def __call__(self, parameters: dict[str, Tensor], tensors: list[Tensor], deltas: list[Tensor]) -> Tensor:
+    def __call__(
+        self, parameters: dict[str, Tensor], tensors: list[Tensor], deltas: list[Tensor]
+    ) -> Tensor:
         layer = self._layer
         given = iter(
-            t if axis.at is None else t.unsqueeze(axis.at) for t, axis in zip(tensors, layer.inputs, strict=True)
+            t if axis.at is None else t.unsqueeze(axis.at)
+            for t, axis in zip(tensors, layer.inputs, strict=True)
         )
         leaves = [next(given) if constant is _TENSOR else constant for constant in self._constants]
         args, kwargs = self._spec.unflatten(leaves)
@@ -118,12 +135,17 @@ class _Call:
 
 
 def call_with(
-    module: nn.Module, parameters: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    module: nn.Module,
+    parameters: dict[str, Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """The module's output with these tensors for its parameters, by the names that `named_parameters` gives.
+    """The module's output with these tensors for its parameters, by the names that
+    `named_parameters` gives.
 
-    Where one layer lies at two places of the module, torch's own way of tying (`tie_weights=True`) leaves the tensors
-    in the module for good (https://github.com/pytorch/pytorch/issues/164759), so every place is filled once here.
+    Where one layer lies at two places of the module, torch's own way of tying (`tie_weights=True`)
+    leaves the tensors in the module for good (https://github.com/pytorch/pytorch/issues/164759), so
+    every place is filled once here.
     """
     own = dict(module.named_parameters())
     given = {id(own[name]): tensor for name, tensor in parameters.items()}
@@ -138,7 +160,10 @@ def call_with(
 
 def _sample(tensors: Sequence[Tensor], axes: Sequence[Axis], i: int) -> list[Tensor]:
     """The i-th sample of each."""
-    return [t if axis.at is None else t.select(axis.at, i) for t, axis in zip(tensors, axes, strict=True)]
+    return [
+        t if axis.at is None else t.select(axis.at, i)
+        for t, axis in zip(tensors, axes, strict=True)
+    ]
 
 
 def _alone(
@@ -150,5 +175,7 @@ def _alone(
         value = call(leaves, tensors, deltas)
     found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     zeros = (torch.zeros_like(p) for p in leaves.values())
-    filled = [z if g is None else g.to_dense() for g, z in zip(found, zeros, strict=True)]  # embeddings may be sparse
+    filled = [
+        z if g is None else g.to_dense() for g, z in zip(found, zeros, strict=True)
+    ]  # embeddings may be sparse
     return dict(zip(leaves, filled, strict=True)), value.detach()

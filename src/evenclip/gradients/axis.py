@@ -12,8 +12,8 @@ __all__ = ["Axis"]
 
 @dataclass(frozen=True)
 class Axis:
-    """The samples lie along axis `at`, `each` consecutive entries a sample; nowhere (`at` is None) if all share the
-    tensor.
+    """The samples lie along axis `at`, `each` consecutive entries a sample; nowhere (`at` is None)
+    if all share the tensor.
 
     >>> Axis(1).first(torch.zeros(7, 3), n=3).shape  # position first, as recurrent layers like it
     torch.Size([3, 7])
@@ -25,7 +25,8 @@ class Axis:
 
     at: int | None = 0
     each: int = 1
-    one: bool = False  # where all share the tensor: whether an axis of one in front keeps the samples' place
+    # where all share the tensor: whether an axis of one in front keeps the samples' place
+    one: bool = False
 
     def first(self, x: Tensor, n: int) -> Tensor:
         """`x` with an axis of the n samples in front."""
@@ -36,8 +37,10 @@ class Axis:
         at, expected = (0, 1) if self.at is None else (self.at, n * self.each)
         if x.shape[at] != expected:
             raise RuntimeError(
-                f"A layer of the model has a tensor of shape {list(x.shape)}, where it should have {expected} entries "
-                f"along axis {at} for {n} samples. Was the model taken apart on a batch that is unlike this one?"
+                f"A layer of the model has a tensor of shape {list(x.shape)}, where it should "
+                f"have {expected} entries "
+                f"along axis {at} for {n} samples. Was the model taken apart on a batch that is "
+                "unlike this one?"
             )
         if self.at is None:
             return x.expand(n, *x.shape[1:])
@@ -46,7 +49,8 @@ class Axis:
 
     @staticmethod
     def between(three: torch.Size, two: torch.Size) -> Axis | None:
-        """The axis that tells a batch of three samples from one of two; None if there is no single such axis.
+        """The axis that tells a batch of three samples from one of two; None if there is no single
+        such axis.
 
         >>> Axis.between(torch.Size([3, 4]), torch.Size([2, 4]))
         Axis(at=0, each=1, one=False)

@@ -1,7 +1,8 @@
 """One loss per sample, from any loss.
 
-The loss of sample i is the user's loss on a batch of that sample alone. So it does not matter whether a loss averages,
-sums or does not reduce; and a loss cannot let the samples of a batch influence each other.
+The loss of sample i is the user's loss on a batch of that sample alone. So it does not matter
+whether a loss averages, sums or does not reduce; and a loss cannot let the samples of a batch
+influence each other.
 
 | the loss is | how it is taken apart |
 |---|---|
@@ -9,8 +10,9 @@ sums or does not reduce; and a loss cannot let the samples of a batch influence 
 | a function that returns one value per sample | used as it is (several values a sample are summed) |
 | a function that returns one number | mapped over samples |
 
-Two things a torch loss does when it averages do not survive that: class weights weigh the samples (the average over a
-batch of one would cancel them), and a sample's average counts the positions that `ignore_index` leaves out as 0.
+Two things a torch loss does when it averages do not survive that: class weights weigh the samples
+(the average over a batch of one would cancel them), and a sample's average counts the positions
+that `ignore_index` leaves out as 0.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def per_sample(loss: Loss) -> Loss:
         apart.reduction = "none"  # type: ignore[assignment]  # torch types every attribute of a module
         return _Reduced(apart, loss.reduction == "mean", ())
     if not isinstance(loss, nn.Module) and "reduction" in _parameters(loss):
-        return _Reduced(loss, _parameters(loss)["reduction"].default == "mean", (("reduction", "none"),))
+        return _Reduced(
+            loss, _parameters(loss)["reduction"].default == "mean", (("reduction", "none"),)
+        )
     return _Unknown(loss)
 
 
@@ -91,7 +95,8 @@ def _count(target: Any) -> int:
 
 def _wrong_shape(values: Tensor, target: Any) -> ValueError:
     return ValueError(
-        f"The loss returned shape {list(values.shape)} for {_count(target)} samples; it must return one number, or one "
+        f"The loss returned shape {list(values.shape)} for {_count(target)} samples; it must "
+        "return one number, or one "
         "value per sample along the first axis."
     )
 

@@ -1,13 +1,15 @@
 """How a model is taken apart, and whether it may be trained privately at all.
 
-Before training, a few samples go through the model to learn, and to check, what cannot be read off it:
+Before training, a few samples go through the model to learn, and to check, what cannot be read off
+it:
 
-1. which modules are units (a layer with a formula; any other module with parameters of its own, through `torch.func`);
-2. where the samples lie in each unit's inputs and outputs: the axis that differs between a batch of three and one of
-two;
+1. which modules are units (a layer with a formula; any other module with parameters of its own,
+   through `torch.func`);
+2. where the samples lie in each unit's inputs and outputs: the axis that differs between a batch of
+three and one of two;
 3. that no sample influences another: one sample is changed, no other sample's loss may move;
-4. that the gradients taken apart are those of autograd, sample by sample. If not (a parameter used behind its layer's
-back),
+4. that the gradients taken apart are those of autograd, sample by sample. If not (a parameter used
+behind its layer's back),
    the whole model goes through `torch.func` instead; if that fails too, the model is refused.
 
 A model is refused in a sentence that names the module and what to do instead.
@@ -46,18 +48,21 @@ def plan(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tape | WholeTape:
     Args:
         model: in the mode (train or eval) in which it will be used.
         loss: see `evenclip.gradients.losses`.
-        x: some samples' inputs, at least one. Three are used; the more there are to choose from, the surer it is that
-            changing a sample changes something.
+        x: some samples' inputs, at least one. Three are used; the more there are to choose from,
+            the surer it is that changing a sample changes something.
         y: their targets.
     """
     refuse_stateful(model)
     if not any(p.requires_grad for p in model.parameters()):
-        raise ModelError("The model has no trainable parameter; set requires_grad=True on what is to be trained.")
+        raise ModelError(
+            "The model has no trainable parameter; set requires_grad=True on what is to be trained."
+        )
     if not count(x):
         raise ModelError("There is no sample to take the model apart with; give at least one.")
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise ModelError(
-            "torch.autocast is on: products of fewer bits than the parameters have would make norms too small. "
+            "torch.autocast is on: products of fewer bits than the parameters have would make "
+            "norms too small. "
             "Switch it off, or give the model itself that precision (model.bfloat16())."
         )
     loss = per_sample(loss)
@@ -70,14 +75,15 @@ def plan(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tape | WholeTape:
                 if _agrees(tape, model, loss, x, y):
                     return tape
     raise ModelError(
-        f"The per-sample gradients of {type(model).__name__} could not be verified against autograd on three samples. "
-        "Is its forward pass random in a way that does not come from torch's generator, does it change its own state, "
+        f"The per-sample gradients of {type(model).__name__} could not be verified against "
+        "autograd on three samples. "
+        "Is its forward pass random in a way that does not come from torch's generator, does it "
+        "change its own state, "
         "or are its gradients not finite?"
     )
 
 
-# --- what is refused outright
-# --------------------------------------------------------------------------------------------
+# --- what is refused outright -------------------------------------------------------------------
 
 
 def refuse_stateful(model: nn.Module) -> None:
@@ -86,21 +92,28 @@ def refuse_stateful(model: nn.Module) -> None:
         where = f"{path or 'the model'} ({type(module).__name__})"
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ModelError(
-                f"{where} computes its statistics over the batch, so every sample influences every other and "
+                f"{where} computes its statistics over the batch, so every sample influences "
+                "every other and "
                 "no per-sample "
-                "gradient exists. Replace it by nn.GroupNorm, nn.LayerNorm or nn.InstanceNorm (without "
+                "gradient exists. Replace it by nn.GroupNorm, nn.LayerNorm or nn.InstanceNorm "
+                "(without "
                 "running statistics)."
             )
         if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
             raise ModelError(
-                f"{where} keeps running statistics of the data, which leave the training without noise. "
+                f"{where} keeps running statistics of the data, which leave the training without "
+                "noise. "
                 "Build it with track_running_stats=False."
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            raise ModelError(f"{where} rewrites its weights on every look-up (max_norm). Build it without max_norm.")
+            raise ModelError(
+                f"{where} rewrites its weights on every look-up (max_norm). Build it without "
+                "max_norm."
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
             raise ModelError(
-                f"{where} scales gradients by how often a token occurs in the batch, so samples influence each other. "
+                f"{where} scales gradients by how often a token occurs in the batch, so samples "
+                "influence each other. "
                 "Build it without scale_grad_by_freq."
             )
 
@@ -112,7 +125,8 @@ def _forward_without_traces(model: nn.Module, loss: Loss, x: Any, y: Any) -> Ten
     for name, buffer in model.named_buffers():
         if not torch.equal(buffer, before[name]):
             raise ModelError(
-                f"The forward pass changes the buffer {name!r}: what it keeps of the data leaves the training without "
+                f"The forward pass changes the buffer {name!r}: what it keeps of the data leaves "
+                "the training without "
                 "noise. Build that layer without running statistics."
             )
     return losses
@@ -125,14 +139,18 @@ def _refuse_mixing(model: nn.Module, loss: Loss, x: Any, y: Any, reference: Tens
         return
     path = _mixing_module(model, x)
     raise ModelError(
-        f"The samples of a batch influence each other in {path}: changing one sample changed another's loss. "
-        "Private training needs samples that are computed independently; use layers that normalise or attend within "
+        f"The samples of a batch influence each other in {path}: changing one sample changed "
+        "another's loss. "
+        "Private training needs samples that are computed independently; use layers that "
+        "normalise or attend within "
         "one sample, and a loss of one sample at a time."
     )
 
 
 def _mixing_module(model: nn.Module, x: Any) -> str:
-    """The innermost module that the unchanged samples enter as before and leave moved; without one, the loss."""
+    """The innermost module that the unchanged samples enter as before and leave moved; without one,
+    the loss.
+    """
     before, after = _calls(model, x), _calls(model, tree_map(_first_changed, x))
     n = count(x)
     for one, other in zip(before, after, strict=False):
@@ -146,16 +164,19 @@ def _mixing_module(model: nn.Module, x: Any) -> str:
 def _moved(one: Sequence[Tensor], other: Sequence[Tensor], n: int) -> bool:
     """Whether any sample but the first differs, in tensors that have the n samples first."""
     pairs = zip(one, other, strict=False)
-    return any(a.shape == b.shape and a.ndim and len(a) == n and not _same(a[1:], b[1:]) for a, b in pairs)
+    return any(
+        a.shape == b.shape and a.ndim and len(a) == n and not _same(a[1:], b[1:]) for a, b in pairs
+    )
 
 
-# --- taking apart
-# --------------------------------------------------------------------------------------------------------
+# --- taking apart -------------------------------------------------------------------------------
 
 
 def _candidates(model: nn.Module, loss: Loss, x: Any, y: Any) -> Iterator[Tape | WholeTape]:
     """Ways to take the model apart, fastest first."""
-    units = {id(unit.module): unit for unit in _partition(model, "")}  # a module may lie at two places
+    units = {
+        id(unit.module): unit for unit in _partition(model, "")
+    }  # a module may lie at two places
     found = _located(model, list(units.values()), x, y)
     if found is not None:
         opaque = [unit for unit in found if unit.formula is None and unit.outputs]
@@ -171,14 +192,20 @@ def _partition(module: nn.Module, path: str) -> list[Unit]:
     known = formula(module)
     if not own and known is None and not hasattr(module, "parametrizations"):
         children = module.named_children()
-        return list(itertools.chain.from_iterable(_partition(m, f"{path}.{name}".lstrip(".")) for name, m in children))
+        return list(
+            itertools.chain.from_iterable(
+                _partition(m, f"{path}.{name}".lstrip(".")) for name, m in children
+            )
+        )
     names = [name for name, p in module.named_parameters() if p.requires_grad]
     parameters = {name: f"{path}.{name}".lstrip(".") for name in names}
     return [Unit(path, module, known, parameters)] if names else []
 
 
 def _located(model: nn.Module, units: Sequence[Unit], x: Any, y: Any) -> list[Unit] | None:
-    """The units with their sample axes filled in and parameters by one name each; None where that cannot be told."""
+    """The units with their sample axes filled in and parameters by one name each; None where that
+    cannot be told.
+    """
     three, two = _Shapes(model, units).of(x), _Shapes(model, units).of(tree_map(_first_two, x))
     located = []
     for unit, calls, fewer in zip(units, three, two, strict=True):
@@ -195,11 +222,15 @@ def _located(model: nn.Module, units: Sequence[Unit], x: Any, y: Any) -> list[Un
                 return None
             shapes = [shape for into, out, _ in calls for shape in (*into, *out)]
             numbers = max((math.prod(shape) // 3 for shape in shapes), default=0)
-            located.append(replace(unit, inputs=inputs, outputs=outputs, picks=picks, numbers=numbers))
+            located.append(
+                replace(unit, inputs=inputs, outputs=outputs, picks=picks, numbers=numbers)
+            )
     return _named_once(model, located)
 
 
-def _located_call(three: Any, two: Any) -> tuple[tuple[Axis, ...], tuple[Axis, ...], tuple[int, ...]] | None:
+def _located_call(
+    three: Any, two: Any
+) -> tuple[tuple[Axis, ...], tuple[Axis, ...], tuple[int, ...]] | None:
     """The axes of one call's inputs and outputs, from its shapes for three samples and for two."""
     (inputs3, outputs3, picks), (inputs2, outputs2, _) = three, two
     if len(inputs3) != len(inputs2) or len(outputs3) != len(outputs2):
@@ -212,11 +243,15 @@ def _located_call(three: Any, two: Any) -> tuple[tuple[Axis, ...], tuple[Axis, .
 
 
 def _named_once(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
-    """A parameter that several modules share goes by the first of its names, which is the one the model lists."""
+    """A parameter that several modules share goes by the first of its names, which is the one the
+    model lists.
+    """
     first = {id(p): name for name, p in model.named_parameters()}
     every = dict(model.named_parameters(remove_duplicate=False))
     return [
-        replace(unit, parameters={own: first[id(every[full])] for own, full in unit.parameters.items()})
+        replace(
+            unit, parameters={own: first[id(every[full])] for own, full in unit.parameters.items()}
+        )
         for unit in units
     ]
 
@@ -229,8 +264,8 @@ class _Shapes:
         self._found: list[list[Any]] = [[] for _ in units]
 
     def of(self, x: Any) -> list[list[Any]]:
-        """Unit by unit, call by call: (shapes of inputs, shapes of outputs with a gradient, which outputs those
-        are).
+        """Unit by unit, call by call: (shapes of inputs, shapes of outputs with a gradient, which
+        outputs those are).
         """
         handles = [
             unit.module.register_forward_hook(_Noting(calls), with_kwargs=True)
@@ -259,15 +294,15 @@ class _Noting:
         self._calls.append((inputs, [outputs[i].shape for i in picks], picks))
 
 
-# --- checking
-# ------------------------------------------------------------------------------------------------------------
+# --- checking -----------------------------------------------------------------------------------
 
 
 @precision(tf32=False)
 def _agrees(tape: Tape | WholeTape, model: nn.Module, loss: Loss, x: Any, y: Any) -> bool:
     """Whether the tape's gradients are autograd's, sample by sample, on the same forward pass.
 
-    With all the bits of float32: what is compared are formulas, and eleven bits would not tell a wrong one.
+    With all the bits of float32: what is compared are formulas, and eleven bits would not tell a
+    wrong one.
     """
     expected = _autograd(model, loss, x, y, tape.layout)
     try:
@@ -278,21 +313,24 @@ def _agrees(tape: Tape | WholeTape, model: nn.Module, loss: Loss, x: Any, y: Any
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
         return False  # PyTorch refused this way of taking the model apart; the next one may do
     if not all(map(torch.equal, before, _generators())):
-        return False  # a unit that was run again drew again: other dropout masks than in the forward pass
+        # a unit that was run again drew again: other dropout masks than in the forward pass
+        return False
     tolerance = _tolerance(each.dtype)
     off = float(expected.abs().max()) * tolerance
     sizes: Tensor = torch.linalg.vector_norm(expected, dim=1, dtype=torch.float64)
-    # A norm has its rounding bound in it, percents where thousands of positions are summed. Too small it must not be.
+    # A norm has its rounding bound in it, percents where thousands of positions are summed. Too
+    # small it must not be.
     norms_agree = (norms >= (1 - 10 * tolerance) * sizes - off) & (norms <= 1.1 * sizes + off)
     return torch.allclose(each, expected, rtol=0.0, atol=off) and bool(norms_agree.all())
 
 
 @contextmanager
 def _checkable(tape: Tape | WholeTape, model: nn.Module) -> Iterator[None]:
-    """A whole model draws other dropout masks sample by sample than in a batch, so it is compared with dropout off.
+    """A whole model draws other dropout masks sample by sample than in a batch, so it is compared
+    with dropout off.
 
-    A tape of units is compared as it is: a unit that went through `torch.func` with other masks than in the forward
-    pass would have the wrong gradient, and must fail here.
+    A tape of units is compared as it is: a unit that went through `torch.func` with other masks
+    than in the forward pass would have the wrong gradient, and must fail here.
     """
     modes = [(module, module.training) for module in model.modules()]
     if isinstance(tape, WholeTape):
@@ -322,7 +360,9 @@ def _autograd(model: nn.Module, loss: Loss, x: Any, y: Any, layout: Layout) -> T
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """How far two orders of the same float operations may lie apart, relative to the largest number."""
+    """How far two orders of the same float operations may lie apart, relative to the largest
+    number.
+    """
     return math.sqrt(torch.finfo(dtype).eps) / 3
 
 
@@ -346,7 +386,8 @@ def _calls(model: nn.Module, x: Any) -> list[_Called]:
     """Every call of every module, innermost first."""
     found: list[_Called] = []
     handles = [
-        module.register_forward_hook(_Keeping(found, path), with_kwargs=True) for path, module in model.named_modules()
+        module.register_forward_hook(_Keeping(found, path), with_kwargs=True)
+        for path, module in model.named_modules()
     ]
     try:
         _same_draws()
@@ -384,7 +425,9 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def _same_draws() -> None:
-    """Put torch's generators where every pass begins. (`torch.manual_seed` would seed GPUs that are not in use yet.)"""
+    """Put torch's generators where every pass begins. (`torch.manual_seed` would seed GPUs that are
+    not in use yet.)
+    """
     torch.default_generator.manual_seed(0)
     if _gpus():
         torch.cuda.manual_seed_all(0)
@@ -403,12 +446,15 @@ def _gpus() -> Sequence[int]:
 def _three(value: Any) -> Any:
     """Three samples, repeated where there are fewer; finite ones, if there are any.
 
-    The second differs from the first in as many tensors as any: exchanging one for the other has to change something.
+    The second differs from the first in as many tensors as any: exchanging one for the other has to
+    change something.
     """
     leaves = [leaf.reshape(len(leaf), -1) for leaf in tree_leaves(value)]
     finite = torch.stack([leaf.isfinite().all(dim=1).cpu() for leaf in leaves]).all(dim=0)
     rows = finite.nonzero().flatten().tolist() or list(range(len(finite)))
-    differ = torch.stack([(leaf != leaf[rows[0]]).any(dim=1).cpu() for leaf in leaves]).sum(dim=0)  # [sample]
+    differ = torch.stack([(leaf != leaf[rows[0]]).any(dim=1).cpu() for leaf in leaves]).sum(
+        dim=0
+    )  # [sample]
     second = max(rows, key=differ.tolist().__getitem__)
     rows = [rows[0], second, *(i for i in rows if i not in (rows[0], second)), rows[0]][:3]
     return tree_map(lambda t: t[torch.tensor(rows, device=t.device)], value)
@@ -419,20 +465,26 @@ def _first_two(value: Any) -> Any:
 
 
 def _first_changed(value: Tensor) -> Tensor:
-    """The samples with the first one changed: beyond recognition if it is numbers, for its neighbour's if it is tokens.
+    """The samples with the first one changed: beyond recognition if it is numbers, for its
+    neighbour's if it is tokens.
 
-    Where the neighbour has the same, the smallest of all tokens takes their place: it is valid wherever they are.
+    Where the neighbour has the same, the smallest of all tokens takes their place: it is valid
+    wherever they are.
     """
     changed = value.clone()
     if value.is_floating_point():
-        changed[0] = 3 * value[0] + torch.linspace(-2, 2, value[0].numel()).reshape(value[0].shape).to(value)
+        changed[0] = 3 * value[0] + torch.linspace(-2, 2, value[0].numel()).reshape(
+            value[0].shape
+        ).to(value)
     else:
         changed[0] = value.amin() if torch.equal(value[0], value[1]) else value[1]
     return changed
 
 
 def _first_changed_target(value: Tensor) -> Tensor:
-    """The targets with the first one exchanged for its neighbour's: any value of one sample is possible for another."""
+    """The targets with the first one exchanged for its neighbour's: any value of one sample is
+    possible for another.
+    """
     changed = value.clone()
     changed[0] = value[1]
     return changed

@@ -1,7 +1,8 @@
-"""tanh on a CPU by numpy's kernel, which needs a seventh of the time of torch's and is as exact to a rounding.
+"""tanh on a CPU by numpy's kernel, which needs a seventh of the time of torch's and is as exact to
+a rounding.
 
-torch 2.13 takes 2.6 ns a number on one core, numpy 2 0.4 ns (AVX-512). In a step of Adult's MLP two of them are a tenth
-of the time.
+torch 2.13 takes 2.6 ns a number on one core, numpy 2 0.4 ns (AVX-512). In a step of Adult's MLP two
+of them are a tenth of the time.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from torch import Tensor
 
 __all__ = ["pays", "tanh"]
 
-# Fewer numbers a sample than this, and going through Python may take longer than torch does, which shares them among
-# its threads. Not the numbers of a batch: how many samples it has is private, and which kernel is taken must not tell.
+# Fewer numbers a sample than this, and going through Python may take longer than torch does, which
+# shares them among its threads. Not the numbers of a batch: how many samples it has is private, and
+# which kernel is taken must not tell.
 _FEW = 128
 # With more threads than this torch is quicker: numpy has one.
 _THREADS = 4
 
 
 def pays(x: Any, samples: int) -> bool:
-    """Whether `tanh` takes this, which is of so many samples, and is quicker; the same for any number of them."""
+    """Whether `tanh` takes this, which is of so many samples, and is quicker; the same for any
+    number of them.
+    """
     if type(x) is not Tensor or x.dtype != torch.float32 or x.device.type != "cpu":
         return False
     threads = torch.get_num_threads()

@@ -1,15 +1,17 @@
 """One forward pass, one backward pass, every sample's gradient.
 
-The forward pass records (unit, inputs, outputs) for each unit: a layer with a formula, or any other module that has
-parameters of its own. One `torch.autograd.grad(losses.sum(), outputs)` gives δ, the gradient with respect to every
-output; no sample's loss reaches another sample's row, so row i of δ belongs to sample i. What comes back is a value,
-`PerSample`, from which norms and weighted sums are taken any number of times:
+The forward pass records (unit, inputs, outputs) for each unit: a layer with a formula, or any other
+module that has parameters of its own. One `torch.autograd.grad(losses.sum(), outputs)` gives δ, the
+gradient with respect to every output; no sample's loss reaches another sample's row, so row i of δ
+belongs to sample i. What comes back is a value, `PerSample`, from which norms and weighted sums are
+taken any number of times:
 
     norms()            ‖g_i‖               what the rule clips by
     weighted_sum(w)    Σ_i w_i g_i         what is trained on; with indicators as weights, g_B and the group gradients
 
-so what is audited is what was trained. On a CPU a batch with large activations passes in blocks that fit the cache,
-and what a layer can form its gradients of (a convolution's input and δ, which are far larger) is let go with its block.
+so what is audited is what was trained. On a CPU a batch with large activations passes in blocks
+that fit the cache, and what a layer can form its gradients of (a convolution's input and δ, which
+are far larger) is let go with its block.
 """
 
 from __future__ import annotations
@@ -114,8 +116,8 @@ class Layout:
 
     @property
     def rounding_up(self) -> float:
-        """What makes a norm an upper bound on what the sum adds: the roundings of weight · input · δ, sixteen unit
-        roundoffs.
+        """What makes a norm an upper bound on what the sum adds: the roundings of weight · input ·
+        δ, sixteen unit roundoffs.
 
         Where somebody has allowed products of fewer bits (TF32), it is sixteen of theirs.
         """
@@ -124,7 +126,9 @@ class Layout:
     def join(self, parts: dict[str, Tensor]) -> Tensor:
         """One vector; a parameter that no sample touched is 0.  # [size]"""
         if len(parts) == len(self.names):
-            return torch.cat([parts[name].reshape(-1) for name in self.names]) if parts else self.blank
+            return (
+                torch.cat([parts[name].reshape(-1) for name in self.names]) if parts else self.blank
+            )
         pieces = [
             parts[name].reshape(-1) if name in parts else self.blank.new_zeros(size)
             for name, size in zip(self.names, self.sizes, strict=True)
@@ -139,7 +143,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Unit:
-    """A module whose gradients are taken as one: a layer with a formula, or any module with parameters of its own.
+    """A module whose gradients are taken as one: a layer with a formula, or any module with
+    parameters of its own.
 
     Attributes:
         path: its name in the model, "" for the model itself.
@@ -180,7 +185,10 @@ class Record(NamedTuple):
         """This call's part of every sample's gradient, for those parameters (the unit's own names)."""
         unit = self.unit
         if unit.formula is not None:
-            a, delta = unit.inputs[0].first(self.inputs, n), unit.outputs[0].first(self.deltas[0], n)
+            a, delta = (
+                unit.inputs[0].first(self.inputs, n),
+                unit.outputs[0].first(self.deltas[0], n),
+            )
             return unit.formula(unit.module, a, delta, names)
         if recurrent.takes(unit.module, self.inputs[0]):
             return self._recurrent(n, names)
@@ -189,8 +197,13 @@ class Record(NamedTuple):
 
     def _recurrent(self, n: int, names: Collection[str]) -> LayerGradient:
         """Of a layer with several inputs and outputs that has a formula all the same."""
-        unit, tensors = self.unit, [leaf for leaf in tree_leaves(self.inputs) if isinstance(leaf, Tensor)]
-        x, *state = (axis.first(tensor, n) for axis, tensor in zip(unit.inputs, tensors, strict=True))
+        unit, tensors = (
+            self.unit,
+            [leaf for leaf in tree_leaves(self.inputs) if isinstance(leaf, Tensor)],
+        )
+        x, *state = (
+            axis.first(tensor, n) for axis, tensor in zip(unit.inputs, tensors, strict=True)
+        )
         deltas: list[Tensor | None] = [None] * (3 if isinstance(unit.module, nn.LSTM) else 2)
         for pick, axis, delta in zip(unit.picks, unit.outputs, self.deltas, strict=True):
             deltas[pick] = axis.first(delta, n)
@@ -222,7 +235,8 @@ class Part(NamedTuple):
 
 
 class PerSample:
-    """Every sample's loss and gradient, the gradients mostly unformed. Private: for the step and for auditors.
+    """Every sample's loss and gradient, the gradients mostly unformed. Private: for the step and
+    for auditors.
 
     Attributes:
         losses: ℓ_i.  # [sample]
@@ -234,8 +248,8 @@ class PerSample:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The layers' gradients; a parameter that several calls use is formed and added up first, for its cross
-        terms.
+        """The layers' gradients; a parameter that several calls use is formed and added up first,
+        for its cross terms.
         """
         n, uses = self.losses.shape[0], _uses(self.records)
         if max(uses.values(), default=1) == 1:
@@ -258,12 +272,14 @@ class PerSample:
         """‖g_i‖ over all trainable parameters, rounded up.  # [sample], float64
 
         Args:
-            quick: in fewer operations, where that is possible: longer by a hair, and infinite where float32 overflows.
+            quick: in fewer operations, where that is possible: longer by a hair, and infinite where
+                float32 overflows.
         """
         if not self.parts:
             return torch.zeros_like(self.losses, dtype=torch.float64)
         layers = [part.gradient for part in self.parts]
-        # For one layer it would not be quicker. How many there are is asked of the model, not of what this batch used.
+        # For one layer it would not be quicker. How many there are is asked of the model, not of
+        # what this batch used.
         quick = quick and len(self.layout.names) > 2
         together = [g for g in layers if isinstance(g, OnePosition) and g.is_quick] if quick else []
         squares = [quick_square_norms(together)] if together else []
@@ -287,8 +303,8 @@ class PerSample:
         return torch.stack([self.weighted_sum(one) for one in eye])
 
     def masked(self, keep: Tensor) -> PerSample:
-        """The same with the gradients of the samples that are not kept set to exactly 0 (a NaN times 0 is not).  keep:
-        [sample]
+        """The same with the gradients of the samples that are not kept set to exactly 0 (a NaN
+        times 0 is not).  keep: [sample]
         """
         found = PerSample(torch.where(keep, self.losses, 0.0), (), self.layout)
         found.parts = tuple(Part(part.gradient.masked(keep), part.names) for part in self.parts)
@@ -356,8 +372,8 @@ class _Heard(NamedTuple):
 
 
 class Tape:
-    """Records a model's forward passes and turns each into a `PerSample`. It has its ears on the model only while
-    `listening`.
+    """Records a model's forward passes and turns each into a `PerSample`. It has its ears on the
+    model only while `listening`.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, units: Sequence[Unit]) -> None:
@@ -371,9 +387,14 @@ class Tape:
 
     @contextmanager
     def listening(self) -> Iterator[Self]:
-        """Ears on, and off again. An ear stands in for a module's `forward`: nearer than a hook, and quicker."""
+        """Ears on, and off again. An ear stands in for a module's `forward`: nearer than a hook,
+        and quicker.
+        """
         tanhs = [module for module in self.model.modules() if type(module) is nn.Tanh]
-        ears = [*(_Ear(self, unit) for unit in self.units), *(_Quicker(self, module) for module in tanhs)]
+        ears = [
+            *(_Ear(self, unit) for unit in self.units),
+            *(_Quicker(self, module) for module in tanhs),
+        ]
         try:
             for ear in ears:
                 ear.put_on()
@@ -385,7 +406,9 @@ class Tape:
                 ear.take_off()
 
     def __call__(self, x: Any, y: Any, group: Tensor | None = None) -> PerSample:
-        """One forward and one backward pass over these samples, on a CPU a block of them after the other."""
+        """One forward and one backward pass over these samples, on a CPU a block of them after the
+        other.
+        """
         del group
         if not self._is_listening:
             raise RuntimeError("Gradients are recorded only inside `with run.listening():`.")
@@ -406,7 +429,11 @@ class Tape:
             heard, self._heard = self._heard, None
             edges = [edge for h in heard for edge in h.edges]
             # Each sample's loss counts once: the derivative of Σ_i ℓ_i, without adding them up.
-            deltas = torch.autograd.grad(losses, edges, torch.ones_like(losses), allow_unused=True) if edges else ()
+            deltas = (
+                torch.autograd.grad(losses, edges, torch.ones_like(losses), allow_unused=True)
+                if edges
+                else ()
+            )
         finally:
             self._heard, self.passing = None, False
         if len(edges) == len(heard):  # layers with one output each, all of them or nearly
@@ -414,12 +441,15 @@ class Tape:
         else:
             coming = iter(deltas)
             arrived = [(h, [next(coming) for _ in h.edges]) for h in heard]
-            records = [h.record(mine) for h, mine in arrived if any(delta is not None for delta in mine)]
+            records = [
+                h.record(mine) for h, mine in arrived if any(delta is not None for delta in mine)
+            ]
         return PerSample(losses.detach(), records, self.layout)
 
     def _at_once(self) -> int:
-        """Samples that pass at a time: as many as fit the cache, yet so many that reading the parameters and adding up
-        their gradients once a block is no work beside it. The same on every machine, as rounding depends on it.
+        """Samples that pass at a time: as many as fit the cache, yet so many that reading the
+        parameters and adding up their gradients once a block is no work beside it. The same on
+        every machine, as rounding depends on it.
         """
         if self.layout.blank.device.type != "cpu" or not self.units:
             return _ALL
@@ -444,7 +474,8 @@ class Tape:
         if unit.formula is not None and unit.outputs:
             a = args[0] if args else next(iter(kwargs.values()))
             if unit.outputs[0].at is None:
-                # All samples share this output (a table of positions). Each gets its own view of it, and so its own δ.
+                # All samples share this output (a table of positions). Each gets its own view of
+                # it, and so its own δ.
                 output = unit.outputs[0].first(output, self.samples)
                 unit = replace(unit, outputs=(Axis(),))
             if output.requires_grad:
@@ -453,12 +484,14 @@ class Tape:
         found = [o for o in tree_leaves(output) if isinstance(o, Tensor) and o.requires_grad]
         if found and not unit.outputs:
             raise RuntimeError(
-                f"{unit.path or 'the model'} ({type(unit.module).__name__}) was not called when the model was taken "
-                "apart and is called now, so its gradient would be missing. Call every layer in every forward pass."
+                f"{unit.path or 'the model'} ({type(unit.module).__name__}) was not called when "
+                "the model was taken "
+                "apart and is called now, so its gradient would be missing. Call every layer in "
+                "every forward pass."
             )
         if found:
-            # The edge, not the tensor: whoever overwrites the output in place (ReLU(inplace=True)) does not move the
-            # edge.
+            # The edge, not the tensor: whoever overwrites the output in place (ReLU(inplace=True))
+            # does not move the edge.
             edges = [get_gradient_edge(o) for o in found]
             blanks = [o.detach().new_empty(0) for o in found]
             inputs = tree_map(detached, (args, kwargs))
@@ -499,19 +532,23 @@ class _Ear(_StandIn):
 
 
 class _Quicker(_StandIn):
-    """A tanh that is quicker where that pays, and only when the tape calls the model: others may trace or map it."""
+    """A tanh that is quicker where that pays, and only when the tape calls the model: others may
+    trace or map it.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_ours = self._tape.passing and self._replaced is None and len(args) == 1 and not kwargs
         if is_ours and pays(args[0], self._tape.samples):
-            with suppress(RuntimeError):  # numbers that numpy cannot have: the model itself maps, or negates by a bit
+            with suppress(
+                RuntimeError
+            ):  # numbers that numpy cannot have: the model itself maps, or negates by a bit
                 return tanh(args[0])
         return self._own(*args, **kwargs)
 
 
 class WholeTape:
-    """The same service for a model that cannot be taken apart into units: every gradient is formed through
-    `torch.func`.
+    """The same service for a model that cannot be taken apart into units: every gradient is formed
+    through `torch.func`.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, inputs: int, mode: Mode) -> None:

@@ -1,4 +1,6 @@
-"""What makes training private: the rule held to its bounds, releases and their ledger, noise, sampling."""
+"""What makes training private: the rule held to its bounds, releases and their ledger, noise,
+sampling.
+"""
 
 from evenclip.mechanism.mechanism import Mechanism
 from evenclip.mechanism.release import Entry, Here, Ledger, Release, Total, joint_multiplier

@@ -4,11 +4,12 @@ A value computed from the batch becomes public as
 
     released = value + sensitivity · multiplier · N(0, I),
 
-and the multiplier m = noise standard deviation ÷ sensitivity goes into the ledger. All releases of one step see the
-same Poisson batch; a later one may depend on the noisy value of an earlier one and on nothing else. They are then one
-sampled Gaussian mechanism with the joint multiplier (Σ_j m_j⁻²)^(-1/2): stack the values, each divided by its
-sensitivity and multiplied by m_j⁻¹; one record moves that vector by at most (Σ_j m_j⁻²)^(1/2), under unit noise, and
-adaptivity costs a Gaussian mechanism nothing (Dong, Roth, Su 2022, "Gaussian differential privacy").
+and the multiplier m = noise standard deviation ÷ sensitivity goes into the ledger. All releases of
+one step see the same Poisson batch; a later one may depend on the noisy value of an earlier one and
+on nothing else. They are then one sampled Gaussian mechanism with the joint multiplier (Σ_j
+m_j⁻²)^(-1/2): stack the values, each divided by its sensitivity and multiplied by m_j⁻¹; one record
+moves that vector by at most (Σ_j m_j⁻²)^(1/2), under unit noise, and adaptivity costs a Gaussian
+mechanism nothing (Dong, Roth, Su 2022, "Gaussian differential privacy").
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ __all__ = ["Entry", "Here", "Ledger", "Release", "Total", "joint_multiplier"]
 
 
 def joint_multiplier(multipliers: Iterable[float]) -> float:
-    """(Σ_j m_j⁻²)^(-1/2), the multiplier of several releases on one batch taken as one; 0 if any of them is 0.
+    """(Σ_j m_j⁻²)^(-1/2), the multiplier of several releases on one batch taken as one; 0 if any of
+    them is 0.
 
     >>> joint_multiplier([3.0, 4.0])
     2.4
     >>> joint_multiplier([])
     inf
     """
-    # float(): a numpy or integer multiplier must not travel further; dp-accounting drops such values silently.
+    # float(): a numpy or integer multiplier must not travel further; dp-accounting drops such
+    # values silently.
     values = [float(m) for m in multipliers]
     if any(m == 0 for m in values):
         return 0.0
@@ -46,8 +49,10 @@ class Entry:
     """`steps` consecutive steps that released the same things in the same way.
 
     Attributes:
-        q: Poisson rate of the batches; None where the batch was not a Poisson sample, so that no ε can be stated.
-        multipliers: name of each release of a step -> noise standard deviation ÷ sensitivity; 0 is a release in clear.
+        q: Poisson rate of the batches; None where the batch was not a Poisson sample, so that no ε
+            can be stated.
+        multipliers: name of each release of a step -> noise standard deviation ÷ sensitivity; 0 is
+            a release in clear.
         steps: how many steps in a row.
     """
 
@@ -68,7 +73,8 @@ class Entry:
 
 @dataclass
 class Ledger:
-    """What was released, in order: the truth about ε. `evenclip.mechanism.accounting` turns it into numbers.
+    """What was released, in order: the truth about ε. `evenclip.mechanism.accounting` turns it into
+    numbers.
 
     >>> ledger = Ledger()
     >>> for _ in range(3):
@@ -101,7 +107,9 @@ class Ledger:
 
     def to_json(self) -> list[dict[str, Any]]:
         """The entries as plain values."""
-        return [{"q": e.q, "multipliers": dict(e.multipliers), "steps": e.steps} for e in self.entries]
+        return [
+            {"q": e.q, "multipliers": dict(e.multipliers), "steps": e.steps} for e in self.entries
+        ]
 
     @staticmethod
     def from_json(rows: Iterable[Mapping[str, Any]]) -> Ledger:
@@ -111,7 +119,11 @@ class Ledger:
 
 def _entry(q: float | None, multipliers: Mapping[str, float], steps: int) -> Entry:
     """An entry of Python's own floats: dp-accounting drops others silently."""
-    return Entry(None if q is None else float(q), tuple((name, float(m)) for name, m in multipliers.items()), steps)
+    return Entry(
+        None if q is None else float(q),
+        tuple((name, float(m)) for name, m in multipliers.items()),
+        steps,
+    )
 
 
 class Total(Protocol):
@@ -159,11 +171,17 @@ class Release:
     ValueError: This step has released 'gradient' already; noise is used once.
     """
 
-    def __init__(self, noise: Mapping[str, Tensor], totals: Mapping[str, Total] | None = None) -> None:
+    def __init__(
+        self, noise: Mapping[str, Tensor], totals: Mapping[str, Total] | None = None
+    ) -> None:
         self._noise, self._released = dict(noise), set[str]()  # name of the release -> N(0, I)
-        self._totals = totals or {}  # name of the release -> how it is added up, where there are several processes
+        self._totals = (
+            totals or {}
+        )  # name of the release -> how it is added up, where there are several processes
 
-    def __call__(self, name: str, value: Tensor, *, sensitivity: float | Tensor, multiplier: float) -> Tensor:
+    def __call__(
+        self, name: str, value: Tensor, *, sensitivity: float | Tensor, multiplier: float
+    ) -> Tensor:
         """`value` plus sensitivity · multiplier · N(0, I). A multiplier of 0 publishes it in clear."""
         if value.numel() == 0:
             return value
@@ -175,7 +193,9 @@ class Release:
             return total.total(value)
         return total.noisy_total(value, partial(self._noisy, name, sensitivity, multiplier))
 
-    def _noisy(self, name: str, sensitivity: float | Tensor, multiplier: float, value: Tensor) -> Tensor:
+    def _noisy(
+        self, name: str, sensitivity: float | Tensor, multiplier: float, value: Tensor
+    ) -> Tensor:
         """The value with its noise."""
         fresh = self._noise.pop(name)
         fresh = fresh if fresh.shape == value.shape else fresh.view(value.shape)

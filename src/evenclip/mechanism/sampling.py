@@ -1,9 +1,10 @@
 """Batches: Poisson samples for private training, shuffled ones for plain SGD.
 
-Poisson: every record is in the batch with probability q, independently of all others; batches vary in size and may be
-empty. The n records of several steps in a row are one long series of independent trials, whose successes are found by
-their geometric gaps: the same distribution at the cost of |B| random numbers a step instead of n. The number that
-gradients are divided by is the public expected size B, never |B|.
+Poisson: every record is in the batch with probability q, independently of all others; batches vary
+in size and may be empty. The n records of several steps in a row are one long series of independent
+trials, whose successes are found by their geometric gaps: the same distribution at the cost of |B|
+random numbers a step instead of n. The number that gradients are divided by is the public expected
+size B, never |B|.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ class Poisson:
         self._random = np.random.Generator(np.random.PCG64(seed))
         self._steps = min(max(1, round(_AT_ONCE / (n * q))), _STEPS_AT_ONCE)
         self._batches: tuple[Tensor, ...] = ()
-        self._at, self._before = 0, self._random.bit_generator.state  # where in the block; the state before the block
+        self._at, self._before = (
+            0,
+            self._random.bit_generator.state,
+        )  # where in the block; the state before the block
 
     def next(self) -> Tensor:
         """A fresh Poisson sample."""
@@ -103,7 +107,9 @@ class Poisson:
 
 
 class Shuffled:
-    """Consecutive batches of a new permutation every epoch; the last, smaller one is kept. Not private."""
+    """Consecutive batches of a new permutation every epoch; the last, smaller one is kept. Not
+    private.
+    """
 
     def __init__(self, n: int, size: int, seed: np.random.SeedSequence) -> None:
         self.q: float | None = None
@@ -146,4 +152,9 @@ def _numbers(plain: dict[str, Any]) -> dict[str, Any]:
     """The state that `_plain` wrote."""
     state, inc = (int(word, 16) for word in plain["words"])
     has, buffer = plain["buffer"]
-    return {"bit_generator": "PCG64", "state": {"state": state, "inc": inc}, "has_uint32": has, "uinteger": buffer}
+    return {
+        "bit_generator": "PCG64",
+        "state": {"state": state, "inc": inc},
+        "has_uint32": has,
+        "uinteger": buffer,
+    }

@@ -14,7 +14,8 @@ __all__ = ["Settings"]
 
 @dataclass(frozen=True)
 class Settings:
-    """The public constants of a run, fixed before training. Neighbouring datasets are trained with the same ones.
+    """The public constants of a run, fixed before training. Neighbouring datasets are trained with
+    the same ones.
 
     Attributes:
         rule: the clipping rule.
@@ -45,9 +46,19 @@ class Settings:
     parameters: int
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values that may be published: all but the seed, of which only whether one was given."""
-        rule = {"class": type(self.rule).__qualname__, "name": self.rule.name, "repr": repr(self.rule)}
-        plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("rule", "seed")}
+        """As plain values that may be published: all but the seed, of which only whether one was
+        given.
+        """
+        rule = {
+            "class": type(self.rule).__qualname__,
+            "name": self.rule.name,
+            "repr": repr(self.rule),
+        }
+        plain = {
+            name: getattr(self, name)
+            for name in self.__dataclass_fields__
+            if name not in ("rule", "seed")
+        }
         return plain | {"rule": rule, "seed_given": self.seed is not None}
 
     def ends(self, t: int) -> bool:

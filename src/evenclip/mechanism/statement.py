@@ -1,8 +1,8 @@
 """The privacy report: everything that must be known to judge an ε, as plain values and in words.
 
-The fields follow what regulators and TF-Privacy's privacy statements ask for: trust model, unit, neighbouring
-relation, what is covered and what is not, ε and δ with their accountant, every constant of the mechanism, and the
-soundness of the method.
+The fields follow what regulators and TF-Privacy's privacy statements ask for: trust model, unit,
+neighbouring relation, what is covered and what is not, ε and δ with their accountant, every
+constant of the mechanism, and the soundness of the method.
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ NOT_COVERED = (
 )
 
 
-def epsilon(settings: Settings, ledger: Ledger, accountant: str = "pld", delta: float | None = None) -> float | None:
-    """ε of a run at δ (its own unless given); None where the ledger has none, or the rule claims none to be valid."""
+def epsilon(
+    settings: Settings, ledger: Ledger, accountant: str = "pld", delta: float | None = None
+) -> float | None:
+    """ε of a run at δ (its own unless given); None where the ledger has none, or the rule claims
+    none to be valid.
+    """
     from evenclip.mechanism import accounting
 
     if settings.rule.soundness == NO_EPSILON:
@@ -64,9 +68,16 @@ def report(
         "trust_model": "central: whoever trains sees the data; whoever receives the model does not",
         "unit": UNIT,
         "neighbouring_relation": RELATION,
-        "protected": ["the final model", "every intermediate model", "the rule's state", "the ledger"],
+        "protected": [
+            "the final model",
+            "every intermediate model",
+            "the rule's state",
+            "the ledger",
+        ],
         "not_protected": [
-            "traces and group figures", "what observers record", "metrics on test data",
+            "traces and group figures",
+            "what observers record",
+            "metrics on test data",
             "the counts of empty batches, non-finite samples and clamped weights in this report",
         ],
         "not_covered": [*NOT_COVERED, *uncovered],
@@ -77,7 +88,11 @@ def report(
         ),
         "delta": delta,
         "delta_times_n": delta * settings.n,
-        "accountant": {"epsilon": "PLD", "library": "dp-accounting", "version": _version("dp-accounting")},
+        "accountant": {
+            "epsilon": "PLD",
+            "library": "dp-accounting",
+            "version": _version("dp-accounting"),
+        },
         "method": rule.name,
         "rule": repr(rule),
         "soundness": rule.soundness,
@@ -109,9 +124,11 @@ def report(
         "specification": settings.specification,
         "ledger": ledger.to_json(),
         "versions": {
-            "evenclip": _version("evenclip"), "torch": torch.__version__, "python": platform.python_version()
+            "evenclip": _version("evenclip"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
         },
-    }  # fmt: skip
+    }
 
 
 def paragraph(report: dict[str, Any], width: int = 79) -> str:
@@ -126,21 +143,27 @@ def paragraph(report: dict[str, Any], width: int = 79) -> str:
         )
     else:
         pld, rdp, alone = (
-            rounded_up(report[name]) for name in ("epsilon", "epsilon_rdp", "epsilon_without_amplification")
+            rounded_up(report[name])
+            for name in ("epsilon", "epsilon_rdp", "epsilon_without_amplification")
         )
         multipliers = ", ".join(f"{m:g} ({name})" for name, m in report["multipliers"].items())
         first = (
-            f"This model was trained by {report['method']} ({report['soundness']}) and is (ε, δ)-differentially "
-            f"private with ε = {pld} at δ = {report['delta']:g} (by PLD; {rdp} by RDP). Without the amplification by "
+            f"This model was trained by {report['method']} ({report['soundness']}) and is (ε, "
+            "δ)-differentially "
+            f"private with ε = {pld} at δ = {report['delta']:g} (by PLD; {rdp} by RDP). Without "
+            "the amplification by "
             f"Poisson sampling it would be {alone}. Unit: {report['unit']}. Neighbours: "
-            f"{report['neighbouring_relation']}. {report['steps']} steps at rate q = {report['q']:.6g}; noise "
+            f"{report['neighbouring_relation']}. {report['steps']} steps at rate q = "
+            f"{report['q']:.6g}; noise "
             f"multipliers {multipliers}, jointly {report['joint_multiplier']:.4g}; sums divided by "
             f"{report['divisor']}, {report['expected_batch_size']:g}."
         )
     labels = "used" if report["group_labels_entered_training"] else "did not use"
     second = (
-        f"The rule {labels} group labels (the features may hold them all the same). The seed is {report['seed']}. "
-        f"Not covered by ε: {'; '.join(report['not_covered'])}. Not protected: {', '.join(report['not_protected'])}."
+        f"The rule {labels} group labels (the features may hold them all the same). The seed is "
+        f"{report['seed']}. "
+        f"Not covered by ε: {'; '.join(report['not_covered'])}. Not protected: "
+        f"{', '.join(report['not_protected'])}."
     )
     return "\n\n".join(textwrap.fill(text, width) for text in (first, second))
 

@@ -23,7 +23,8 @@ _Made: TypeAlias = tuple[Any, ...]  # module, optimizer, (in ghost mode) criteri
 
 
 class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no types
-    """Opacus's `PrivacyEngine` with a rule of this package in place of flat clipping; the rest is as it was.
+    """Opacus's `PrivacyEngine` with a rule of this package in place of flat clipping; the rest is
+    as it was.
 
         engine = EvenPrivacyEngine()
         model, optimizer, loader = engine.make_private(
@@ -31,8 +32,9 @@ class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no t
             noise_multiplier=1.0, max_grad_norm=1.0,
         )
 
-    `noise_multiplier` is the rule's sigma, that of the gradient; `max_grad_norm` its C0. Everything else about a rule
-    is given by its own name (`Z0=10.0`, `tau=1.0`, ...), or all of it at once: `rule=DPSGDGlobalAdapt(...)`.
+    `noise_multiplier` is the rule's sigma, that of the gradient; `max_grad_norm` its C0. Everything
+    else about a rule is given by its own name (`Z0=10.0`, `tau=1.0`, ...), or all of it at once:
+    `rule=DPSGDGlobalAdapt(...)`.
     """
 
     def make_private(
@@ -47,19 +49,27 @@ class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no t
         """As Opacus's, with a rule.
 
         Args:
-            clipping: name of the rule: "dpsgd", "dpsgd-global" or "dpsgd-global-adapt", which it is unless given.
+            clipping: name of the rule: "dpsgd", "dpsgd-global" or "dpsgd-global-adapt", which it is
+                unless given.
             rule: the rule itself, instead.
             noise_multiplier: sigma of a rule given by name.
             max_grad_norm: C0 of a rule given by name.
-            **arguments: fields of a rule given by name, and all other arguments of Opacus's `make_private`.
+            **arguments: fields of a rule given by name, and all other arguments of Opacus's
+                `make_private`.
 
         Raises:
-            ValueError: for what cannot be trained by a rule, or has no true ε; the message says what to do.
+            ValueError: for what cannot be trained by a rule, or has no true ε; the message says
+                what to do.
         """
         given = {"sigma": noise_multiplier, "C0": max_grad_norm}
-        chosen, rest = _chosen(clipping, rule, {k: v for k, v in given.items() if v is not None}, arguments)
+        chosen, rest = _chosen(
+            clipping, rule, {k: v for k, v in given.items() if v is not None}, arguments
+        )
         if rule is None and (noise_multiplier is None or max_grad_norm is None):
-            raise ValueError("Give noise_multiplier and max_grad_norm, or the rule itself: rule=DPSGDGlobalAdapt(...).")
+            raise ValueError(
+                "Give noise_multiplier and max_grad_norm, or the rule itself: "
+                "rule=DPSGDGlobalAdapt(...)."
+            )
         return self._made(chosen, rest)
 
     def make_private_with_epsilon(
@@ -74,9 +84,11 @@ class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no t
         data_loader: DataLoader[Any],
         **arguments: Any,
     ) -> _Made:
-        """As Opacus's, with a rule: all its noise, the count's too, is scaled until `epochs` epochs cost ε at δ.
+        """As Opacus's, with a rule: all its noise, the count's too, is scaled until `epochs` epochs
+        cost ε at δ.
 
-        Differs from Opacus: sampling rate and number of steps are those that its loader will really have.
+        Differs from Opacus: sampling rate and number of steps are those that its loader will really
+        have.
 
         Args:
             target_epsilon: ε of everything that is released, by the engine's own accountant.
@@ -86,7 +98,8 @@ class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no t
             rule: the rule itself, instead; only the ratio of its multipliers counts.
             max_grad_norm: C0 of a rule given by name.
             data_loader: as in `make_private`.
-            **arguments: as in `make_private`; a `sigma_count` is for a sigma of 1, and scaled with it.
+            **arguments: as in `make_private`; a `sigma_count` is for a sigma of 1, and scaled with
+                it.
         """
         given = {} if max_grad_norm is None else {"C0": max_grad_norm}
         chosen, rest = _chosen(clipping, rule, given, arguments)
@@ -94,7 +107,8 @@ class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no t
             raise ValueError("Give max_grad_norm, or the rule itself: rule=DPSGDGlobalAdapt(...).")
         if len(self.accountant) > 0:
             warnings.warn(
-                "This engine has spent privacy already, which target_epsilon does not include; the ε of everything "
+                "This engine has spent privacy already, which target_epsilon does not include; "
+                "the ε of everything "
                 "will be larger.",
                 stacklevel=2,
             )
@@ -105,7 +119,9 @@ class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no t
             steps=epochs * len(data_loader),
             accountant=self.accountant.mechanism(),
         )
-        return self._made(chosen.scaled(multiplier / joint(chosen)), rest | {"data_loader": data_loader})
+        return self._made(
+            chosen.scaled(multiplier / joint(chosen)), rest | {"data_loader": data_loader}
+        )
 
     def _made(self, rule: Rule, arguments: dict[str, Any]) -> _Made:
         """Opacus's own `make_private`, which asks for the optimiser and the criterion below."""
@@ -122,10 +138,14 @@ class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no t
         check_optimizer(theirs)
         return EvenOptimizer(theirs, rule)
 
-    def _prepare_criterion(self, *, module: Any, optimizer: EvenOptimizer, rule: Rule, **arguments: Any) -> Any:
+    def _prepare_criterion(
+        self, *, module: Any, optimizer: EvenOptimizer, rule: Rule, **arguments: Any
+    ) -> Any:
         """Opacus's, bound to the rule's weights."""
         del rule  # the optimizer has it
-        criterion = PrivacyEngine._prepare_criterion(self, module=module, optimizer=optimizer, **arguments)
+        criterion = PrivacyEngine._prepare_criterion(
+            self, module=module, optimizer=optimizer, **arguments
+        )
         optimizer.bind(criterion)
         return criterion
 
@@ -136,15 +156,19 @@ def _chosen(
     """The rule that was asked for, and the arguments that are Opacus's."""
     if rule is not None:
         check_kind(rule)
-        if (clipping is not None and clipping != rule.name) or any(getattr(rule, k) != v for k, v in given.items()):
+        if (clipping is not None and clipping != rule.name) or any(
+            getattr(rule, k) != v for k, v in given.items()
+        ):
             raise ValueError(
-                f"rule is {rule!r}, and clipping, noise_multiplier or max_grad_norm say something else; leave them out."
+                f"rule is {rule!r}, and clipping, noise_multiplier or max_grad_norm say something "
+                "else; leave them out."
             )
         return rule, dict(arguments)
     name = DPSGDGlobalAdapt.name if clipping is None else clipping
     if name not in RULES:
         raise ValueError(
-            f"clipping is {name!r}; here it is one of 'dpsgd', 'dpsgd-global', 'dpsgd-global-adapt'. For clipping of "
+            f"clipping is {name!r}; here it is one of 'dpsgd', 'dpsgd-global', "
+            "'dpsgd-global-adapt'. For clipping of "
             "Opacus's own use its PrivacyEngine."
         )
     kind = RULES[name]
@@ -165,19 +189,31 @@ def _S(rule: Rule) -> float:
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise for arguments that Opacus would drop without a word, or with which its ε would not be true."""
-    unknown = [name for name in arguments if name not in inspect.signature(PrivacyEngine.make_private).parameters]
+    """Raise for arguments that Opacus would drop without a word, or with which its ε would not be
+    true.
+    """
+    unknown = [
+        name
+        for name in arguments
+        if name not in inspect.signature(PrivacyEngine.make_private).parameters
+    ]
     if unknown:
-        raise TypeError(f"{', '.join(unknown)}: neither an argument of Opacus's make_private nor a field of the rule.")
+        raise TypeError(
+            f"{', '.join(unknown)}: neither an argument of Opacus's make_private nor a field of "
+            "the rule."
+        )
     mode = arguments.get("grad_sample_mode", "hooks")
     if mode not in _MODES:
         raise ValueError(f"grad_sample_mode is {mode!r}; the rules work with {', '.join(_MODES)}.")
     if not arguments.get("poisson_sampling", True):
         raise ValueError(
-            "poisson_sampling is False, and the ε of this engine is that of Poisson samples; leave it True."
+            "poisson_sampling is False, and the ε of this engine is that of Poisson samples; "
+            "leave it True."
         )
     if arguments.get("rand_on_empty", False):
         raise ValueError(
-            "rand_on_empty is True: with a made-up record in place of an empty batch, one record more or less moves "
-            "the sum by up to 2·S, and ε is for S. Leave it out: an empty batch is a step like any other here."
+            "rand_on_empty is True: with a made-up record in place of an empty batch, one record "
+            "more or less moves "
+            "the sum by up to 2·S, and ε is for S. Leave it out: an empty batch is a step like "
+            "any other here."
         )

@@ -1,1 +1,3 @@
-"""Results for people to read: tables for the terminal, progress, a page. Knows no paper and trains nothing."""
+"""Results for people to read: tables for the terminal, progress, a page. Knows no paper and trains
+nothing.
+"""

@@ -1,7 +1,9 @@
-"""Pictures of a page: SVG as text, a few kB each, drawn by the page's own styles, so that they follow light and dark.
+"""Pictures of a page: SVG as text, a few kB each, drawn by the page's own styles, so that they
+follow light and dark.
 
-Whatever tells two things apart does so twice: groups by colour and by marker or dashes. Every picture has a title and a
-description for who does not see it; its numbers are in the page's tables or in results.json.
+Whatever tells two things apart does so twice: groups by colour and by marker or dashes. Every
+picture has a title and a description for who does not see it; its numbers are in the page's tables
+or in results.json.
 """
 
 from __future__ import annotations
@@ -52,23 +54,39 @@ def dots(title: str, describes: str, unit: str, rows: Sequence[tuple[str, Sequen
     def x(value: float) -> float:
         return left + (value - low) / (high - low) * (_WIDTH - left - right)
 
-    parts = [f'<line class="grid" x1="{x(t):.1f}" x2="{x(t):.1f}" y1="{top}" y2="{height - 40:.1f}"/>' for t in ticks]
+    parts = [
+        f'<line class="grid" x1="{x(t):.1f}" x2="{x(t):.1f}" y1="{top}" y2="{height - 40:.1f}"/>'
+        for t in ticks
+    ]
     if low < 0 < high:
-        parts.append(f'<line class="zero" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{top}" y2="{height - 40:.1f}"/>')
+        parts.append(
+            f'<line class="zero" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{top}" '
+            f'y2="{height - 40:.1f}"/>'
+        )
     for i, (name, row) in enumerate(rows):
         middle = top + each * (i + 0.5)
-        parts.append(f'<text class="name" x="{left - 14:.0f}" y="{middle + 4:.1f}">{html.escape(name)}</text>')
+        parts.append(
+            f'<text class="name" x="{left - 14:.0f}" '
+            f'y="{middle + 4:.1f}">{html.escape(name)}</text>'
+        )
         for k, dot in enumerate(row):
             y = middle + 11.0 * (k - (len(row) - 1) / 2)
             if dot.low is not None and dot.high is not None:
                 parts.append(
-                    f'<line class="g{k}" stroke-width="2" x1="{x(dot.low):.1f}" x2="{x(dot.high):.1f}" '
+                    f'<line class="g{k}" stroke-width="2" x1="{x(dot.low):.1f}" '
+                    f'x2="{x(dot.high):.1f}" '
                     f'y1="{y:.1f}" y2="{y:.1f}"/>'
                 )
             if dot.mean is not None:
                 parts.append(_marker(k, x(dot.mean), y))
-    parts += [f'<text class="tick" x="{x(t):.1f}" y="{height - 24:.1f}">{_number(t)}</text>' for t in ticks]
-    parts.append(f'<text class="unit" x="{(left + _WIDTH - right) / 2:.0f}" y="{height - 6:.1f}">{unit}</text>')
+    parts += [
+        f'<text class="tick" x="{x(t):.1f}" y="{height - 24:.1f}">{_number(t)}</text>'
+        for t in ticks
+    ]
+    parts.append(
+        f'<text class="unit" x="{(left + _WIDTH - right) / 2:.0f}" '
+        f'y="{height - 6:.1f}">{unit}</text>'
+    )
     return _svg(title, describes, height, parts)
 
 
@@ -115,15 +133,23 @@ def _panel(
 
     yield f'<text class="panel" x="{x0:.1f}" y="{y0 - 9:.1f}">{html.escape(panel.title)}</text>'
     for tick in ticks:
-        yield f'<line class="grid" x1="{x0:.1f}" x2="{x0 + wide:.1f}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
+        yield (
+            f'<line class="grid" x1="{x0:.1f}" x2="{x0 + wide:.1f}" y1="{y(tick):.1f}" '
+            f'y2="{y(tick):.1f}"/>'
+        )
         if first:
-            yield f'<text class="value" x="{x0 - 6:.1f}" y="{y(tick) + 4:.1f}">{_number(tick)}</text>'
+            yield (
+                f'<text class="value" x="{x0 - 6:.1f}" y="{y(tick) + 4:.1f}">{_number(tick)}</text>'
+            )
     for k, line in enumerate(panel.lines):
         points = [(x(e), y(v)) for e, v in enumerate(line) if v is not None]
         if not points:
             continue
         path = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
-        yield f'<polyline class="g{k} line" stroke-dasharray="{_DASHES[k % len(_DASHES)]}" points="{path}"/>'
+        yield (
+            f'<polyline class="g{k} line" stroke-dasharray="{_DASHES[k % len(_DASHES)]}" '
+            f'points="{path}"/>'
+        )
         yield _marker(k, *points[-1])
     for epoch in sorted({1, epochs}):
         yield f'<text class="tick" x="{x(epoch - 1):.1f}" y="{y0 + tall + 16:.1f}">{epoch}</text>'
@@ -132,7 +158,8 @@ def _panel(
 def legend(names: Sequence[str]) -> str:
     """Which marker and dashes belong to whom, as HTML."""
     entries = "".join(
-        f'<li><svg viewBox="0 0 34 14" width="34" height="14" aria-hidden="true"><line class="g{k} line" x1="1" x2="33"'
+        '<li><svg viewBox="0 0 34 14" width="34" height="14" aria-hidden="true"><line '
+        f'class="g{k} line" x1="1" x2="33"'
         f' y1="7" y2="7" stroke-dasharray="{_DASHES[k % len(_DASHES)]}"/>{_marker(k, 17, 7)}</svg>'
         f"{html.escape(name)}</li>"
         for k, name in enumerate(names)
@@ -143,7 +170,8 @@ def legend(names: Sequence[str]) -> str:
 def _svg(title: str, describes: str, height: float, parts: Sequence[str]) -> str:
     label = html.escape(f"{title}. {describes}")
     return (
-        f'<svg class="chart" role="img" aria-label="{label}" viewBox="0 0 {_WIDTH:.0f} {height:.0f}">'
+        f'<svg class="chart" role="img" aria-label="{label}" viewBox="0 0 {_WIDTH:.0f} '
+        f'{height:.0f}">'
         f"{''.join(parts)}</svg>"
     )
 
@@ -159,7 +187,10 @@ _SHAPES: tuple[Callable[[float, float], str], ...] = (
 
 def _marker(k: int, x: float, y: float) -> str:
     """Five shapes; filled, and from the sixth group on hollow."""
-    return f'<g class="g{k} mark{" hollow" if k >= len(_SHAPES) else ""}">{_SHAPES[k % len(_SHAPES)](x, y)}</g>'
+    return (
+        f'<g class="g{k} '
+        f'mark{" hollow" if k >= len(_SHAPES) else ""}">{_SHAPES[k % len(_SHAPES)](x, y)}</g>'
+    )
 
 
 def _scale(low: float, high: float) -> tuple[float, float, list[float]]:

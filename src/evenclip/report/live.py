@@ -68,7 +68,10 @@ class Live:
         self._failed: list[str] = []
         self._ended, self._planned, self._since = 0, 0, time.monotonic()
         self._live = RichLive(  # draws once at this very moment
-            console=console or Console(stderr=True), refresh_per_second=4, transient=True, get_renderable=self._draw
+            console=console or Console(stderr=True),
+            refresh_per_second=4,
+            transient=True,
+            get_renderable=self._draw,
         )
 
     def __enter__(self) -> Self:
@@ -103,8 +106,18 @@ class Live:
 
         now = time.monotonic()
         shown = Table(box=None, show_header=False, pad_edge=False)
-        rest = (now - self._since) / self._ended * (self._planned - self._ended) if self._ended else None
-        left = "" if rest is None else f"about {rest:.0f} s left" if rest < 100 else f"about {rest / 60:.0f} min left"
+        rest = (
+            (now - self._since) / self._ended * (self._planned - self._ended)
+            if self._ended
+            else None
+        )
+        left = (
+            ""
+            if rest is None
+            else f"about {rest:.0f} s left"
+            if rest < 100
+            else f"about {rest / 60:.0f} min left"
+        )
         shown.add_row(f"{self._ended} of {self._planned} runs", "", left)
         for spec, since, t in list(self._running.values()):
             shown.add_row(f"  {_named(spec)}", f"step {t}", f"{now - since:.0f} s")

@@ -1,7 +1,8 @@
-"""report.html: a comparison as one file that asks for nothing else: no network, no script, light, dark and on paper.
+"""report.html: a comparison as one file that asks for nothing else: no network, no script, light,
+dark and on paper.
 
-It is drawn from results.json alone, in this order: the answer, the table, pictures, the privacy statement, the methods,
-the settings.
+It is drawn from results.json alone, in this order: the answer, the table, pictures, the privacy
+statement, the methods, the settings.
 """
 
 from __future__ import annotations
@@ -19,12 +20,24 @@ from evenclip.report.words import REFERENCE, display, points
 
 __all__ = ["NEEDED", "page"]
 
-NEEDED = ("dataset", "groups", "seeds", "protocol", "privacy", "table", "settings", "course", "statement")
+NEEDED = (
+    "dataset",
+    "groups",
+    "seeds",
+    "protocol",
+    "privacy",
+    "table",
+    "settings",
+    "course",
+    "statement",
+)
 """What results.json must have."""
 
 WARNING = (
-    "The figures by group on this page are measured on test records, and losses, norms and risk on training records, "
-    "without noise. They are not differentially private: who may not see those records may not see these figures."
+    "The figures by group on this page are measured on test records, and losses, norms and risk "
+    "on training records, "
+    "without noise. They are not differentially private: who may not see those records may not "
+    "see these figures."
 )
 
 
@@ -36,17 +49,25 @@ def page(results: Mapping[str, Any]) -> str:
     """
     lacking = [name for name in NEEDED if name not in results]
     if lacking:
-        raise ValueError(f"There is no {lacking[0]!r} in these results; make them again with `evenclip compare --out`.")
+        raise ValueError(
+            f"There is no {lacking[0]!r} in these results; make them again with `evenclip compare "
+            "--out`."
+        )
     title = f"What privacy costs each group: {results['dataset']}"
     parts = [
-        _head(results, title), _table(results), _pictures(results), _statement(results), _methods(results),
+        _head(results, title),
+        _table(results),
+        _pictures(results),
+        _statement(results),
+        _methods(results),
         _settings(results),
-    ]  # fmt: skip
+    ]
     style = resources.files("evenclip.report").joinpath("page.css").read_text(encoding="utf-8")
     body = "".join(parts)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-        f'content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
+        'content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light '
+        'dark">'
         f"<title>{_text(title)}</title><style>{style}</style></head><body><main>{body}</main></body></html>\n"
     )
 
@@ -57,32 +78,43 @@ def _text(value: object) -> str:
 
 def _unbroken(sentence: str) -> str:
     """With the names of rules on one line each."""
-    return re.sub(r"DPSGD(-[A-Za-z]+)+", lambda name: f'<span class="nb">{name[0]}</span>', _text(sentence))
+    return re.sub(
+        r"DPSGD(-[A-Za-z]+)+", lambda name: f'<span class="nb">{name[0]}</span>', _text(sentence)
+    )
 
 
-# --- the answer -------------------------------------------------------------------------------------------------------
+# --- the answer ---------------------------------------------------------------------------------
 
 
 def _head(results: Mapping[str, Any], title: str) -> str:
     first, *more = words.answer(results)
     known = f"{min(results['n_train']):,}" + (
-        f" to {max(results['n_train']):,}" if min(results["n_train"]) != max(results["n_train"]) else ""
+        f" to {max(results['n_train']):,}"
+        if min(results["n_train"]) != max(results["n_train"])
+        else ""
     )
     said = "".join(f"<p>{_text(sentence)}</p>" for sentence in more)
     not_said = "".join(f"<li>{_text(sentence)}</li>" for sentence in words.limits(results))
     return (
         f'<header><p class="what">{_text(title)}</p><h1>{_unbroken(first)}</h1>{said}'
         f"<p>{words.count(len(results['seeds']), 'seed')}, {known} training records.</p></header>"
-        f'<aside class="warning" role="note"><strong>Not differentially private.</strong> {_text(WARNING)}</aside>'
-        f'<section aria-labelledby="limits"><h2 id="limits">What this does not say</h2><ul>{not_said}</ul></section>'
+        '<aside class="warning" role="note"><strong>Not differentially private.</strong> '
+        f"{_text(WARNING)}</aside>"
+        '<section aria-labelledby="limits"><h2 id="limits">What this does not '
+        f"say</h2><ul>{not_said}</ul></section>"
     )
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
+# --- the table ----------------------------------------------------------------------------------
 
 _BLOCKS = (
     ("accuracy", "Accuracy on test records, %", 1, max),
-    ("privacy_cost", "Privacy cost, points of accuracy lost against the non-private reference", 1, min),
+    (
+        "privacy_cost",
+        "Privacy cost, points of accuracy lost against the non-private reference",
+        1,
+        min,
+    ),
     ("loss", "Loss on test records", 3, min),
 )
 
@@ -93,7 +125,8 @@ def _table(results: Mapping[str, Any]) -> str:
     note = f"<p>† Too small to judge: {_text(', '.join(small))}.</p>" if small else ""
     return (
         f'<section aria-labelledby="table"><h2 id="table">The table</h2>{blocks}'
-        f"<p>Mean ± standard error over seeds. Bold: the best of the private rules.</p>{note}</section>"
+        "<p>Mean ± standard error over seeds. Bold: the best of the private "
+        f"rules.</p>{note}</section>"
     )
 
 
@@ -103,25 +136,44 @@ def _block(results: Mapping[str, Any], metric: str, caption: str, digits: int, b
         rows = {rule: row for rule, row in rows.items() if rule != REFERENCE}
     if not rows:
         return ""
-    columns: list[tuple[str, Any]] = [(group, lambda row, g=group: row[metric].get(g)) for group in results["groups"]]
+    columns: list[tuple[str, Any]] = [
+        (group, lambda row, g=group: row[metric].get(g)) for group in results["groups"]
+    ]
     if any(f"{metric}_gap" in row for row in rows.values()):
         columns.append(("gap", lambda row: row.get(f"{metric}_gap")))
-    bests = [_best(results, [(rule, cell(row)) for rule, row in rows.items()], best) for _, cell in columns]
+    bests = [
+        _best(results, [(rule, cell(row)) for rule, row in rows.items()], best)
+        for _, cell in columns
+    ]
     cells = [
-        [_cell(cell(row), digits, strong=rule in found) for (_, cell), found in zip(columns, bests, strict=True)]
+        [
+            _cell(cell(row), digits, strong=rule in found)
+            for (_, cell), found in zip(columns, bests, strict=True)
+        ]
         for rule, row in rows.items()
     ]  # [rule][group]
-    names, across = [display(rule) for rule in rows], [_marked(results, name) for name, _ in columns]
+    names, across = (
+        [display(rule) for rule in rows],
+        [_marked(results, name) for name, _ in columns],
+    )
     corner = "Rule"
     if len(across) > _ACROSS:  # groups below each other: the page is as wide as it is
-        names, across, cells, corner = across, names, [list(row) for row in zip(*cells, strict=True)], "Group"
+        names, across, cells, corner = (
+            across,
+            names,
+            [list(row) for row in zip(*cells, strict=True)],
+            "Group",
+        )
     head = "".join(f'<th scope="col">{_text(name)}</th>' for name in across)
     body = "".join(
-        f'<tr><th scope="row">{_text(name)}</th>{"".join(row)}</tr>' for name, row in zip(names, cells, strict=True)
+        f'<tr><th scope="row">{_text(name)}</th>{"".join(row)}</tr>'
+        for name, row in zip(names, cells, strict=True)
     )
     return (
-        f'<div class="wide" role="region" aria-label="{_text(caption)}" tabindex="0"><table><caption>{_text(caption)}'
-        f'</caption><thead><tr><th scope="col">{corner}</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        f'<div class="wide" role="region" aria-label="{_text(caption)}" '
+        f'tabindex="0"><table><caption>{_text(caption)}'
+        "</caption><thead><tr><th "
+        f'scope="col">{corner}</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 
@@ -136,9 +188,12 @@ def _marked(results: Mapping[str, Any], name: str) -> str:
 def _best(results: Mapping[str, Any], cells: Sequence[tuple[str, Any]], best: Any) -> set[str]:
     """Which of the private rules have the best mean, of more than one."""
     private = {
-        rule: cell["mean"] for rule, cell in cells
-        if cell is not None and cell["mean"] is not None and results["privacy"][rule]["epsilon_pld"] is not None
-    }  # fmt: skip
+        rule: cell["mean"]
+        for rule, cell in cells
+        if cell is not None
+        and cell["mean"] is not None
+        and results["privacy"][rule]["epsilon_pld"] is not None
+    }
     if len(set(private.values())) < 2:
         return set()
     return {rule for rule, mean in private.items() if mean == best(private.values())}
@@ -153,12 +208,14 @@ def _cell(cell: Mapping[str, Any] | None, digits: int, *, strong: bool) -> str:
     return f"<td>{f'<strong>{shown}</strong>' if strong else shown}</td>"
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
+# --- pictures -----------------------------------------------------------------------------------
 
 
 def _pictures(results: Mapping[str, Any]) -> str:
     groups = list(results["groups"])
-    shown = [k for k, _ in enumerate(groups)] if len(groups) <= charts.MOST_GROUPS else _pair(results)
+    shown = (
+        [k for k, _ in enumerate(groups)] if len(groups) <= charts.MOST_GROUPS else _pair(results)
+    )
     names = [groups[k] for k in shown]
     less = (
         ""
@@ -166,16 +223,22 @@ def _pictures(results: Mapping[str, Any]) -> str:
         else f"<p>Of {len(groups)} groups these are drawn: {_text(', '.join(names))}.</p>"
     )
     accuracy = _dots(results, "accuracy", names, "Accuracy by group", "accuracy on test records, %")
-    costs = _dots(results, "privacy_cost", names, "Privacy cost by group", "points of accuracy lost")
+    costs = _dots(
+        results, "privacy_cost", names, "Privacy cost by group", "points of accuracy lost"
+    )
     losses = _courses(results, "loss", shown, "Training loss by group and epoch")
-    norms = _courses(results, "gradient_norm", shown, "Mean length of a record's gradient by group and epoch")
+    norms = _courses(
+        results, "gradient_norm", shown, "Mean length of a record's gradient by group and epoch"
+    )
     drawn = (
-        ("Accuracy by group", accuracy), ("Privacy cost by group", costs), ("Training loss by group", losses),
+        ("Accuracy by group", accuracy), ("Privacy cost by group", costs), ("Training loss by "
+                                                                            "group", losses),
         ("Length of gradients by group", norms),
     )  # fmt: skip
     figures = "".join(_figure(title, svg) for title, svg in drawn if svg)
     return (
-        f'<section aria-labelledby="pictures"><h2 id="pictures">Pictures</h2>{less}{charts.legend(names)}{figures}'
+        '<section aria-labelledby="pictures"><h2 '
+        f'id="pictures">Pictures</h2>{less}{charts.legend(names)}{figures}'
         f"{''.join(_figure(*one) for one in _of_rules(results))}{_risk(results, shown)}</section>"
     )
 
@@ -191,14 +254,24 @@ def _figure(title: str, svg: str, note: str = "") -> str:
     return f"<figure><figcaption>{_text(title)}</figcaption>{svg}{said}</figure>"
 
 
-def _dots(results: Mapping[str, Any], metric: str, names: Sequence[str], title: str, unit: str) -> str:
+def _dots(
+    results: Mapping[str, Any], metric: str, names: Sequence[str], title: str, unit: str
+) -> str:
     rows = []
     for rule, row in results["table"].items():
         if metric not in row or (metric == "privacy_cost" and rule == REFERENCE):
             continue
         least = 0.0 if metric == "accuracy" else -100.0
-        rows.append((display(rule), [_dot(row[metric].get(name), len(results["seeds"]), least) for name in names]))
-    describes = f"One row for each rule, one marker for each of {', '.join(names)}, with 95 % intervals over seeds."
+        rows.append(
+            (
+                display(rule),
+                [_dot(row[metric].get(name), len(results["seeds"]), least) for name in names],
+            )
+        )
+    describes = (
+        f"One row for each rule, one marker for each of {', '.join(names)}, with 95 % "
+        "intervals over seeds."
+    )
     return charts.dots(title, describes, f"{unit}; bars: 95 % intervals over seeds", rows)
 
 
@@ -220,7 +293,10 @@ def _courses(results: Mapping[str, Any], name: str, groups: Sequence[int], title
         for rule, course in results["course"].items()
         if course.get(name)
     ]
-    describes = "A panel for each rule, a line for each group, mean over seeds; the number of the epoch to the right."
+    describes = (
+        "A panel for each rule, a line for each group, mean over seeds; the number of the "
+        "epoch to the right."
+    )
     return charts.courses(title, describes, "epoch", panels)
 
 
@@ -234,7 +310,12 @@ def _of_rules(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     if clipped:
         yield (
             "Records whose gradient was held back, %",
-            charts.courses("Share of records whose gradient was held back", "By rule and epoch.", "epoch", clipped),
+            charts.courses(
+                "Share of records whose gradient was held back",
+                "By rule and epoch.",
+                "epoch",
+                clipped,
+            ),
             "Held back more than the others: cut, or left out.",
         )
     states = [
@@ -242,17 +323,30 @@ def _of_rules(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         if course.get("state") and course["state"][0] not in (None, [])
     ]  # fmt: skip
     for rule, state in states:
-        lines = [list(line) for line in zip(*state, strict=True)] if isinstance(state[0], list) else [state]
+        lines = (
+            [list(line) for line in zip(*state, strict=True)]
+            if isinstance(state[0], list)
+            else [state]
+        )
         if len(lines) == 1:
             yield (
                 f"Z of {display(rule)}",
-                charts.courses(f"Z of {display(rule)}", "By epoch.", "epoch", [Course(display(rule), lines)]), "",
-            )  # fmt: skip
+                charts.courses(
+                    f"Z of {display(rule)}", "By epoch.", "epoch", [Course(display(rule), lines)]
+                ),
+                "",
+            )
         elif len(lines) == len(results["groups"]) <= charts.MOST_GROUPS:
             yield (
                 f"Bounds of {display(rule)} by group",
-                charts.courses(f"Bounds of {display(rule)} by group", "By epoch.", "epoch", [Course("C_k", lines)]), "",
-            )  # fmt: skip
+                charts.courses(
+                    f"Bounds of {display(rule)} by group",
+                    "By epoch.",
+                    "epoch",
+                    [Course("C_k", lines)],
+                ),
+                "",
+            )
 
 
 def _risk(results: Mapping[str, Any], groups: Sequence[int]) -> str:
@@ -263,20 +357,25 @@ def _risk(results: Mapping[str, Any], groups: Sequence[int]) -> str:
     found = ""
     for name, title in (("dir", "Risk by direction"), ("mag", "Risk by magnitude")):
         panels = [
-            Course(display(rule), [[look[name][k] for look in looks] for k in groups]) for rule, looks in risk.items()
+            Course(display(rule), [[look[name][k] for look in looks] for k in groups])
+            for rule, looks in risk.items()
         ]
-        svg = charts.courses(title, "A panel for each rule, a line for each group, over training.", "look", panels)
+        svg = charts.courses(
+            title, "A panel for each rule, a line for each group, over training.", "look", panels
+        )
         found += _figure(title, svg, _RISKS[name])
     return found
 
 
 _RISKS = {
-    "dir": "How much one step's loss of the group is changed because clipping turned the step, to second order.",
-    "mag": "The same because clipping shortened it. The first seed's run, looked at about 20 times.",
+    "dir": "How much one step's loss of the group is changed because clipping turned the step, to "
+    "second order.",
+    "mag": "The same because clipping shortened it. The first seed's run, looked at about 20 "
+    "times.",
 }
 
 
-# --- the privacy statement --------------------------------------------------------------------------------------------
+# --- the privacy statement ----------------------------------------------------------------------
 
 _FIELDS = (
     ("epsilon", "ε, by PLD"), ("epsilon_rdp", "ε, by RDP"),
@@ -285,16 +384,23 @@ _FIELDS = (
     ("why_no_epsilon", "why there is no ε"), ("multipliers", "noise multipliers"),
     ("joint_multiplier", "joint noise multiplier"), ("steps", "steps"), ("q", "sampling rate q"),
     ("expected_batch_size", "expected batch size B"), ("divisor", "sums are divided by"),
-    ("poisson_sampling", "Poisson sampling"), ("group_labels_entered_training", "group labels entered training"),
+    ("poisson_sampling", "Poisson sampling"), ("group_labels_entered_training", "group labels "
+                                                                                "entered training"),
     ("empty_batches", "empty batches"), ("non_finite_samples", "records without a finite gradient"),
     ("clamped_weights", "weights that had to be held to the bound"), ("precision", "precision"),
     ("specification", "specification, SHA-256"),
 )  # fmt: skip
 _COMMON = (
-    ("trust_model", "Trust model"), ("unit", "Unit of privacy"), ("neighbouring_relation", "Neighbouring data"),
-    ("protected", "Protected"), ("not_protected", "Not protected"), ("not_covered", "Not covered by ε"),
-    ("accountant", "Accountant"), ("random_generator", "Random generator"), ("seed", "Seed"),
-)  # fmt: skip
+    ("trust_model", "Trust model"),
+    ("unit", "Unit of privacy"),
+    ("neighbouring_relation", "Neighbouring data"),
+    ("protected", "Protected"),
+    ("not_protected", "Not protected"),
+    ("not_covered", "Not covered by ε"),
+    ("accountant", "Accountant"),
+    ("random_generator", "Random generator"),
+    ("seed", "Seed"),
+)
 
 
 def _statement(results: Mapping[str, Any]) -> str:
@@ -315,16 +421,23 @@ def _statement(results: Mapping[str, Any]) -> str:
         cells = "".join(f"<td>{_constant(name, _valid(s, name))}</td>" for s in statements.values())
         rows += f'<tr><th scope="row">{_text(label)}</th>{cells}</tr>'
     return (
-        f'<section aria-labelledby="statement"><h2 id="statement">Privacy statement</h2><dl>{common}</dl>'
-        f'<div class="wide" role="region" aria-label="Constants of every rule" tabindex="0"><table class="words">'
+        '<section aria-labelledby="statement"><h2 id="statement">Privacy '
+        f"statement</h2><dl>{common}</dl>"
+        '<div class="wide" role="region" aria-label="Constants of every rule" '
+        'tabindex="0"><table class="words">'
         f"<caption>Of the first seed's run; the ε of all seeds are in results.json.</caption>"
-        f'<thead><tr><th scope="col">Constant</th>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>'
+        "<thead><tr><th "
+        f'scope="col">Constant</th>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>'
     )
 
 
 def _valid(statement: Mapping[str, Any], name: str) -> Any:
     """A field of the statement; without an ε there is no δ that would mean anything."""
-    return None if name.startswith("delta") and statement.get("epsilon") is None else statement.get(name)
+    return (
+        None
+        if name.startswith("delta") and statement.get("epsilon") is None
+        else statement.get(name)
+    )
 
 
 def _value(value: Any, results: Mapping[str, Any] | None = None) -> str:
@@ -332,7 +445,11 @@ def _value(value: Any, results: Mapping[str, Any] | None = None) -> str:
         return _text(", ".join(f"{name} {part}" for name, part in value.items()))
     if isinstance(value, str):
         return _text(value)
-    more = [] if results is None else [text.rstrip(".") for text in results.get("not_covered_by_epsilon", [])]
+    more = (
+        []
+        if results is None
+        else [text.rstrip(".") for text in results.get("not_covered_by_epsilon", [])]
+    )
     return f"<ul>{''.join(f'<li>{_text(part)}</li>' for part in [*value, *more])}</ul>"
 
 
@@ -353,7 +470,7 @@ def _constant(name: str, value: Any) -> str:
     return f"<code>{_text(value[:16])}…</code>" if name == "specification" else _text(value)
 
 
-# --- methods and settings ---------------------------------------------------------------------------------------------
+# --- methods and settings -----------------------------------------------------------------------
 
 
 def _methods(results: Mapping[str, Any]) -> str:
@@ -367,24 +484,32 @@ def _methods(results: Mapping[str, Any]) -> str:
             f"<em>{_text(sound[:1].upper() + sound[1:])}{_text(f': {why}' if why else '')}.</em>"
             f"{f' <cite>{_text(reference)}</cite>' if reference else ''}</dd>"
         )
-    return f'<section aria-labelledby="methods"><h2 id="methods">How each method works</h2><dl>{entries}</dl></section>'
+    return (
+        '<section aria-labelledby="methods"><h2 id="methods">How each method '
+        f"works</h2><dl>{entries}</dl></section>"
+    )
 
 
 def _settings(results: Mapping[str, Any]) -> str:
     rows = "".join(
-        f'<tr><th scope="row">{_text(display(rule))}</th><td><code>{_text(given["rule"])}</code></td>'
+        "<tr><th "
+        f'scope="row">{_text(display(rule))}</th><td><code>{_text(given["rule"])}</code></td>'
         f"<td>{_text(', '.join(f'{lr:g}' for lr in dict.fromkeys(given['lr'])))}</td></tr>"
         for rule, given in results["settings"].items()
     )
-    versions: Mapping[str, Any] = next((s.get("versions", {}) for s in results["statement"].values()), {})
+    versions: Mapping[str, Any] = next(
+        (s.get("versions", {}) for s in results["statement"].values()), {}
+    )
     notes = "".join(f"<li>{_text(note)}</li>" for note in results["notes"])
     command = results.get("command")
     made = f"<p>Made by</p><pre>{_text(command)}</pre>" if command else ""
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
         '<section aria-labelledby="settings"><h2 id="settings">Settings</h2>'
-        '<div class="wide" role="region" aria-label="Settings of every rule" tabindex="0"><table class="words">'
-        '<thead><tr><th scope="col">Rule</th><th scope="col">Settings</th><th scope="col">Learning rate</th></tr>'
+        '<div class="wide" role="region" aria-label="Settings of every rule" tabindex="0"><table '
+        'class="words">'
+        '<thead><tr><th scope="col">Rule</th><th scope="col">Settings</th><th '
+        'scope="col">Learning rate</th></tr>'
         "</thead>"
         f"<tbody>{rows}</tbody></table></div>{made}<p>{_text(said)}</p>"
         f"{f'<h3>Notes</h3><ul>{notes}</ul>' if notes else ''}</section>"

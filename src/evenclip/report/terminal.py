@@ -23,7 +23,9 @@ Best = Callable[[Sequence[float]], float]
 
 
 def table(found: Comparison, width: int = 80) -> str:
-    """Accuracy, cost and loss of every rule for every group, the best of the private rules marked, and the verdict."""
+    """Accuracy, cost and loss of every rule for every group, the best of the private rules marked,
+    and the verdict.
+    """
     parts = [_head(found, width)]
     parts += [_block(found, *block, width) for block in _blocks(found)]
     parts += [_privacy(found), *_verdict(found, width), _warnings(found, width)]
@@ -36,14 +38,19 @@ def _head(found: Comparison, width: int) -> str:
     return textwrap.fill(f"{found.dataset}: {seeds}, {n} training records. {found.says}", width)
 
 
-Column = tuple[str, dict[str, NDArray[np.float64]], Best | None]  # heading, rule -> [seed], which value is best
+Column = tuple[
+    str, dict[str, NDArray[np.float64]], Best | None
+]  # heading, rule -> [seed], which value is best
 
 
 def _blocks(found: Comparison) -> list[tuple[str, list[Column], int]]:
     """Heading, columns and digits of each block of the table."""
     names = [o.name for o in found.outcomes]
     blocks = []
-    wanted: list[tuple[str, str, Best, int]] = [("accuracy, %", "accuracy", max, 1), ("test loss", "loss", min, 3)]
+    wanted: list[tuple[str, str, Best, int]] = [
+        ("accuracy, %", "accuracy", max, 1),
+        ("test loss", "loss", min, 3),
+    ]
     for heading, metric, best, digits in wanted:
         columns: list[Column] = [
             (_marked(found, group), {o.name: o.metrics[metric][:, k] for o in found.outcomes}, best)
@@ -75,12 +82,15 @@ def _block(found: Comparison, heading: str, columns: list[Column], digits: int, 
     for start in range(0, len(columns), fit):
         some = columns[start : start + fit]
         lines.append(
-            f"{heading if not start else '':{_NAME}}" + "".join(f"{_short(name):>{_CELL}}" for name, _, _ in some)
+            f"{heading if not start else '':{_NAME}}"
+            + "".join(f"{_short(name):>{_CELL}}" for name, _, _ in some)
         )
         for outcome in found.outcomes:
             cells = [_cell(outcome, values, best, digits) for _, values, best in some]
             if any(cells):
-                lines.append(f"  {outcome.name:{_NAME - 2}}" + "".join(f"{cell:>{_CELL}}" for cell in cells))
+                lines.append(
+                    f"  {outcome.name:{_NAME - 2}}" + "".join(f"{cell:>{_CELL}}" for cell in cells)
+                )
     return "\n".join(lines)
 
 
@@ -88,7 +98,9 @@ def _short(name: str) -> str:
     return name if len(name) < _CELL else name[: _CELL - 2] + "…"
 
 
-def _cell(outcome: Outcome, values: dict[str, NDArray[np.float64]], best: Best | None, digits: int) -> str:
+def _cell(
+    outcome: Outcome, values: dict[str, NDArray[np.float64]], best: Best | None, digits: int
+) -> str:
     """Mean ± standard error, with a star at the best of the private rules."""
     if outcome.name not in values:
         return ""
@@ -97,8 +109,17 @@ def _cell(outcome: Outcome, values: dict[str, NDArray[np.float64]], best: Best |
     if mean is None or bool(np.isnan(own).any()):
         return "–"
     shown = f"{mean:.{digits}f}" + ("" if se is None else f" ±{se:.{digits}f}")
-    private = [float(np.mean(v)) for name, v in values.items() if name != REFERENCE and not np.isnan(v).any()]
-    star = best is not None and len(private) > 1 and outcome.name != REFERENCE and best(private) == float(np.mean(own))
+    private = [
+        float(np.mean(v))
+        for name, v in values.items()
+        if name != REFERENCE and not np.isnan(v).any()
+    ]
+    star = (
+        best is not None
+        and len(private) > 1
+        and outcome.name != REFERENCE
+        and best(private) == float(np.mean(own))
+    )
     return shown + ("*" if star else " ")
 
 
@@ -108,9 +129,13 @@ def _privacy(found: Comparison) -> str:
 
     lines = [f"{'privacy':{_NAME}}{'ε PLD':>7}{'ε RDP':>7}{'δ':>6}{'lr':>6}  soundness"]
     for o in found.outcomes:
-        pld, rdp = (("none" if e is None else rounded_up(e)) for e in (o.epsilon["pld"], o.epsilon["rdp"]))
+        pld, rdp = (
+            ("none" if e is None else rounded_up(e)) for e in (o.epsilon["pld"], o.epsilon["rdp"])
+        )
         delta = f"{o.delta:.0e}" if o.epsilon["pld"] is not None else "–"
-        lines.append(f"  {o.name:{_NAME - 2}}{pld:>7}{rdp:>7}{delta:>6}{_rate(o):>6}  {o.soundness}")
+        lines.append(
+            f"  {o.name:{_NAME - 2}}{pld:>7}{rdp:>7}{delta:>6}{_rate(o):>6}  {o.soundness}"
+        )
     return "\n".join(lines)
 
 
@@ -123,13 +148,22 @@ def _verdict(found: Comparison, width: int) -> list[str]:
     """What the seeds show about the gaps, in words."""
     if not found.verdicts:
         return []
-    lines = [textwrap.fill("Gap in privacy cost between the groups, in points, against dpsgd's, by seed:", width)]
+    lines = [
+        textwrap.fill(
+            "Gap in privacy cost between the groups, in points, against dpsgd's, by seed:", width
+        )
+    ]
     for name, pair in found.verdicts.items():
         p = "" if pair.p is None or math.isnan(pair.p) else f"; p = {pair.p:.3f}"
-        lines.append(textwrap.fill(f"{name}: {pair.reads}{p}", width, initial_indent="  ", subsequent_indent="    "))
+        lines.append(
+            textwrap.fill(
+                f"{name}: {pair.reads}{p}", width, initial_indent="  ", subsequent_indent="    "
+            )
+        )
     least = statistics.smallest_p(len(found.seeds))
     says = (
-        f"In brackets 95 % intervals; p by one-sided Wilcoxon signed rank and Holm, never below {least:.2g} with "
+        "In brackets 95 % intervals; p by one-sided Wilcoxon signed rank and Holm, never below "
+        f"{least:.2g} with "
         f"{len(found.seeds)} seed{'s' if len(found.seeds) > 1 else ''}."
     )
     lines.append(textwrap.fill(says, width, initial_indent="  ", subsequent_indent="  "))
@@ -149,7 +183,8 @@ def _warnings(found: Comparison, width: int) -> str:
     if found.pair is not None and len(found.groups) > 2:
         lines.append(f"Gaps are those between {found.pair[0]} and {found.pair[1]}.")
     lines.append(
-        "* best of the private rules. The group figures are measured on test data and are not differentially private."
+        "* best of the private rules. The group figures are measured on test data and are not "
+        "differentially private."
     )
     return "\n".join(textwrap.fill(line, width) for line in lines)
 

@@ -1,4 +1,6 @@
-"""What a comparison says, in sentences: the answer, its interval, what it does not say, and how each method works."""
+"""What a comparison says, in sentences: the answer, its interval, what it does not say, and how
+each method works.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def points(value: float | None, digits: int = 1) -> str:
 
 def answer(results: Mapping[str, Any]) -> list[str]:
     """The answer in a sentence, then how sure it is."""
-    private = [rule for rule in results["table"] if results["privacy"][rule]["epsilon_pld"] is not None]
+    private = [
+        rule for rule in results["table"] if results["privacy"][rule]["epsilon_pld"] is not None
+    ]
     costs = {rule: _costs(results, rule) for rule in private}
     costs = {rule: found for rule, found in costs.items() if found}
     if not costs:
@@ -57,7 +61,10 @@ def answer(results: Mapping[str, Any]) -> list[str]:
 def _without_reference(results: Mapping[str, Any], private: Sequence[str]) -> str:
     if not private:
         return "No rule of this comparison has a valid ε, so there is no price of privacy to tell."
-    return f"{count(len(private), 'private rule')} on {results['dataset']}, without a reference to measure cost by."
+    return (
+        f"{count(len(private), 'private rule')} on {results['dataset']}, without a reference "
+        "to measure cost by."
+    )
 
 
 def _verdict(results: Mapping[str, Any], best: str, verdict: Mapping[str, Any]) -> str:
@@ -71,7 +78,8 @@ def _verdict(results: Mapping[str, Any], best: str, verdict: Mapping[str, Any]) 
     )  # the interval does not contain 0, or it reads otherwise
     way = "smaller" if verdict["mean"] < 0 else "larger"
     return (
-        f"The gap between the groups is {points(abs(verdict['mean']))} points {way} with {display(best)} than with "
+        f"The gap between the groups is {points(abs(verdict['mean']))} points {way} with "
+        f"{display(best)} than with "
         f"DPSGD (95\u00a0% interval {points(ends[0])} to {points(ends[1])}, over {seeds})."
     )
 
@@ -81,12 +89,14 @@ def limits(results: Mapping[str, Any]) -> list[str]:
     found = [results["protocol_in_words"]]
     if results["protocol"] != "matched":
         found.append(
-            "So a part of what differs between the rules is how far they step, and not how they clip; the matched "
+            "So a part of what differs between the rules is how far they step, and not how they "
+            "clip; the matched "
             "protocol tells them apart."
         )
     seeds = count(len(results["seeds"]), "seed")
     found.append(
-        f"It is one dataset and {seeds}. Intervals are over seeds (split, initialisation, batches and noise); they do "
+        f"It is one dataset and {seeds}. Intervals are over seeds (split, initialisation, batches "
+        "and noise); they do "
         "not cover other data, models or settings."
     )
     return found
@@ -123,7 +133,9 @@ def _epsilons(results: Mapping[str, Any], rules: Sequence[str]) -> str:
     """ε = 3, or both where they differ."""
     from evenclip.mechanism.accounting import rounded_up
 
-    shown = list(dict.fromkeys(rounded_up(results["privacy"][rule]["epsilon_pld"], 3) for rule in rules))
+    shown = list(
+        dict.fromkeys(rounded_up(results["privacy"][rule]["epsilon_pld"], 3) for rule in rules)
+    )
     return "ε = " + " and ".join(shown)
 
 

@@ -37,7 +37,9 @@ class Artifacts:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
-        self.tables, self.figures, self.watched = (self.root / name for name in ("tables", "figures", "watched"))
+        self.tables, self.figures, self.watched = (
+            self.root / name for name in ("tables", "figures", "watched")
+        )
 
     def keep(self, record: Mapping[str, Any]) -> Path:
         """A table's record, and the table drawn."""
@@ -51,17 +53,28 @@ class Artifacts:
         return json.loads(path.read_text()) if path.is_file() else None
 
     def reference_lr(self, dataset: str) -> float | None:
-        """The learning rate that the matched table chose for the first seed's non-private run, if it was made."""
+        """The learning rate that the matched table chose for the first seed's non-private run, if
+        it was made.
+        """
         record = self.record(f"{dataset}-matched")
         return None if record is None else float(record["rules"][REFERENCE]["lr"][0])
 
     def seen(self, figure: PaperFigure) -> dict[str, Any] | None:
-        """Rule -> what was seen of it, for all the runs that the figure is of; None if some were not watched."""
+        """Rule -> what was seen of it, for all the runs that the figure is of; None if some were
+        not watched.
+        """
         closer = figure.kind in CLOSER
-        wanted = [DPSGD.name] if closer else [method.name for method in PUBLISHED[figure.dataset].methods]
+        wanted = (
+            [DPSGD.name]
+            if closer
+            else [method.name for method in PUBLISHED[figure.dataset].methods]
+        )
         found = {}
         for rule in wanted:
-            path = self.watched / f"{Watch(figure.dataset, rule, figure.match, eigenvalues=closer).name}.json"
+            path = (
+                self.watched
+                / f"{Watch(figure.dataset, rule, figure.match, eigenvalues=closer).name}.json"
+            )
             if not path.is_file():
                 return None
             found[rule] = json.loads(path.read_text())
@@ -83,12 +96,16 @@ class Artifacts:
         if name in DRAWINGS:
             return style.save(DRAWINGS[name](), self.figures, name)
         if name not in FIGURES:
-            raise ValueError(f"There is no figure {name!r}; choose among {', '.join([*DRAWINGS, *FIGURES])}.")
+            raise ValueError(
+                f"There is no figure {name!r}; choose among {', '.join([*DRAWINGS, *FIGURES])}."
+            )
         seen = self.seen(FIGURES[name])
         if seen is None:
             return []
         drawn = figures.draw(FIGURES[name], seen, published_scale=published_scale)
-        return style.save(drawn, self.figures, name + ("-published-scale" if published_scale else ""))
+        return style.save(
+            drawn, self.figures, name + ("-published-scale" if published_scale else "")
+        )
 
     def redraw(self) -> Iterator[Path]:
         """Everything that can be drawn from what is here."""
@@ -103,17 +120,25 @@ class Artifacts:
         """The page with all of it."""
         made = [name for name in (*TABLES, *MADE) if (self.tables / f"{name}.md").is_file()]
         drawn = [name for name in (*DRAWINGS, *FIGURES) if (self.figures / f"{name}.svg").is_file()]
-        links = [f'<li><a href="#{name}">{html.escape(_title(name))}</a></li>' for name in (*made, *drawn)]
+        links = [
+            f'<li><a href="#{name}">{html.escape(_title(name))}</a></li>'
+            for name in (*made, *drawn)
+        ]
         parts = [
-            f'<section id="{name}">{_as_html((self.tables / f"{name}.md").read_text())}</section>' for name in made
+            f'<section id="{name}">{_as_html((self.tables / f"{name}.md").read_text())}</section>'
+            for name in made
         ]
         for name in drawn:
             caption = html.escape(self._caption(name))
             parts.append(
                 f'<section id="{name}"><figure><img src="figures/{name}.svg" alt="{caption}">'
-                f'<figcaption>{caption} (<a href="figures/{name}.png">PNG</a>)</figcaption></figure></section>'
+                f"<figcaption>{caption} (<a "
+                f'href="figures/{name}.png">PNG</a>)</figcaption></figure></section>'
             )
-        body = f"<h1>The paper, beside its printed numbers</h1><ul>{''.join(links)}</ul>{''.join(parts)}"
+        body = (
+            "<h1>The paper, beside its printed "
+            f"numbers</h1><ul>{''.join(links)}</ul>{''.join(parts)}"
+        )
         return _write(self.root / "index.html", _PAGE.format(body=body))
 
     def _caption(self, name: str) -> str:
@@ -155,7 +180,9 @@ def _as_html(text: str) -> str:
             continue
         if rows:
             head, _, *body = rows
-            shown = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in body)
+            shown = "".join(
+                f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in body
+            )
             top = "".join(f"<th>{cell}</th>" for cell in head)
             parts.append(f'<div class="wide"><table><tr>{top}</tr>{shown}</table></div>')
             rows = []

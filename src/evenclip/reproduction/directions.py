@@ -1,12 +1,14 @@
-"""Table 1: what if clipping had changed the length of the batch gradient alone, or its direction alone?
+"""Table 1: what if clipping had changed the length of the batch gradient alone, or its direction
+alone?
 
     magnitude only     ρ g_B            ρ = ‖ḡ_B‖/‖g_B‖, 1 if either is 0
     direction only     ḡ_B/ρ
 
-without noise, on MNIST with class 8 undersampled. Such steps need ‖g_B‖ in clear, so they are no rules and have no ε:
-they live here, and not among the rules. The paper does not print their settings. We take those of its MNIST table
-(C0 = 1, batches of 256, 60 epochs) and the learning rate of DPSGD-Global-Adapt, 0.1; and, with one seed, the learning
-rates that come nearest to what is printed, which are 2 and 0.01.
+without noise, on MNIST with class 8 undersampled. Such steps need ‖g_B‖ in clear, so they are no
+rules and have no ε: they live here, and not among the rules. The paper does not print their
+settings. We take those of its MNIST table (C0 = 1, batches of 256, 60 epochs) and the learning rate
+of DPSGD-Global-Adapt, 0.1; and, with one seed, the learning rates that come nearest to what is
+printed, which are 2 and 0.01.
 """
 
 from __future__ import annotations
@@ -34,7 +36,12 @@ __all__ = ["DATASETS", "NAME", "TITLE", "DirectionOnly", "MagnitudeOnly", "draw"
 NAME, TITLE = "directions", "Table 1: magnitude against direction"
 DATASETS = ("mnist",)
 # What is trained: the error that is kept, the learning rate, and whether with one seed alone.
-_ROWS = (("magnitude", 0.1, False), ("direction", 0.1, False), ("magnitude", 2.0, True), ("direction", 0.01, True))
+_ROWS = (
+    ("magnitude", 0.1, False),
+    ("direction", 0.1, False),
+    ("magnitude", 2.0, True),
+    ("direction", 0.01, True),
+)
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,7 @@ class _OneError(PerSample):
         return _OneError(self._found.masked(keep), self._keeps)
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
+# --- the table ----------------------------------------------------------------------------------
 
 
 def make(how: Training) -> dict[str, Any]:
@@ -143,20 +150,37 @@ def make(how: Training) -> dict[str, Any]:
     rules = {rule.name: describe_rule(rule) for rule in (MagnitudeOnly(), DirectionOnly())}
     rows = [(error, lr, list(range(1 if once else how.seeds))) for error, lr, once in _ROWS]
     specs = [
-        Spec(data, plan.model, rules[error], lr, epochs, plan.batch_size, q, plan.delta, seed, how.device)
-        for error, lr, own in rows for seed in own
-    ]  # fmt: skip
+        Spec(
+            data,
+            plan.model,
+            rules[error],
+            lr,
+            epochs,
+            plan.batch_size,
+            q,
+            plan.delta,
+            seed,
+            how.device,
+        )
+        for error, lr, own in rows
+        for seed in own
+    ]
     store = Store(default_root() if how.store is None else how.store)
     results = carry_out(specs, store, how.show or Silent(), how.on or Local())
     found = iter(results)
     return {
-        "format": 2, "table": NAME, "quick": how.quick, "groups": results[0]["groups"],
+        "format": 2,
+        "table": NAME,
+        "quick": how.quick,
+        "groups": results[0]["groups"],
         "rows": [_row(error, lr, own, [next(found) for _ in own]) for error, lr, own in rows],
         "made_with": made_with(how.device),
-    }  # fmt: skip
+    }
 
 
-def _row(error: str, lr: float, seeds: Sequence[int], found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _row(
+    error: str, lr: float, seeds: Sequence[int], found: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     return {
         "error": error, "lr": lr, "seeds": list(seeds),
         "accuracy": [result["test"]["groups"]["accuracy"] for result in found],
@@ -170,20 +194,30 @@ def draw(kept: Mapping[str, Any]) -> str:
     places = [kept["groups"].index(group) for group in printed.groups]
     lines = [f"## {TITLE}", ""]
     if kept["quick"]:
-        lines += ["**A quick look: fewer epochs and records than ours. These are not the numbers.**", ""]
+        lines += [
+            "**A quick look: fewer epochs and records than ours. These are not the numbers.**",
+            "",
+        ]
     lines += [
         "No noise. The paper does not print its learning rates.",
         "",
-        "| error kept | learning rate | seeds | " + " | ".join(
-            f"{what} {group} | printed" for what in ("accuracy", "loss") for group in printed.groups) + " |",
+        "| error kept | learning rate | seeds | "
+        + " | ".join(
+            f"{what} {group} | printed" for what in ("accuracy", "loss") for group in printed.groups
+        )
+        + " |",
         "| --- | ---: | ---: |" + " ---: | ---: |" * 4,
-    ]  # fmt: skip
+    ]
     for values in kept["rows"]:
         row, cells = values["error"], [f"{values['lr']:g}", str(len(values["seeds"]))]
         for column, ours, digits in (("accuracy", "accuracy", 1), ("loss", "train_loss", 3)):
             for group, place in zip(printed.groups, places, strict=True):
                 mean, se = statistics.mean_se([seed[place] for seed in values[ours]])
-                shown = "–" if mean is None else f"{mean:.{digits}f}" + ("" if se is None else f" ± {se:.{digits}f}")
+                shown = (
+                    "–"
+                    if mean is None
+                    else f"{mean:.{digits}f}" + ("" if se is None else f" ± {se:.{digits}f}")
+                )
                 cells += [shown, str(printed.cell(row, column, group))]
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", "Losses are training losses of the last epoch.", ""])

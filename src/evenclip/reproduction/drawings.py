@@ -1,7 +1,8 @@
-"""Three drawings that explain the paper, each computed in the plane by the formulas that training uses.
+"""Three drawings that explain the paper, each computed in the plane by the formulas that training
+uses.
 
-All are of one small problem. A sample pulls the parameter θ towards its point x_i, and the two groups differ in size,
-in where their points lie and in curvature:
+All are of one small problem. A sample pulls the parameter θ towards its point x_i, and the two
+groups differ in size, in where their points lie and in curvature:
 
     ℓ_i(θ) = ½ (θ − x_i)ᵀ H^k (θ − x_i),   g_i = H^k (θ − x_i),   k the group of i
 
@@ -9,9 +10,9 @@ in where their points lie and in curvature:
     clipping        what each rule makes of the same per-sample gradients, and by what angle that turns their mean
     decomposition   one step: what its wrong length and its wrong direction cost each group
 
-A drawing is two functions: one computes its numbers, without matplotlib, and `draw_…` draws them. In paths and in the
-step the batch is all samples, so expectations over batches are exact; the loss is quadratic, so the expansion to second
-order is, too.
+A drawing is two functions: one computes its numbers, without matplotlib, and `draw_…` draws them.
+In paths and in the step the batch is all samples, so expectations over batches are exact; the loss
+is quadratic, so the expansion to second order is, too.
 """
 
 from __future__ import annotations
@@ -58,13 +59,19 @@ Array: TypeAlias = NDArray[np.float64]
 PATHS = ("plain", "magnitude", "direction", "clipped")
 """Steps along g_B, ρ g_B (wrong in length only), ḡ_B/ρ (wrong in direction only), ḡ_B (both)."""
 
-# θ at the start of the paths, of the gradients of `clipping` and before the step of `decomposition`.
+# θ at the start of the paths, of the gradients of `clipping` and before the step of
+# `decomposition`.
 _START, _BATCH, _STEP = np.array([3.9, -1.2]), np.array([3.0, -1.25]), np.array([2.0, 0.0])
 _C0 = 1.0  # of the paths and the step
 _WIDER, _ENOUGH, _SCARCE = 2.0, 9.0, 6.0  # of `clipping`: C0, Z above every norm, Z below some
 
 _PALE, _GREY, _INK = "#cccccc", "#666666", "#1a1a1a"
-_PLAIN, _CLIPPED, _SHORTENED, _TURNED = "#a9cbe8", "#d98b4a", "#0b2e6b", "#4a1203"  # g_B, ḡ_B, ρ g_B, ḡ_B/ρ
+_PLAIN, _CLIPPED, _SHORTENED, _TURNED = (
+    "#a9cbe8",
+    "#d98b4a",
+    "#0b2e6b",
+    "#4a1203",
+)  # g_B, ḡ_B, ρ g_B, ḡ_B/ρ
 _BEHIND: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.6}
 _SMALL: dict[str, Any] = {"fontsize": style.SMALLEST}
 
@@ -107,7 +114,9 @@ def problem() -> Problem:
     """48 points of group a, and 12 of group b, where the loss is steeper."""
     random = np.random.Generator(np.random.PCG64(3))
     centres, sizes, spread = np.array([[0.0, 0.0], [3.0, 2.2]]), (48, 12), 0.8
-    x = np.concatenate([centres[k] + spread * random.standard_normal((sizes[k], 2)) for k in (0, 1)])
+    x = np.concatenate(
+        [centres[k] + spread * random.standard_normal((sizes[k], 2)) for k in (0, 1)]
+    )
     H = np.array([[[0.9, 0.2], [0.2, 0.3]], [[1.2, 0.6], [0.6, 1.9]]])
     return Problem(x, np.repeat(np.arange(2), sizes), H)
 
@@ -136,9 +145,9 @@ class Convergence:
 def convergence(lr: float = 0.04, steps: int = 1000) -> Convergence:
     """Descend in four ways, each gradient clipped to C0 where it is (DPSGD without its noise).
 
-    ρ g_B points where g_B does, so it takes the same road at another speed, and so do ḡ_B and ḡ_B/ρ, which end where
-    clipped gradients cancel. Near the end ρ g_B is still as long as ḡ_B, and ḡ_B/ρ as g_B, so with a constant η these
-    two come as close as one step is long.
+    ρ g_B points where g_B does, so it takes the same road at another speed, and so do ḡ_B and
+    ḡ_B/ρ, which end where clipped gradients cancel. Near the end ρ g_B is still as long as ḡ_B, and
+    ḡ_B/ρ as g_B, so with a constant η these two come as close as one step is long.
     """
     of = problem()
     paths = {name: _descent(of, name, lr, steps) for name in PATHS}
@@ -147,7 +156,9 @@ def convergence(lr: float = 0.04, steps: int = 1000) -> Convergence:
         minimum=of.minimum,
         lr=lr,
         paths=paths,
-        distances={name: float(np.linalg.norm(path[-1] - of.minimum)) for name, path in paths.items()},
+        distances={
+            name: float(np.linalg.norm(path[-1] - of.minimum)) for name, path in paths.items()
+        },
         risks={name: of.losses(path[-1]) - of.losses(of.minimum) for name, path in paths.items()},
     )
 
@@ -160,7 +171,12 @@ def _descent(of: Problem, name: str, lr: float, steps: int) -> Array:
         g = of.gradients(path[t])
         plain, clipped = g.mean(0), _summed(DPSGD(C0=_C0), g).mean(0)
         rho = _rho(plain, clipped)
-        along = {"plain": plain, "magnitude": rho * plain, "direction": clipped / rho, "clipped": clipped}[name]
+        along = {
+            "plain": plain,
+            "magnitude": rho * plain,
+            "direction": clipped / rho,
+            "clipped": clipped,
+        }[name]
         path[t + 1] = path[t] - lr * along
     return path
 
@@ -193,7 +209,8 @@ def draw_convergence(values: Convergence) -> Figure:
     axes["names"].legend(
         [curves[name] for name in PATHS],
         [f"{', '.join(_PATH_NAMES[name])}: {values.distances[name]:.3f}" for name in PATHS],
-        title=f"Distance from $\\theta^{{*}}$ after {_steps(values)} steps\n(marks at steps {_FIRST_MARK}, "
+        title=f"Distance from $\\theta^{{*}}$ after {_steps(values)} steps\n(marks at steps "
+        f"{_FIRST_MARK}, "
         f"{2 * _FIRST_MARK}, {4 * _FIRST_MARK}, …)",
         title_fontsize=8,
         loc="upper left",
@@ -215,13 +232,25 @@ def _draw_plane(axes: Axes, values: Convergence) -> None:
     of, star = values.problem, values.minimum
     across, up = np.linspace(-2.5, 4.5, 220), np.linspace(-2.4, 4.5, 220)
     levels = of.loss(star) + 0.1 * np.arange(1, 14) ** 2
-    axes.contour(across, up, of.loss(np.stack(np.meshgrid(across, up), -1)), levels, colors=_PALE, linewidths=0.5)
+    axes.contour(
+        across,
+        up,
+        of.loss(np.stack(np.meshgrid(across, up), -1)),
+        levels,
+        colors=_PALE,
+        linewidths=0.5,
+    )
     places, sides = [(-2.4, -2.3), (4.4, 3.7)], ["left", "right"]
     for k, look in enumerate(style.GROUPS[:2]):
         points = of.x[of.group == k]
         axes.plot(*points.T, look.marker, color=look.colour, markersize=3.0, markeredgewidth=0)
         axes.text(
-            *places[k], f"{look.label}, {len(points)} samples", ha=sides[k], color=look.ink, bbox=_BEHIND, **_SMALL
+            *places[k],
+            f"{look.label}, {len(points)} samples",
+            ha=sides[k],
+            color=look.ink,
+            bbox=_BEHIND,
+            **_SMALL,
         )
     axes.set(xlim=(across[0], across[-1]), ylim=(up[0], up[-1]), aspect="equal")
     axes.set(xticks=range(-2, 5), yticks=range(-2, 5), xlabel=r"$\theta_1$", ylabel=r"$\theta_2$")
@@ -235,13 +264,19 @@ def _draw_paths(axes: Axes, values: Convergence) -> list[Line2D]:
         for name, look in _PATH_LOOKS.items()
     ]
     star, end, start = values.minimum, values.paths["clipped"][-1], values.paths["plain"][0]
-    axes.plot(*star, "*", color="white", markeredgecolor=_INK, markersize=9, markeredgewidth=0.8, zorder=4)
-    axes.plot(*end, "X", color="white", markeredgecolor=_INK, markersize=7, markeredgewidth=0.8, zorder=4)
+    axes.plot(
+        *star, "*", color="white", markeredgecolor=_INK, markersize=9, markeredgewidth=0.8, zorder=4
+    )
+    axes.plot(
+        *end, "X", color="white", markeredgecolor=_INK, markersize=7, markeredgewidth=0.8, zorder=4
+    )
     axes.plot(*start, "o", color=_INK, markersize=4.5, zorder=4)
     _write(axes, r"minimum $\theta^{*}$", star, (0, 8), ha="center", bbox=_BEHIND, **_SMALL)
     _write(axes, "start", start, (0, -12), ha="center", bbox=_BEHIND, **_SMALL)
     leader = {"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 4}
-    _write(axes, "clipped gradients\ncancel", end, (-70, 26), arrowprops=leader, bbox=_BEHIND, **_SMALL)
+    _write(
+        axes, "clipped gradients\ncancel", end, (-70, 26), arrowprops=leader, bbox=_BEHIND, **_SMALL
+    )
     return curves
 
 
@@ -255,7 +290,12 @@ def _draw_risks(axes: Axes, values: Convergence) -> None:
             _write(axes, _signed(risk), (max(risk, 0.0), place), (3, 0), va="center", **_SMALL)
     axes.axvline(0, color=_INK, linewidth=0.6)
     axes.set_yticks(range(len(PATHS)), [_PATH_NAMES[name][0] for name in PATHS])
-    axes.set(xlim=(-1.6, 9.2), ylim=(3.55, -0.55), xticks=range(0, 9, 2), xlabel=r"$L_k(\theta_T) - L_k(\theta^{*})$")
+    axes.set(
+        xlim=(-1.6, 9.2),
+        ylim=(3.55, -0.55),
+        xticks=range(0, 9, 2),
+        xlabel=r"$L_k(\theta_T) - L_k(\theta^{*})$",
+    )
     axes.set_title("What the end costs each group", loc="left")
     axes.tick_params(axis="y", length=0)
     axes.spines.left.set_visible(False)
@@ -291,8 +331,8 @@ class Clipping:
         C0: clipping bound.
         Z: two bounds of global scaling, above every norm and below some.
         mean: of g_i.  # [2]
-        treatments: name -> what a rule makes of them: `local`, `scaled` (with the higher Z), `dropped` and `capped`
-            (with the lower).
+        treatments: name -> what a rule makes of them: `local`, `scaled` (with the higher Z),
+            `dropped` and `capped` (with the lower).
     """
 
     gradients: Array
@@ -335,7 +375,13 @@ _GROUP_ARROWS: list[dict[str, Any]] = [
     for k, look in enumerate(style.GROUPS[:2])
 ]
 _MEANS: list[dict[str, Any]] = [  # of g_i, of γ_i g_i
-    {"arrowstyle": _WIDE.format(2.2, 6), "mutation_scale": 1, "facecolor": fill, "edgecolor": _INK, "linewidth": 0.8}
+    {
+        "arrowstyle": _WIDE.format(2.2, 6),
+        "mutation_scale": 1,
+        "facecolor": fill,
+        "edgecolor": _INK,
+        "linewidth": 0.8,
+    }
     for fill in (_INK, "white")
 ]
 _POINT: dict[str, Any] = {"color": "none", "markeredgecolor": _INK}
@@ -345,7 +391,9 @@ _CROSS = _POINT | {"marker": "x", "markersize": 4.5, "markeredgewidth": 1.0}
 
 @style.applied()
 def draw_clipping(values: Clipping) -> Figure:
-    """Above: the gradients, clipped one by one, and scaled with Z above all. Below: with Z below some."""
+    """Above: the gradients, clipped one by one, and scaled with Z above all. Below: with Z below
+    some.
+    """
     figure = style.figure(height_mm=113)
     axes = figure.subplot_mosaic([["enough", "local", "scaled"], ["scarce", "dropped", "capped"]])
     for name, Z in zip(("enough", "scarce"), values.Z, strict=True):
@@ -367,7 +415,9 @@ def _draw_gradients(axes: Axes, values: Clipping, Z: float) -> None:
     _draw_arrows(axes, values.gradients, values.group)
     _draw_arrow(axes, values.mean, zorder=4, **_MEANS[0])
     axes.plot(*values.gradients[above].T, **_RING)
-    axes.set_title(f"Gradients, $Z = {Z:g}$\n{above.sum() or 'none'} of {len(norms)} above $Z$", fontsize=7.5)
+    axes.set_title(
+        f"Gradients, $Z = {Z:g}$\n{above.sum() or 'none'} of {len(norms)} above $Z$", fontsize=7.5
+    )
     _frame(axes, (-5.5, 5.2), (-9.4, 2.2))
 
 
@@ -401,7 +451,9 @@ def _draw_arrow(axes: Axes, end: Array, **look: Any) -> None:
 def _draw_circle(axes: Axes, radius: float, line: str) -> None:
     from matplotlib.patches import Circle
 
-    axes.add_patch(Circle((0, 0), radius, fill=False, linestyle=line, edgecolor=_GREY, linewidth=0.8))
+    axes.add_patch(
+        Circle((0, 0), radius, fill=False, linestyle=line, edgecolor=_GREY, linewidth=0.8)
+    )
 
 
 def _frame(axes: Axes, across: tuple[float, float], up: tuple[float, float]) -> None:
@@ -416,7 +468,9 @@ def _draw_legend(figure: Figure) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import FancyArrowPatch
 
-    arrows = [FancyArrowPatch((0, 0), (1, 0), **_ARROW | look) for look in (*_GROUP_ARROWS, *_MEANS)]
+    arrows = [
+        FancyArrowPatch((0, 0), (1, 0), **_ARROW | look) for look in (*_GROUP_ARROWS, *_MEANS)
+    ]
     circles = [Line2D([], [], color=_GREY, linestyle=line, linewidth=0.8) for line in ("--", ":")]
     points = [Line2D([], [], linestyle="", **look) for look in (_RING, _CROSS)]
     named = dict(zip([look.label for look in style.GROUPS[:2]], arrows[:2], strict=True)) | {
@@ -438,14 +492,23 @@ def _draw_legend(figure: Figure) -> None:
 
 
 def _legend_arrow(
-    legend: Any, orig_handle: Any, xdescent: float, ydescent: float, width: float, height: float, fontsize: float
+    legend: Any,
+    orig_handle: Any,
+    xdescent: float,
+    ydescent: float,
+    width: float,
+    height: float,
+    fontsize: float,
 ) -> Any:
     """An arrow as wide as a legend's handle; matplotlib passes all by name."""
     from matplotlib.patches import FancyArrowPatch
 
     del legend, fontsize
     y = height / 2 - ydescent
-    look = {"arrowstyle": orig_handle.get_arrowstyle(), "mutation_scale": orig_handle.get_mutation_scale()}
+    look = {
+        "arrowstyle": orig_handle.get_arrowstyle(),
+        "mutation_scale": orig_handle.get_mutation_scale(),
+    }
     return FancyArrowPatch((-xdescent, y), (width - xdescent, y), **_ARROW | look)
 
 
@@ -487,7 +550,14 @@ def decomposition(lr: float = 0.5) -> Decomposition:
     plain, clipped = g.mean(0), _summed(DPSGD(C0=_C0), g).mean(0)
     rho, turn = _rho(plain, clipped), _turn(plain, clipped)
     means = np.stack([g[of.group == k].mean(0) for k in (0, 1)])  # g_a and g_b
-    found = terms(means @ plain, _form(of.H, plain), means @ clipped, _form(of.H, clipped), np.full(2, rho), lr)
+    found = terms(
+        means @ plain,
+        _form(of.H, plain),
+        means @ clipped,
+        _form(of.H, clipped),
+        np.full(2, rho),
+        lr,
+    )
     return Decomposition(
         problem=of,
         theta=_STEP,
@@ -514,7 +584,9 @@ def draw_decomposition(values: Decomposition) -> Figure:
 
 
 def _draw_step(axes: Axes, values: Decomposition) -> None:
-    """The three vectors, a measure from the first to the second, and the arc from the second to the third."""
+    """The three vectors, a measure from the first to the second, and the arc from the second to the
+    third.
+    """
     from matplotlib.patches import Arc
 
     plain, shortened, clipped = values.plain, values.rho * values.plain, values.clipped
@@ -524,9 +596,18 @@ def _draw_step(axes: Axes, values: Decomposition) -> None:
         _draw_arrow(axes, end, arrowstyle=_WIDE.format(tail, head), mutation_scale=1, color=colour)
     norm, angle = float(np.linalg.norm(clipped)), math.degrees(math.atan2(plain[1], plain[0]))
     low, high = sorted((angle, angle + values.degrees))
-    axes.add_patch(Arc((0, 0), 2 * norm, 2 * norm, theta1=low, theta2=high, color=_INK, linestyle=":"))
-    aside = 0.09 * np.array([plain[1], -plain[0]]) / np.linalg.norm(plain)  # to the side away from ḡ_B
-    measure = {"arrowstyle": "|-|,widthA=0.3,widthB=0.3", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0}
+    axes.add_patch(
+        Arc((0, 0), 2 * norm, 2 * norm, theta1=low, theta2=high, color=_INK, linestyle=":")
+    )
+    aside = (
+        0.09 * np.array([plain[1], -plain[0]]) / np.linalg.norm(plain)
+    )  # to the side away from ḡ_B
+    measure = {
+        "arrowstyle": "|-|,widthA=0.3,widthB=0.3",
+        "linewidth": 0.7,
+        "shrinkA": 0,
+        "shrinkB": 0,
+    }
     axes.annotate("", tuple(plain + aside), tuple(shortened + aside), arrowprops=measure)
     middle = math.radians((low + high) / 2)
     on_arc = norm * np.array([math.cos(middle), math.sin(middle)])
@@ -548,15 +629,26 @@ def _draw_costs(axes: Axes, values: Decomposition) -> None:
         places = 3.6 * k + np.arange(3)
         axes.bar(places, [mag, dir, clip], 0.8, [0, mag, 0], **look.fill)
         for level, first in ((mag, 0), (clip, 1)):  # from the end of one to the start of the next
-            axes.plot([places[first] - 0.4, places[first + 1] + 0.4], [level, level], color=_INK, linewidth=0.6)
-        for place, part, top in zip(places, (mag, dir, clip), (mag, max(mag, clip), clip), strict=True):
+            axes.plot(
+                [places[first] - 0.4, places[first + 1] + 0.4],
+                [level, level],
+                color=_INK,
+                linewidth=0.6,
+            )
+        for place, part, top in zip(
+            places, (mag, dir, clip), (mag, max(mag, clip), clip), strict=True
+        ):
             _write(axes, _signed(part), (place, top), (0, 2.5), ha="center", **_SMALL)
         total = f"{_signed(mag)} {'+' if dir >= 0 else '−'} {_signed(abs(dir))} = {_signed(clip)}"
         axes.text(places[1], 1.16 * highest, f"{look.label}\n{total}", ha="center", color=look.ink)
     axes.axhline(0, color=_INK, linewidth=0.6)
     names = [rf"$R_\mathrm{{{name}}}$" for name in ("mag", "dir", "clip")]
     axes.set_xticks([0, 1, 2, 3.6, 4.6, 5.6], names * 2, fontsize=8)
-    axes.set(ylim=(0, 1.36 * highest), yticks=[0, 0.5, 1, 1.5, 2], ylabel=rf"added to $L_k$, $\eta = {values.lr:g}$")
+    axes.set(
+        ylim=(0, 1.36 * highest),
+        yticks=[0, 0.5, 1, 1.5, 2],
+        ylabel=rf"added to $L_k$, $\eta = {values.lr:g}$",
+    )
     axes.set_title(f"{names[0]} + {names[1]} = {names[2]} of each group", loc="left")
     axes.tick_params(axis="x", length=0)
     axes.spines.bottom.set_visible(False)
@@ -585,7 +677,9 @@ def _form(H: Array, v: Array) -> Array:
     return np.asarray(np.einsum("...i,...ij,...j->...", v, H, v))
 
 
-def _write(axes: Axes, text: str, at: Array | tuple[float, float], offset: tuple[float, float], **look: Any) -> None:
+def _write(
+    axes: Axes, text: str, at: Array | tuple[float, float], offset: tuple[float, float], **look: Any
+) -> None:
     """So many points away from a place of the data."""
     axes.annotate(text, (float(at[0]), float(at[1])), offset, textcoords="offset points", **look)
 

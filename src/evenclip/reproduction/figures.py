@@ -8,8 +8,8 @@
 | adult-bounds | the gaps of R_clip and R_dir under DPSGD, and the lower bounds of Tran et al. and of Proposition 3 |
 | adult-eigenvalues | λ_max of each group under DPSGD against 1/η, which Proposition 3 asks to be above it |
 
-Each exists as published and, with "-matched" behind its name, at the same largest step. The explanatory drawings are in
-`evenclip.reproduction.drawings`.
+Each exists as published and, with "-matched" behind its name, at the same largest step. The
+explanatory drawings are in `evenclip.reproduction.drawings`.
 """
 
 from __future__ import annotations
@@ -62,8 +62,10 @@ CLOSER = ("bounds", "eigenvalues")
 """Kinds that are drawn from a run with its eigenvalues."""
 
 _CAPTIONS = {
-    "epochs": "training loss (top) and norm of the batch gradient (bottom) of each group, by epoch.",
-    "risk": "excessive risk of a step due to direction (top) and magnitude (bottom) of the clipped gradient.",
+    "epochs": "training loss (top) and norm of the batch gradient (bottom) of each group, by "
+    "epoch.",
+    "risk": "excessive risk of a step due to direction (top) and magnitude (bottom) of the "
+    "clipped gradient.",
     "noise": "excessive risk of a step due to noise.",
     "bounds": "gaps of excessive risk under DPSGD, and lower bounds on them.",
     "eigenvalues": "largest eigenvalue of each group's Hessian against 1/η.",
@@ -74,7 +76,9 @@ FIGURES: dict[str, PaperFigure] = {
     for match in (False, True)
     for dataset in SETTINGS
     for kind in ("epochs", "risk", "noise", *(CLOSER if SETTINGS[dataset].eigenvalues else ()))
-    for figure in [PaperFigure(f"{dataset}-{kind}{'-matched' if match else ''}", dataset, kind, match)]
+    for figure in [
+        PaperFigure(f"{dataset}-{kind}{'-matched' if match else ''}", dataset, kind, match)
+    ]
 }
 """By name."""
 
@@ -104,7 +108,7 @@ def mark(of: PaperFigure, watched: Watched) -> str:
     return f"partial: {one['n']:,} training records" if one["n"] < 0.95 * n else ""
 
 
-# --- panels -----------------------------------------------------------------------------------------------------------
+# --- panels -------------------------------------------------------------------------------------
 
 
 def _panels(rules: Sequence[str], rows: int, height: float) -> tuple[Figure, Any]:
@@ -116,12 +120,21 @@ def _panels(rules: Sequence[str], rows: int, height: float) -> tuple[Figure, Any
     return figure, axes
 
 
-def _lines(axes: Axes, x: Sequence[float], columns: Sequence[Sequence[float | None]], groups: Sequence[str]) -> None:
+def _lines(
+    axes: Axes, x: Sequence[float], columns: Sequence[Sequence[float | None]], groups: Sequence[str]
+) -> None:
     """A curve for each group, with a few markers."""
     for k, (group, column) in enumerate(zip(groups, columns, strict=True)):
         look = replace(style.GROUPS[k], label=group)
         values = [np.nan if value is None else value for value in column]
-        axes.plot(x, values, marker=look.marker, markevery=max(1, len(x) // 5), markersize=3, **look.stroke)
+        axes.plot(
+            x,
+            values,
+            marker=look.marker,
+            markevery=max(1, len(x) // 5),
+            markersize=3,
+            **look.stroke,
+        )
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
@@ -149,7 +162,9 @@ def _term(seen: Mapping[str, Any], name: str) -> tuple[list[float], list[list[fl
     looks = seen["risk"]
     steps = [float(look["t"]) for look in looks]
     groups = range(len(seen["groups"]))
-    return steps, [[look["risk"][k]["terms"].get(name, [None])[0] for look in looks] for k in groups]
+    return steps, [
+        [look["risk"][k]["terms"].get(name, [None])[0] for look in looks] for k in groups
+    ]
 
 
 def _risk(watched: Watched, rules: Sequence[str]) -> Figure:
@@ -171,7 +186,13 @@ def _noise(watched: Watched, rules: Sequence[str], *, published_scale: bool) -> 
     found = {rule: _term(watched[rule], "noise") for rule in rules}
     factor = {rule: watched[rule]["B"] ** 2 if published_scale else 1.0 for rule in rules}
     largest = max(
-        (abs(value) * factor[rule] for rule in rules for group in found[rule][1] for value in group if value),
+        (
+            abs(value) * factor[rule]
+            for rule in rules
+            for group in found[rule][1]
+            for value in group
+            if value
+        ),
         default=1.0,
     )
     power = math.floor(math.log10(largest))
@@ -188,11 +209,13 @@ def _noise(watched: Watched, rules: Sequence[str], *, published_scale: bool) -> 
     return figure
 
 
-# --- bounds -----------------------------------------------------------------------------------------------------------
+# --- bounds -------------------------------------------------------------------------------------
 
 
 def bound_rows(seen: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """At each look, group a against group b: the gaps of R_clip and R_dir, the bounds, and whether they must hold."""
+    """At each look, group a against group b: the gaps of R_clip and R_dir, the bounds, and whether
+    they must hold.
+    """
     found = []
     for look in seen["risk"]:
         a, b = look["risk"][:2]
@@ -206,14 +229,24 @@ def bound_rows(seen: Mapping[str, Any]) -> list[dict[str, Any]]:
             "clip": a["terms"]["clip"][0] - b["terms"]["clip"][0],
             "dir": a["terms"]["dir"][0] - b["terms"]["dir"][0],
             "clip bound": bounds.clipping_bound(
-                a["loss_gradient_norm"], b["loss_gradient_norm"], share_a, share_b, S, float(np.mean(norms**2)),
-                spread, lr,
+                a["loss_gradient_norm"],
+                b["loss_gradient_norm"],
+                share_a,
+                share_b,
+                S,
+                float(np.mean(norms**2)),
+                spread,
+                lr,
             ),
             "dir bound": bounds.direction_bound(first, second, rho, clipped, lr),
-        }  # fmt: skip
+        }
         if a["extremes"] is not None:
             conditions = bounds.Conditions.of([tuple(g["extremes"]) for g in (a, b)], lr)
-            row |= {"convex": conditions.convex, "small_steps": conditions.small_steps, "largest": conditions.largest}
+            row |= {
+                "convex": conditions.convex,
+                "small_steps": conditions.small_steps,
+                "largest": conditions.largest,
+            }
         found.append(row)
     return found
 
@@ -223,9 +256,18 @@ def _bounds(watched: Watched, rules: Sequence[str]) -> Figure:
     figure = style.figure(style.WIDTH, 62.0)
     axes = figure.subplots(1, 2, squeeze=False)[0]
     steps = [row["t"] for row in rows]
-    for panel, name, bound in ((axes[0], "clip", "bound of Tran et al."), (axes[1], "dir", "bound of Prop. 3")):
+    for panel, name, bound in (
+        (axes[0], "clip", "bound of Tran et al."),
+        (axes[1], "dir", "bound of Prop. 3"),
+    ):
         panel.plot(steps, [row[name] for row in rows], color="black", label="gap")
-        panel.plot(steps, [row[f"{name} bound"] for row in rows], color="0.45", linestyle=(0, (4, 1.5)), label=bound)
+        panel.plot(
+            steps,
+            [row[f"{name} bound"] for row in rows],
+            color="0.45",
+            linestyle=(0, (4, 1.5)),
+            label=bound,
+        )
         panel.axhline(0.0, color="0.7", linewidth=0.6)
         panel.set_title(rf"$R^{{\mathrm{{{name}}}}}$, {a} less {b}")
         panel.set_xlabel("step")
@@ -235,7 +277,9 @@ def _bounds(watched: Watched, rules: Sequence[str]) -> Figure:
         both = sum(row["convex"] and row["small_steps"] for row in known)
         small = sum(row["small_steps"] for row in known)
         short = rf"$\eta \leq 1/\lambda_{{\max}}$ at {small} of {len(known)} looks"
-        figure.supxlabel(f"{short}; convex as well, as the bounds ask, at {both}", fontsize=style.SMALLEST)
+        figure.supxlabel(
+            f"{short}; convex as well, as the bounds ask, at {both}", fontsize=style.SMALLEST
+        )
     return figure
 
 
@@ -244,9 +288,13 @@ def _eigenvalues(watched: Watched, rules: Sequence[str]) -> Figure:
     for column, rule in enumerate(rules):
         seen = watched[rule]
         looks = [look for look in seen["risk"] if look["risk"][0]["extremes"] is not None]
-        columns = [[look["risk"][k]["extremes"][1] for look in looks] for k in range(len(seen["groups"]))]
+        columns = [
+            [look["risk"][k]["extremes"][1] for look in looks] for k in range(len(seen["groups"]))
+        ]
         _lines(axes[0, column], [look["t"] for look in looks], columns, seen["groups"])
-        axes[0, column].axhline(1 / seen["lr"], color="black", linewidth=0.9, linestyle=":", label="1/η")
+        axes[0, column].axhline(
+            1 / seen["lr"], color="black", linewidth=0.9, linestyle=":", label="1/η"
+        )
         axes[0, column].set_yscale("log")
         axes[0, column].set_xlabel("step")
     axes[0, 0].set_ylabel(r"$\lambda_{\max}$")

@@ -1,7 +1,8 @@
 """Runs that are watched while they train: what the paper's figures are drawn from.
 
-One seed of every method, with its losses and gradients by group and epoch, and every so many steps a look at risk
-(`evenclip.audit.decomposition`). Looking changes nothing: these are the runs of the tables. All of it is private.
+One seed of every method, with its losses and gradients by group and epoch, and every so many steps
+a look at risk (`evenclip.audit.decomposition`). Looking changes nothing: these are the runs of the
+tables. All of it is private.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Watch:
         eigenvalues: whether to look for λ_max and λ_min.
         device: where to train.
         rows: a sample of the training records; None: all.
-        lr: learning rate, where it was chosen on validation data when the table was made; None: the protocol's, or else
-            the published one.
+        lr: learning rate, where it was chosen on validation data when the table was made; None: the
+            protocol's, or else the published one.
     """
 
     dataset: str
@@ -90,7 +91,10 @@ class Watch:
         found = protocol.matched(published, len(SOURCES[self.dataset].groups))
         rates = {method.name: method.lr for method in published.methods}
         return replace(
-            found, methods=tuple(Method(m.rule, rates[m.name] if m.lr is None else m.lr) for m in found.methods)
+            found,
+            methods=tuple(
+                Method(m.rule, rates[m.name] if m.lr is None else m.lr) for m in found.methods
+            ),
         )
 
     @property
@@ -101,7 +105,8 @@ class Watch:
 
 
 class GroupGradients:
-    """An observer: ‖g_B‖ of the whole batch and of each group in it, averaged over batches of an epoch.
+    """An observer: ‖g_B‖ of the whole batch and of each group in it, averaged over batches of an
+    epoch.
 
     Attributes:
         rows: of each epoch, [everybody, *groups]; None where no batch had anybody.
@@ -110,7 +115,9 @@ class GroupGradients:
     def __init__(self, groups: Sequence[int], epoch: int, every: int = 1) -> None:
         """groups: which; epoch: its steps; every: so many steps one is looked at."""
         self._groups, self._epoch, self._every = list(groups), epoch, every
-        self._open: list[Tensor] = []  # [everybody, *groups], each; fetched together: a fetch waits for the device
+        self._open: list[
+            Tensor
+        ] = []  # [everybody, *groups], each; fetched together: a fetch waits for the device
         self.rows: list[list[float | None]] = []
 
     def __call__(self, step: Step) -> None:
@@ -121,16 +128,27 @@ class GroupGradients:
             self.close()
 
     def _look(self, step: Step) -> None:
-        masks = [torch.ones_like(step.weights), *((step.group == k).to(step.weights) for k in self._groups)]
+        masks = [
+            torch.ones_like(step.weights),
+            *((step.group == k).to(step.weights) for k in self._groups),
+        ]
         sizes = [mask.sum() for mask in masks]
-        norms = [step.weighted_sum(mask).norm() / size for mask, size in zip(masks, sizes, strict=True)]
-        self._open.append(torch.stack([torch.where(size > 0, n, -1.0) for n, size in zip(norms, sizes, strict=True)]))
+        norms = [
+            step.weighted_sum(mask).norm() / size for mask, size in zip(masks, sizes, strict=True)
+        ]
+        self._open.append(
+            torch.stack(
+                [torch.where(size > 0, n, -1.0) for n, size in zip(norms, sizes, strict=True)]
+            )
+        )
 
     def close(self) -> None:
         """The epoch is over."""
         if self._open:
             steps = torch.stack(self._open).tolist()
-            columns = [[value for value in column if value >= 0] for column in zip(*steps, strict=True)]
+            columns = [
+                [value for value in column if value >= 0] for column in zip(*steps, strict=True)
+            ]
             self.rows.append([sum(column) / len(column) if column else None for column in columns])
         self._open = []
 
@@ -141,7 +159,9 @@ def watch(given: Watch, data_dir: str | None = None) -> dict[str, Any]:
     described: dict[str, Any] = {"name": given.dataset, "options": SETTINGS[given.dataset].options}
     if given.rows is not None:
         described["rows"] = given.rows
-    loaded = load_data({**described, **({} if data_dir is None else {"directory": data_dir})}, given.seed)
+    loaded = load_data(
+        {**described, **({} if data_dir is None else {"directory": data_dir})}, given.seed
+    )
     train = loaded.splits.train.to(given.device)
     assert method.lr is not None
     batches = settings.batches or 1
@@ -150,15 +170,29 @@ def watch(given: Watch, data_dir: str | None = None) -> dict[str, Any]:
     groups = [train.group_names.index(group) for group in load(given.dataset).groups]
     gradients = GroupGradients(groups, batches, given.norms)
     risk = RiskTerms(
-        train, method.lr, every=given.every, groups=groups, probes=given.probes, sample=given.sample,
-        eigenvalues=given.eigenvalues, seed=given.seed,
-    )  # fmt: skip
+        train,
+        method.lr,
+        every=given.every,
+        groups=groups,
+        probes=given.probes,
+        sample=given.sample,
+        eigenvalues=given.eigenvalues,
+        seed=given.seed,
+    )
     found = fit(
-        make_model(settings.model, loaded.splits.train, given.seed), train, rule=method.rule,
-        epochs=given.epochs or settings.epochs, batch_size=settings.batch_size, lr=method.lr,
-        q=1 / batches if method.rule.poisson else None, delta=settings.delta, seed=given.seed, device=given.device,
-        observers=[gradients, risk], progress=False,
-    )  # fmt: skip
+        make_model(settings.model, loaded.splits.train, given.seed),
+        train,
+        rule=method.rule,
+        epochs=given.epochs or settings.epochs,
+        batch_size=settings.batch_size,
+        lr=method.lr,
+        q=1 / batches if method.rule.poisson else None,
+        delta=settings.delta,
+        seed=given.seed,
+        device=given.device,
+        observers=[gradients, risk],
+        progress=False,
+    )
     gradients.close()
     assert train.group is not None
     shares = [float((train.group == k).double().mean()) for k in groups]
@@ -181,36 +215,61 @@ def watch(given: Watch, data_dir: str | None = None) -> dict[str, Any]:
 
 def _slim(record: Mapping[str, Any]) -> dict[str, Any]:
     """A look at risk with six digits: it goes into a file that is kept."""
-    kept: dict[str, Any] = json.loads(json.dumps(record), parse_float=lambda text: float(f"{float(text):.6g}"))
+    kept: dict[str, Any] = json.loads(
+        json.dumps(record), parse_float=lambda text: float(f"{float(text):.6g}")
+    )
     return kept
 
 
 def plan(
-    dataset: str, *, match: bool, quick: bool = False, device: str = "cpu", reference_lr: float | None = None
+    dataset: str,
+    *,
+    match: bool,
+    quick: bool = False,
+    device: str = "cpu",
+    reference_lr: float | None = None,
 ) -> list[Watch]:
-    """Every method of a dataset's table; and DPSGD on Adult once more with its eigenvalues, which take dozens of
-    products a look and are looked at a fourth as often. Images have fewer probes, and ‖g_B‖ of every fifth batch. The
-    non-private run has the learning rate that is given, of the matched table.
+    """Every method of a dataset's table; and DPSGD on Adult once more with its eigenvalues, which
+    take dozens of products a look and are looked at a fourth as often. Images have fewer probes,
+    and ‖g_B‖ of every fifth batch. The non-private run has the learning rate that is given, of the
+    matched table.
     """
     setting, image = SETTINGS[dataset], PUBLISHED[dataset].model["name"] == "cnn"
     every = setting.every
     often: dict[str, Any] = {"norms": 5, "probes": 30} if image else {}
     found = [
-        Watch(dataset, method.name, match, every=every, device=device, **often) for method in PUBLISHED[dataset].methods
+        Watch(dataset, method.name, match, every=every, device=device, **often)
+        for method in PUBLISHED[dataset].methods
     ]
     found = [replace(w, lr=reference_lr) if w.rule == NonPrivate.name else w for w in found]
     if setting.eigenvalues:
-        found.insert(0, Watch(dataset, DPSGD.name, match, every=4 * every, probes=0, eigenvalues=True, device=device))
+        found.insert(
+            0,
+            Watch(
+                dataset,
+                DPSGD.name,
+                match,
+                every=4 * every,
+                probes=0,
+                eigenvalues=True,
+                device=device,
+            ),
+        )
     if quick:
         few: dict[str, Any] = {"epochs": 1, "sample": 128, "rows": setting.quick_rows}
         found = [
-            replace(w, every=5 if image else max(20, w.every // 2), probes=min(w.probes, 10), **few) for w in found
+            replace(w, every=5 if image else max(20, w.every // 2), probes=min(w.probes, 10), **few)
+            for w in found
         ]
     return found
 
 
 def carry_out(
-    watches: Sequence[Watch], folder: Path, *, data_dir: Path | None = None, on: Executor | None = None
+    watches: Sequence[Watch],
+    folder: Path,
+    *,
+    data_dir: Path | None = None,
+    on: Executor | None = None,
 ) -> Iterator[tuple[Watch, dict[str, Any]]]:
     """What was seen of each, as they end; what lies in the folder is not run again."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -237,7 +296,9 @@ def read(folder: Path, given: Watch) -> dict[str, Any] | None:
 
 
 def lacks(dataset: str, data_dir: Path | None) -> str | None:
-    """What hinders runs on this dataset; None if nothing does. A copy with fewer images does not, and is marked so."""
+    """What hinders runs on this dataset; None if nothing does. A copy with fewer images does not,
+    and is marked so.
+    """
     directory = data_directory(data_dir)
     absent = SOURCES[dataset].missing(directory)
     return SOURCES[dataset].lacks(directory) if absent else None

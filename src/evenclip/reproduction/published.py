@@ -2,13 +2,14 @@
 
     load("adult").cell("dpsgd", "accuracy", "Male")      69.9 ± 0.4
 
-Esipova et al. 2023, "Disparate Impact in Differential Privacy from Gradient Misalignment". Accuracies and privacy costs
-are in percent. Two things to know before comparing with them:
+Esipova et al. 2023, "Disparate Impact in Differential Privacy from Gradient Misalignment".
+Accuracies and privacy costs are in percent. Two things to know before comparing with them:
 
-* Loss and excessive risk of Tables 2 to 5 are of the running training loss of the last epoch, although the text speaks
-  of the test set.
-* A printed gap is that of the printed means, up to rounding. Two gaps of Adult have a standard error above their mean,
-  which the mean over seeds of |π_a − π_b| cannot have; so compare with the gap of the means.
+* Loss and excessive risk of Tables 2 to 5 are of the running training loss of the last epoch,
+  although the text speaks of the test set.
+* A printed gap is that of the printed means, up to rounding. Two gaps of Adult have a standard
+  error above their mean, which the mean over seeds of |π_a − π_b| cannot have; so compare with the
+  gap of the means.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ class Printed:
         """
         match = _PRINTED.fullmatch(text)
         if match is None or (match[4] is not None and len(match[4]) != len(match[2])):
-            raise ValueError(f"{text!r} is no printed number; write 69.9 ± 0.4 or 69.9, with as many digits in both.")
+            raise ValueError(
+                f"{text!r} is no printed number; write 69.9 ± 0.4 or 69.9, with as many digits in "
+                "both."
+            )
         return cls(float(match[1]), None if match[3] is None else float(match[3]), len(match[2]))
 
     def __str__(self) -> str:
@@ -73,12 +77,14 @@ class PublishedTable:
         number: its number in the paper.
         label: its label in the paper's source.
         groups: the two groups in printed order, by the dataset's names for them.
-        epsilon: the dataset's ε, of DPSGD; that of DPSGD-F is "negligibly higher" and that of DPSGD-Global-Adapt is the
-            same "to three significant digits". None for Table 1, which is without noise.
+        epsilon: the dataset's ε, of DPSGD; that of DPSGD-F is "negligibly higher" and that of
+            DPSGD-Global-Adapt is the same "to three significant digits". None for Table 1, which is
+            without noise.
         delta: its δ; None for Table 1.
-        rows: row -> column -> one number for each group, or one alone for a gap. Rows are rules by name, and the kept
-            error in Table 1; columns are accuracy, privacy_cost, privacy_cost_gap, loss, excessive_risk and
-            excessive_risk_gap, less those that a row does not have.
+        rows: row -> column -> one number for each group, or one alone for a gap. Rows are rules by
+            name, and the kept error in Table 1; columns are accuracy, privacy_cost,
+            privacy_cost_gap, loss, excessive_risk and excessive_risk_gap, less those that a row
+            does not have.
     """
 
     name: str
@@ -100,14 +106,23 @@ class PublishedTable:
             ValueError: if it is not in the table.
         """
         columns = self.rows[_known(row, self.rows, f"Table {self.number} has no row")]
-        numbers = columns[_known(column, columns, f"Table {self.number} has in row {row!r} no column")]
+        numbers = columns[
+            _known(column, columns, f"Table {self.number} has in row {row!r} no column")
+        ]
         if len(numbers) == 1:
             if group is not None:
-                raise ValueError(f"{column} is one number for both groups; ask for it without the group {group!r}.")
+                raise ValueError(
+                    f"{column} is one number for both groups; ask for it without the group "
+                    f"{group!r}."
+                )
             return numbers[0]
         if group is None:
-            raise ValueError(f"{column} is printed for each group; name one of {', '.join(self.groups)}.")
-        return numbers[self.groups.index(_known(group, self.groups, f"Table {self.number} has no group"))]
+            raise ValueError(
+                f"{column} is printed for each group; name one of {', '.join(self.groups)}."
+            )
+        return numbers[
+            self.groups.index(_known(group, self.groups, f"Table {self.number} has no group"))
+        ]
 
 
 @dataclass(frozen=True)
@@ -118,9 +133,10 @@ class Claim:
         dataset: by name.
         better: the rule that is said to be better.
         worse: the rule that it is compared with.
-        metric: accuracy (higher is better), loss, privacy_cost_gap or excessive_risk_gap (lower is better).
-        p_below: what p is said to be below, one-sided Wilcoxon signed rank test; None where the two are said to be
-            comparable.
+        metric: accuracy (higher is better), loss, privacy_cost_gap or excessive_risk_gap (lower is
+            better).
+        p_below: what p is said to be below, one-sided Wilcoxon signed rank test; None where the two
+            are said to be comparable.
     """
 
     dataset: str
@@ -172,7 +188,9 @@ def claims(dataset: str) -> tuple[Claim, ...]:
     return tuple(
         Claim(*stated, p_below=None if stated in comparable else read["p_below"])
         for several in read["claims"]
-        for stated in product(several["datasets"], several["better"], several["worse"], several["metrics"])
+        for stated in product(
+            several["datasets"], several["better"], several["worse"], several["metrics"]
+        )
         if stated[0] == dataset
     )
 
@@ -180,7 +198,9 @@ def claims(dataset: str) -> tuple[Claim, ...]:
 def _read(name: str) -> dict[str, Any]:
     """A file of this package."""
     return tomllib.loads(
-        resources.files("evenclip.reproduction").joinpath("published", f"{name}.toml").read_text("utf-8")
+        resources.files("evenclip.reproduction")
+        .joinpath("published", f"{name}.toml")
+        .read_text("utf-8")
     )
 
 

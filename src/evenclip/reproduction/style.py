@@ -1,9 +1,11 @@
-"""How our figures look: sizes in millimetres, one look for each rule and each group, the same bytes at every redraw.
+"""How our figures look: sizes in millimetres, one look for each rule and each group, the same bytes
+at every redraw.
 
-A look differs from the others of its table in lightness, line, marker and hatch as well as in hue, so that a figure can
-be read in print without colour and by readers who see fewer colours. Text stays text in an SVG. Figures are drawn by
-matplotlib's own defaults and what stands here, whatever a reader's matplotlibrc says, and without pyplot's state.
-matplotlib is imported when something is drawn.
+A look differs from the others of its table in lightness, line, marker and hatch as well as in hue,
+so that a figure can be read in print without colour and by readers who see fewer colours. Text
+stays text in an SVG. Figures are drawn by matplotlib's own defaults and what stands here, whatever
+a reader's matplotlibrc says, and without pyplot's state. matplotlib is imported when something is
+drawn.
 """
 
 from __future__ import annotations
@@ -17,7 +19,19 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["DPI", "GROUPS", "RULES", "SMALLEST", "WIDTH", "Layout", "Line", "Look", "applied", "figure", "save"]
+__all__ = [
+    "DPI",
+    "GROUPS",
+    "RULES",
+    "SMALLEST",
+    "WIDTH",
+    "Layout",
+    "Line",
+    "Look",
+    "applied",
+    "figure",
+    "save",
+]
 
 Line: TypeAlias = str | tuple[float, tuple[float, ...]]
 """A line style of matplotlib: its name, or (offset, lengths of dashes and gaps)."""
@@ -37,7 +51,10 @@ SMALLEST = 7.0
 _MM = 1 / 25.4  # in inches
 
 _SETTINGS: Any = {
-    "font.family": ["DejaVu Sans", "sans-serif"],  # the first comes with matplotlib: the same widths everywhere
+    "font.family": [
+        "DejaVu Sans",
+        "sans-serif",
+    ],  # the first comes with matplotlib: the same widths everywhere
     "font.sans-serif": ["DejaVu Sans"],
     "mathtext.fontset": "dejavusans",
     "font.size": 8.0,
@@ -84,13 +101,20 @@ class Look:
 
     @property
     def stroke(self) -> dict[str, Any]:
-        """What `Axes.plot` needs to draw a curve; the marker is left to the caller, who knows how many points."""
+        """What `Axes.plot` needs to draw a curve; the marker is left to the caller, who knows how
+        many points.
+        """
         return {"color": self.colour, "linestyle": self.line, "label": self.label}
 
     @property
     def fill(self) -> dict[str, Any]:
         """What `Axes.bar` needs to draw an area; a hatch in white shows on every colour here."""
-        return {"facecolor": self.colour, "hatch": self.hatch, "edgecolor": "white", "linewidth": 0.0}
+        return {
+            "facecolor": self.colour,
+            "hatch": self.hatch,
+            "edgecolor": "white",
+            "linewidth": 0.0,
+        }
 
     @property
     def ink(self) -> str:
@@ -132,18 +156,24 @@ GROUPS: tuple[Look, ...] = (
 
 @contextmanager
 def applied() -> Iterator[None]:
-    """Draw in our style inside of this, as a context or a decorator; what was set before is set again afterwards."""
+    """Draw in our style inside of this, as a context or a decorator; what was set before is set
+    again afterwards.
+    """
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError("Figures are drawn by matplotlib: pip install 'evenclip[paper]'.") from error
+        raise ImportError(
+            "Figures are drawn by matplotlib: pip install 'evenclip[paper]'."
+        ) from error
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # not what a reader's own matplotlibrc says
         matplotlib.rcParams.update(_SETTINGS)
         yield
 
 
-def figure(width_mm: float = WIDTH, height_mm: float = 80.0, *, layout: Layout | None = "constrained") -> Figure:
+def figure(
+    width_mm: float = WIDTH, height_mm: float = 80.0, *, layout: Layout | None = "constrained"
+) -> Figure:
     """An empty figure of this size, which no window and no pyplot knows.
 
     Args:
@@ -155,7 +185,9 @@ def figure(width_mm: float = WIDTH, height_mm: float = 80.0, *, layout: Layout |
     from matplotlib.figure import Figure
 
     if width_mm <= 0 or height_mm <= 0:
-        raise ValueError(f"A figure of {width_mm} by {height_mm} mm has no area; give two positive lengths.")
+        raise ValueError(
+            f"A figure of {width_mm} by {height_mm} mm has no area; give two positive lengths."
+        )
     with applied():
         made = Figure(figsize=(width_mm * _MM, height_mm * _MM), dpi=DPI, layout=layout)
         FigureCanvasAgg(made)
@@ -163,14 +195,18 @@ def figure(width_mm: float = WIDTH, height_mm: float = 80.0, *, layout: Layout |
 
 
 def save(figure: Figure, folder: Path | str, name: str) -> list[Path]:
-    """NAME.svg and NAME.png in the folder, of the figure's size, without a date; a redraw gives the same bytes."""
+    """NAME.svg and NAME.png in the folder, of the figure's size, without a date; a redraw gives the
+    same bytes.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     svg, png = folder / f"{name}.svg", folder / f"{name}.png"
     with applied():
         for _ in range(2):  # the second time from where the first has put the axes
             figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # from here on nothing moves: both files and every further save are alike
+        figure.set_layout_engine(
+            "none"
+        )  # from here on nothing moves: both files and every further save are alike
         figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
         figure.savefig(png, format="png", dpi=DPI, metadata={"Software": None})
     return [svg, png]

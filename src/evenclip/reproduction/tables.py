@@ -1,15 +1,16 @@
 """The paper's tables beside our own numbers, and its claims tested again.
 
-A table is trained by `compare`, kept as one record of plain values (`record`), and drawn from that alone (`draw`), so
-that it can be redrawn without training. *As published* has the paper's settings; *matched* has the same largest step
-for every private rule, which is the fair reading.
+A table is trained by `compare`, kept as one record of plain values (`record`), and drawn from that
+alone (`draw`), so that it can be redrawn without training. *As published* has the paper's settings;
+*matched* has the same largest step for every private rule, which is the fair reading.
 
 How ours and printed are compared:
 
-* accuracy and privacy cost on test rows; loss and excessive risk on the running training loss of the last epoch, which
-  is what the paper prints. Test losses stand beside them.
+* accuracy and privacy cost on test rows; loss and excessive risk on the running training loss of
+  the last epoch, which is what the paper prints. Test losses stand beside them.
 * a gap is that of the means, |mean_a − mean_b|, as the printed ones are.
-* ‡ marks a difference that two standard errors of it, and the rounding of what is printed, do not explain.
+* ‡ marks a difference that two standard errors of it, and the rounding of what is printed, do not
+  explain.
 """
 
 from __future__ import annotations
@@ -65,12 +66,15 @@ class Table:
 TABLES: dict[str, Table] = {
     table.name: table
     for dataset in SETTINGS
-    for table in (Table(dataset, dataset, match=False), Table(f"{dataset}-matched", dataset, match=True))
+    for table in (
+        Table(dataset, dataset, match=False),
+        Table(f"{dataset}-matched", dataset, match=True),
+    )
 }
 """Those of the four datasets; Table 1 is in `evenclip.reproduction.directions`."""
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training -----------------------------------------------------------------------------------
 
 
 def make(table: Table, how: Training) -> dict[str, Any]:
@@ -78,11 +82,26 @@ def make(table: Table, how: Training) -> dict[str, Any]:
     setting = SETTINGS[table.dataset]
     few: dict[str, Any] = {"epochs": 1, "rows": setting.quick_rows} if how.quick else {}
     found = compare(
-        table.dataset, [m.name for m in PUBLISHED[table.dataset].methods if m.name != REFERENCE], how.seeds,
-        match=table.match, device=how.device, tf32=how.tf32, options=setting.options, data_dir=how.data_dir,
-        store=how.store, on=how.on, show=how.show, **few,
-    )  # fmt: skip
-    return record(table, found, device=how.device, quick=how.quick, partial=partial(table.dataset, how.data_dir))
+        table.dataset,
+        [m.name for m in PUBLISHED[table.dataset].methods if m.name != REFERENCE],
+        how.seeds,
+        match=table.match,
+        device=how.device,
+        tf32=how.tf32,
+        options=setting.options,
+        data_dir=how.data_dir,
+        store=how.store,
+        on=how.on,
+        show=how.show,
+        **few,
+    )
+    return record(
+        table,
+        found,
+        device=how.device,
+        quick=how.quick,
+        partial=partial(table.dataset, how.data_dir),
+    )
 
 
 def partial(dataset: str, data_dir: Path | None) -> str | None:
@@ -91,7 +110,9 @@ def partial(dataset: str, data_dir: Path | None) -> str | None:
     return None if source.incomplete is None or directory is None else source.incomplete(directory)
 
 
-def record(table: Table, found: Comparison, *, device: str, quick: bool, partial: str | None = None) -> dict[str, Any]:
+def record(
+    table: Table, found: Comparison, *, device: str, quick: bool, partial: str | None = None
+) -> dict[str, Any]:
     """Everything that is drawn, as plain values."""
     return {
         "format": FORMAT,
@@ -128,7 +149,13 @@ def made_with(device: str) -> dict[str, Any]:
 
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine()
     versions = {package: metadata.version(package) for package in ("evenclip", "torch", "numpy")}
-    return {"device": device, "machine": name, "python": platform.python_version(), **versions, "code": code()[:16]}
+    return {
+        "device": device,
+        "machine": name,
+        "python": platform.python_version(),
+        **versions,
+        "code": code()[:16],
+    }
 
 
 def _plain(values: NDArray[np.float64]) -> list[Any]:
@@ -143,7 +170,7 @@ def _known(value: Any) -> Any:
     return value if math.isfinite(value) else None
 
 
-# --- ours and theirs --------------------------------------------------------------------------------------------------
+# --- ours and theirs ----------------------------------------------------------------------------
 
 
 class Cell(NamedTuple):
@@ -166,7 +193,9 @@ class Cell(NamedTuple):
 
     @property
     def explained(self) -> bool | None:
-        """Whether two standard errors of the difference, and rounding, explain it; None where that cannot be told."""
+        """Whether two standard errors of the difference, and rounding, explain it; None where that
+        cannot be told.
+        """
         if self.printed is None or self.se is None or self.printed.se is None:
             return None
         half = 0.5 * 10.0**-self.printed.digits
@@ -174,7 +203,9 @@ class Cell(NamedTuple):
         return abs(self.difference) <= 2 * math.hypot(self.se, self.printed.se + half) + half
 
 
-Columns = dict[str, dict[str, tuple[Cell, ...]]]  # rule -> column -> a cell for each group, or one for a gap
+Columns = dict[
+    str, dict[str, tuple[Cell, ...]]
+]  # rule -> column -> a cell for each group, or one for a gap
 
 
 def cells(kept: Mapping[str, Any]) -> Columns:
@@ -182,27 +213,37 @@ def cells(kept: Mapping[str, Any]) -> Columns:
     table = TABLES[kept["table"]]
     printed = load(table.dataset)
     places = [kept["groups"].index(group) for group in printed.groups]
-    values = {rule: _values(row, kept["rules"][REFERENCE], places) for rule, row in kept["rules"].items()}
+    values = {
+        rule: _values(row, kept["rules"][REFERENCE], places) for rule, row in kept["rules"].items()
+    }
     return {rule: {column: _row(found[column], printed, rule, column, table) for column in found}
             for rule, found in values.items()}  # fmt: skip
 
 
-def _values(row: Mapping[str, Any], reference: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
+def _values(
+    row: Mapping[str, Any], reference: Mapping[str, Any], places: Sequence[int]
+) -> dict[str, Any]:
     """Column -> [seed, group]."""
-    accuracy, loss, test = (_array(row[name])[:, places] for name in ("accuracy", "train_loss", "test_loss"))
+    accuracy, loss, test = (
+        _array(row[name])[:, places] for name in ("accuracy", "train_loss", "test_loss")
+    )
     found = {"accuracy": accuracy, "loss": loss, "test_loss": test}
     if row is not reference:
         found["privacy_cost"] = _array(reference["accuracy"])[:, places] - accuracy
         found["excessive_risk"] = loss - _array(reference["train_loss"])[:, places]
         found["privacy_cost_gap"] = found["privacy_cost"][:, :1] - found["privacy_cost"][:, 1:]
-        found["excessive_risk_gap"] = found["excessive_risk"][:, :1] - found["excessive_risk"][:, 1:]
+        found["excessive_risk_gap"] = (
+            found["excessive_risk"][:, :1] - found["excessive_risk"][:, 1:]
+        )
     return found
 
 
 def _row(
     values: NDArray[np.float64], printed: PublishedTable, rule: str, column: str, table: Table
 ) -> tuple[Cell, ...]:
-    theirs: tuple[Printed, ...] | None = None if table.match else printed.rows.get(rule, {}).get(column)
+    theirs: tuple[Printed, ...] | None = (
+        None if table.match else printed.rows.get(rule, {}).get(column)
+    )
     found = []
     for k in range(values.shape[1]):
         mean, se = statistics.mean_se(values[:, k])
@@ -215,7 +256,7 @@ def _array(rows: Any) -> NDArray[np.float64]:
     return np.array(rows, dtype=np.float64)
 
 
-# --- claims -----------------------------------------------------------------------------------------------------------
+# --- claims -------------------------------------------------------------------------------------
 
 
 class Verdict(NamedTuple):
@@ -223,8 +264,10 @@ class Verdict(NamedTuple):
 
     Attributes:
         claim: what is said.
-        p: what it is said of (a group, "overall", "gap") -> one-sided Wilcoxon p; None without a difference.
-        holds: whether every one of them is below what is claimed; None where the claim is that they are comparable.
+        p: what it is said of (a group, "overall", "gap") -> one-sided Wilcoxon p; None without a
+            difference.
+        holds: whether every one of them is below what is claimed; None where the claim is that they
+            are comparable.
     """
 
     claim: Claim
@@ -243,22 +286,37 @@ def verdicts(kept: Mapping[str, Any]) -> list[Verdict]:
         if claim.better not in rules or claim.worse not in rules:
             continue
         better, worse = (
-            _values(rules[name], rules[REFERENCE], places)[claim.metric] for name in (claim.better, claim.worse)
+            _values(rules[name], rules[REFERENCE], places)[claim.metric]
+            for name in (claim.better, claim.worse)
         )
         if claim.metric.endswith("_gap"):
             better, worse = np.abs(better), np.abs(worse)
         sign = -1 if claim.metric == "accuracy" else 1  # less is better, of all but accuracy
         names = printed.groups if better.shape[1] == 2 else ("gap",)
-        p = {name: statistics.wilcoxon(sign * (better[:, k] - worse[:, k]), "less") for k, name in enumerate(names)}
-        holds = None if claim.p_below is None else all(v is not None and v < claim.p_below for v in p.values())
+        p = {
+            name: statistics.wilcoxon(sign * (better[:, k] - worse[:, k]), "less")
+            for k, name in enumerate(names)
+        }
+        holds = (
+            None
+            if claim.p_below is None
+            else all(v is not None and v < claim.p_below for v in p.values())
+        )
         found.append(Verdict(claim, p, holds))
     return found
 
 
-# --- drawing ----------------------------------------------------------------------------------------------------------
+# --- drawing ------------------------------------------------------------------------------------
 
-_DIGITS = {"accuracy": 1, "privacy_cost": 1, "privacy_cost_gap": 1, "loss": 3, "test_loss": 3, "excessive_risk": 3,
-           "excessive_risk_gap": 3}  # fmt: skip
+_DIGITS = {
+    "accuracy": 1,
+    "privacy_cost": 1,
+    "privacy_cost_gap": 1,
+    "loss": 3,
+    "test_loss": 3,
+    "excessive_risk": 3,
+    "excessive_risk_gap": 3,
+}
 _HEADINGS = {
     "accuracy": "Accuracy on test rows, %",
     "privacy_cost": "Privacy cost π, points of accuracy",
@@ -277,31 +335,46 @@ def draw(kept: Mapping[str, Any]) -> str:
     lines = [f"## {table.title}", ""]
     if kept["quick"]:
         lines += [
-            "**A quick look: fewer epochs, and of images fewer records, than the paper's. These are not its numbers.**",
+            "**A quick look: fewer epochs, and of images fewer records, than the paper's. These "
+            "are not its numbers.**",
             "",
         ]
     if kept.get("partial"):
         lines += [
-            f"**Partial: {kept['partial']}. What is there is split by identity and not as published.**",
+            f"**Partial: {kept['partial']}. What is there is split by identity and not as "
+            "published.**",
             "",
         ]
-    lines += [f"{seeds} seed{'s' if seeds > 1 else ''}, {' to '.join(n)} training records. {kept['says']}", ""]
+    lines += [
+        f"{seeds} seed{'s' if seeds > 1 else ''}, {' to '.join(n)} training records. "
+        f"{kept['says']}",
+        "",
+    ]
     for column, heading in _HEADINGS.items():
         lines += _block(found, column, heading, printed, table)
     lines += _privacy(kept, printed, table) + _claims(kept, table)
     if not table.match:
-        lines += ["‡ not explained by two standard errors of the difference and the rounding of what is printed.", ""]
+        lines += [
+            "‡ not explained by two standard errors of the difference and the rounding of what is "
+            "printed.",
+            "",
+        ]
     lines += [f"{note}\n" for note in kept["notes"]]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _block(found: Columns, column: str, heading: str, printed: PublishedTable, table: Table) -> list[str]:
+def _block(
+    found: Columns, column: str, heading: str, printed: PublishedTable, table: Table
+) -> list[str]:
     """One quantity, method by method: ours, printed and the difference for each group, and the gap."""
     rules = [rule for rule in found if column in found[rule]]
     gap = f"{column}_gap"
     names = [*printed.groups, *(["gap"] if any(gap in found[rule] for rule in rules) else [])]
     beside = not table.match and column != "test_loss"
-    head = ["", *(part for name in names for part in ((name, "printed", "diff.") if beside else (name,)))]
+    head = [
+        "",
+        *(part for name in names for part in ((name, "printed", "diff.") if beside else (name,))),
+    ]
     lines = [f"**{heading}**", "", _line(head), _line(["---", *["---:"] * (len(head) - 1)])]
     for rule in rules:
         row = [*found[rule][column], *found[rule].get(gap, ())]
@@ -332,18 +405,33 @@ def _privacy(kept: Mapping[str, Any], printed: PublishedTable, table: Table) -> 
     """ε of every rule, with the printed one."""
     from evenclip.mechanism.accounting import rounded_up
 
-    lines = ["**Privacy**", "", _line(["", "ε, RDP", "ε, PLD", "printed", "learning rate", "soundness"])]
+    lines = [
+        "**Privacy**",
+        "",
+        _line(["", "ε, RDP", "ε, PLD", "printed", "learning rate", "soundness"]),
+    ]
     lines.append(_line(["---", "---:", "---:", "---:", "---:", "---"]))
     for rule, row in kept["rules"].items():
         rdp, pld = (row["epsilon"][name] for name in ("rdp", "pld"))
         said = str(printed.epsilon) if rule != REFERENCE and not table.match else "–"
         rates = sorted({f"{lr:.3g}" for lr in row["lr"]}, key=float)
         shown = [("none" if value is None else rounded_up(value)) for value in (rdp, pld)]
-        lines.append(_line([rule, *shown, said, " to ".join(dict.fromkeys((rates[0], rates[-1]))), row["soundness"]]))
+        lines.append(
+            _line(
+                [
+                    rule,
+                    *shown,
+                    said,
+                    " to ".join(dict.fromkeys((rates[0], rates[-1]))),
+                    row["soundness"],
+                ]
+            )
+        )
     return [
         *lines,
         "",
-        f"δ = {kept['rules'][REFERENCE]['delta']:g}. Gradient and counts are accounted for together.",
+        f"δ = {kept['rules'][REFERENCE]['delta']:g}. Gradient and counts are accounted for "
+        "together.",
         "",
     ]
 
@@ -357,13 +445,24 @@ def _claims(kept: Mapping[str, Any], table: Table) -> list[str]:
     seeds = len(kept["seeds"])
     where = "at the same largest step" if table.match else "with the published settings"
     lines = [
-        f"**The paper's claims** (p < 0.05, one-sided Wilcoxon): {held} of {len(found)} hold {where}, in both groups.",
+        f"**The paper's claims** (p < 0.05, one-sided Wilcoxon): {held} of {len(found)} hold "
+        f"{where}, in both groups.",
         f"With {seeds} seeds p is never below {statistics.smallest_p(seeds):.3g}.", "",
         _line(["better", "than", "in", "p", "holds"]), _line(["---", "---", "---", "---", "---"]),
     ]  # fmt: skip
     for claim, p, holds in found:
-        shown = ", ".join(f"{name} {'–' if value is None else f'{value:.3f}'}" for name, value in p.items())
+        shown = ", ".join(
+            f"{name} {'–' if value is None else f'{value:.3f}'}" for name, value in p.items()
+        )
         lines.append(
-            _line([claim.better, claim.worse, claim.metric.replace("_", " "), shown, "yes" if holds else "no"])
+            _line(
+                [
+                    claim.better,
+                    claim.worse,
+                    claim.metric.replace("_", " "),
+                    shown,
+                    "yes" if holds else "no",
+                ]
+            )
         )
     return [*lines, ""]

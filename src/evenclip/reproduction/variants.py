@@ -56,7 +56,12 @@ def _of(dataset: str, row: str, says: str, **changes: Any) -> Variant:
 def _without_r1(dataset: str) -> Variant:
     (method,) = PUBLISHED[dataset].only([FairLens.name]).methods
     assert isinstance(method.rule, FairLens)
-    return Variant(dataset, FairLens.name, "∇R1 taken to be 0", replace(method, rule=replace(method.rule, gamma1=0.0)))
+    return Variant(
+        dataset,
+        FairLens.name,
+        "∇R1 taken to be 0",
+        replace(method, rule=replace(method.rule, gamma1=0.0)),
+    )
 
 
 VARIANTS: tuple[Variant, ...] = (
@@ -73,25 +78,44 @@ VARIANTS: tuple[Variant, ...] = (
 
 
 def make(how: Training) -> dict[str, Any]:
-    """Train them, beside a reference of the same learning rate; what is in a table is found in its store."""
+    """Train them, beside a reference of the same learning rate; what is in a table is found in its
+    store.
+    """
     rows = []
     for variant in VARIANTS:
         printed, method = load(variant.dataset), variant.method
         found = compare(
-            variant.dataset, [method.rule], how.seeds, lr=method.lr, device=how.device, epochs=1 if how.quick else None,
-            data_dir=how.data_dir, store=how.store, on=how.on, show=how.show,
-        )  # fmt: skip
+            variant.dataset,
+            [method.rule],
+            how.seeds,
+            lr=method.lr,
+            device=how.device,
+            epochs=1 if how.quick else None,
+            data_dir=how.data_dir,
+            store=how.store,
+            on=how.on,
+            show=how.show,
+        )
         places = [found.groups.index(group) for group in printed.groups]
         metrics = found[method.name].metrics
-        rows.append({
-            "dataset": variant.dataset, "row": variant.row, "says": variant.says, "lr": method.lr,
-            "accuracy": np.round(metrics["accuracy"][:, places], 6).tolist(),
-            "loss": np.round(metrics["train_loss"][:, places], 6).tolist(),
-        })  # fmt: skip
+        rows.append(
+            {
+                "dataset": variant.dataset,
+                "row": variant.row,
+                "says": variant.says,
+                "lr": method.lr,
+                "accuracy": np.round(metrics["accuracy"][:, places], 6).tolist(),
+                "loss": np.round(metrics["train_loss"][:, places], 6).tolist(),
+            }
+        )
     return {
-        "format": 1, "table": NAME, "quick": how.quick, "seeds": list(range(how.seeds)), "rows": rows,
+        "format": 1,
+        "table": NAME,
+        "quick": how.quick,
+        "seeds": list(range(how.seeds)),
+        "rows": rows,
         "made_with": made_with(how.device),
-    }  # fmt: skip
+    }
 
 
 def draw(kept: Mapping[str, Any]) -> str:
@@ -99,8 +123,15 @@ def draw(kept: Mapping[str, Any]) -> str:
     lines = [f"## {TITLE}", ""]
     if kept["quick"]:
         lines += ["**A quick look: fewer epochs than the paper's. These are not its numbers.**", ""]
-    lines += [f"{len(kept['seeds'])} seeds. Accuracy on test rows in %, and training loss of the last epoch.", ""]
-    lines += ["| | read as | accuracy a | printed | accuracy b | printed | loss a | printed | loss b | printed |"]
+    lines += [
+        f"{len(kept['seeds'])} seeds. Accuracy on test rows in %, and training loss of the last "
+        "epoch.",
+        "",
+    ]
+    lines += [
+        "| | read as | accuracy a | printed | accuracy b | printed | loss a | printed | loss b | "
+        "printed |"
+    ]
     lines += ["| --- | --- |" + " ---: | ---: |" * 4]
     for row in kept["rows"]:
         printed = load(row["dataset"])
@@ -115,6 +146,10 @@ def draw(kept: Mapping[str, Any]) -> str:
                     f"{mean:.{digits}f}" + ("" if se is None else f" ± {se:.{digits}f}") + mark,
                     str(cell.printed),
                 ]
-        lines.append(f"| {row['dataset']}, {row['row']} | {row['says']} | " + " | ".join(cells) + " |")
-    groups = "; ".join(f"{name}: a {load(name).groups[0]}, b {load(name).groups[1]}" for name in DATASETS)
+        lines.append(
+            f"| {row['dataset']}, {row['row']} | {row['says']} | " + " | ".join(cells) + " |"
+        )
+    groups = "; ".join(
+        f"{name}: a {load(name).groups[0]}, b {load(name).groups[1]}" for name in DATASETS
+    )
     return "\n".join([*lines, "", f"{groups}.", ""])

@@ -1,9 +1,11 @@
-"""DPSGD: every sample's gradient is clipped to C0 by itself (Abadi et al. 2016; Algorithm 1 of Esipova et al. 2023).
+"""DPSGD: every sample's gradient is clipped to C0 by itself (Abadi et al. 2016; Algorithm 1 of
+Esipova et al. 2023).
 
     γ_i = min(1, C0/‖g_i‖)
 
-Sensitivity. γ_i ‖g_i‖ = min(‖g_i‖, C0) ≤ C0 for every sample, so adding or removing one moves Σ γ_i g_i by at most C0.
-Accounting. One sampled Gaussian with multiplier σ a step. Group labels are not used.
+Sensitivity. γ_i ‖g_i‖ = min(‖g_i‖, C0) ≤ C0 for every sample, so adding or removing one moves Σ γ_i
+g_i by at most C0. Accounting. One sampled Gaussian with multiplier σ a step. Group labels are not
+used.
 """
 
 from __future__ import annotations
@@ -36,12 +38,16 @@ class DPSGD(Rule):
     name: ClassVar[str] = "dpsgd"
     title: ClassVar[str] = "DPSGD"
     summary: ClassVar[str] = (
-        "Every record's gradient that is longer than C0 is cut to that length, then noise is added. Records "
-        "with long gradients are cut most, and these are more often a minority's: their pull on the model is "
+        "Every record's gradient that is longer than C0 is cut to that length, then noise is "
+        "added. Records "
+        "with long gradients are cut most, and these are more often a minority's: their pull on "
+        "the model is "
         "weakened, and the sum points elsewhere than it would."
     )
     elementwise: ClassVar[bool] = True
-    reference: ClassVar[str] = "Abadi et al. 2016, Deep Learning with Differential Privacy, Algorithm 1"
+    reference: ClassVar[str] = (
+        "Abadi et al. 2016, Deep Learning with Differential Privacy, Algorithm 1"
+    )
 
     C0: float = 1.0
     sigma: float = 1.0

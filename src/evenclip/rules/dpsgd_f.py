@@ -1,22 +1,25 @@
-"""DPSGD-F: a clipping bound for each group, larger where more of the group is clipped (Xu et al. 2020).
+"""DPSGD-F: a clipping bound for each group, larger where more of the group is clipped (Xu et al.
+2020).
 
-With m_k and o_k the numbers of samples of group k whose norm is above and not above C0, and m̃_k, õ_k their noisy
-values, rounded down and held at 0 or above:
+With m_k and o_k the numbers of samples of group k whose norm is above and not above C0, and m̃_k,
+õ_k their noisy values, rounded down and held at 0 or above:
 
     r_k = m̃_k/(m̃_k + õ_k)  (1 if the denominator is 0),
     C_k = C0 · (1 + r_k/mean_j r_j)  (C0 for all k if every r_k is 0),
     γ_i = min(1, C_k/‖g_i‖) for a sample of group k.
 
-Sensitivity. A sample of any group moves the sum by at most max_k C_k, the maximum over ALL K groups, whether or not a
-group is in the batch; the C_k are public because the counts are released first. A sample is in exactly one of the 2K
-counts, so the count vector has L2 sensitivity 1. max_k C_k can reach (1 + K)·C0.
+Sensitivity. A sample of any group moves the sum by at most max_k C_k, the maximum over ALL K
+groups, whether or not a group is in the batch; the C_k are public because the counts are released
+first. A sample is in exactly one of the 2K counts, so the count vector has L2 sensitivity 1. max_k
+C_k can reach (1 + K)·C0.
 
-Differs from the paper: Algorithm 3 of Esipova et al. 2023 takes C_k relative to m̃/|B| and adds noise σC0, less than
-its sensitivity (unsound: the true multiplier is at most σ/2); the code it was run with takes the maximum over the
-groups present in the batch, which tells who is present. Ours is that code's C_k with the maximum over all groups.
+Differs from the paper: Algorithm 3 of Esipova et al. 2023 takes C_k relative to m̃/|B| and adds
+noise σC0, less than its sensitivity (unsound: the true multiplier is at most σ/2); the code it was
+run with takes the maximum over the groups present in the batch, which tells who is present. Ours is
+that code's C_k with the maximum over all groups.
 
-Accounting. Counts (multiplier σ_count, 10σ unless given) and gradient (σ) on one batch, jointly. Group labels enter
-training.
+Accounting. Counts (multiplier σ_count, 10σ unless given) and gradient (σ) on one batch, jointly.
+Group labels enter training.
 """
 
 from __future__ import annotations
@@ -51,15 +54,18 @@ class DPSGDF(Rule):
     name: ClassVar[str] = "dpsgd-f"
     title: ClassVar[str] = "DPSGD-F"
     summary: ClassVar[str] = (
-        "As DPSGD, with a bound for each group, larger where more of the group would be cut. The bounds come "
-        "from noisy counts. Group labels enter training, and noise is for the largest bound of all groups."
+        "As DPSGD, with a bound for each group, larger where more of the group would be cut. The "
+        "bounds come "
+        "from noisy counts. Group labels enter training, and noise is for the largest bound of "
+        "all groups."
     )
     soundness: ClassVar[str] = REPAIRED
     uses_groups: ClassVar[bool] = True
     counts_first: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
     reference: ClassVar[str] = (
-        "Xu, Du, Wu 2020, Removing Disparate Impact of Differentially Private SGD on Model Accuracy; "
+        "Xu, Du, Wu 2020, Removing Disparate Impact of Differentially Private SGD on Model "
+        "Accuracy; "
         "Esipova et al. 2023, Algorithm 3"
     )
 
@@ -80,7 +86,9 @@ class DPSGDF(Rule):
     def statistic(self, norm: Tensor, group: Tensor, state: Tensor) -> Tensor:
         """One-hot over (not above C0, above C0) of group 0, the same of group 1, ...  # [2K]"""
         place = 2 * group + (norm > self.C0)
-        return (torch.arange(2 * len(state), device=norm.device) == place.unsqueeze(-1)).to(norm.dtype)
+        return (torch.arange(2 * len(state), device=norm.device) == place.unsqueeze(-1)).to(
+            norm.dtype
+        )
 
     def observe(self, noisy: Tensor, B: float, state: Tensor) -> tuple[Tensor, Tensor]:
         """C_k from the noisy counts."""
@@ -95,5 +103,7 @@ class DPSGDF(Rule):
         return now.max()
 
     def weight(self, norm: Tensor, group: Tensor, now: Tensor) -> Tensor:  # noqa: D102
-        bound = now.gather(0, group.reshape(-1)).reshape(group.shape)  # torch 2.9 cannot map now[group]
+        bound = now.gather(0, group.reshape(-1)).reshape(
+            group.shape
+        )  # torch 2.9 cannot map now[group]
         return (bound / norm).clamp(max=1.0)

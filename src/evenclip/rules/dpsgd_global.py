@@ -1,4 +1,5 @@
-"""DPSGD-Global: all gradients are scaled alike, those above a strict bound Z are dropped (Bu et al. 2021).
+"""DPSGD-Global: all gradients are scaled alike, those above a strict bound Z are dropped (Bu et al.
+2021).
 
     γ_i = C0/Z if ‖g_i‖ ≤ Z, else 0
 
@@ -38,12 +39,14 @@ class DPSGDGlobal(Rule):
     name: ClassVar[str] = "dpsgd-global"
     title: ClassVar[str] = "DPSGD-Global"
     summary: ClassVar[str] = (
-        "All gradients are shrunk by the same factor C0/Z, so the sum keeps its direction; a gradient longer "
+        "All gradients are shrunk by the same factor C0/Z, so the sum keeps its direction; a "
+        "gradient longer "
         "than Z is left out. A Z that was chosen too small leaves many out."
     )
     elementwise: ClassVar[bool] = True
     reference: ClassVar[str] = (
-        "Bu et al. 2021, On the Convergence and Calibration of Deep Learning with Differential Privacy; "
+        "Bu et al. 2021, On the Convergence and Calibration of Deep Learning with Differential "
+        "Privacy; "
         "Esipova et al. 2023, Algorithm 2"
     )
 

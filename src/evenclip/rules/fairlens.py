@@ -1,23 +1,25 @@
-"""FairLens: two regularisers against what clipping and noise cost the groups (Tran et al. 2021; as the algorithm
-"FairLens" of Esipova et al. 2023 has it). Two groups a and b, two classes.
+"""FairLens: two regularisers against what clipping and noise cost the groups (Tran et al. 2021; as
+the algorithm "FairLens" of Esipova et al. 2023 has it). Two groups a and b, two classes.
 
     R1 = |⟨g_Ba − g_Bb, ḡ_B − g_B⟩|                  ḡ_B by clipping to C0
     R2 = ½ (f_a(1 − f_a) + f_b(1 − f_b))             f_k the mean prediction of class 1 in group k of the batch
     g'_i = g_i + γ1 ∇R1 + γ2 ∇R2,   then clipped to C0, summed and given noise as in DPSGD
 
-How terms of the whole batch enter one sample's gradient is not said in print: here their gradient is added to every
-sample's. A batch without one of the groups has R1 = R2 = 0.
+How terms of the whole batch enter one sample's gradient is not said in print: here their gradient
+is added to every sample's. A batch without one of the groups has R1 = R2 = 0.
 
-∇R1 without a Hessian of any sample. With p = g_Ba − g_Bb = Σ α_i g_i and q = ḡ_B − g_B = Σ β_i g_i, where
-β_i = (min(1, C0/n_i) − 1)/|B| and n_i = ‖g_i‖,
+∇R1 without a Hessian of any sample. With p = g_Ba − g_Bb = Σ α_i g_i and q = ḡ_B − g_B = Σ β_i g_i,
+where β_i = (min(1, C0/n_i) − 1)/|B| and n_i = ‖g_i‖,
 
     ∇⟨p, q⟩ = Σ_i H_i v_i,   v_i = α_i q + β_i p − 1[n_i > C0] · C0 ⟨g_i, p⟩/(|B| n_i³) · g_i
 
-which is the gradient of Σ α_i ⟨g_i, q⟩ + Σ β_i ⟨g_i, p⟩ + ½ Σ w_i n_i² at fixed p, q and w_i: one double backward.
+which is the gradient of Σ α_i ⟨g_i, q⟩ + Σ β_i ⟨g_i, p⟩ + ½ Σ w_i n_i² at fixed p, q and w_i: one
+double backward.
 
-Sensitivity. None. Clipping bounds what sample i adds, but the regularisers tie every g'_i to every record: one record
-more or less moves all of them, and Σ ḡ'_i by up to 2C0 for each (a test shows one that moves it by more than C0). So
-there is no ε, whatever noise is added, and the ledger has a release in clear.
+Sensitivity. None. Clipping bounds what sample i adds, but the regularisers tie every g'_i to every
+record: one record more or less moves all of them, and Σ ḡ'_i by up to 2C0 for each (a test shows
+one that moves it by more than C0). So there is no ε, whatever noise is added, and the ledger has a
+release in clear.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class FairLens(Rule):
     name: ClassVar[str] = "fairlens"
     title: ClassVar[str] = "FairLens"
     summary: ClassVar[str] = (
-        "DPSGD with two terms added to the loss that ask for equal gradients and equal distances to the "
+        "DPSGD with two terms added to the loss that ask for equal gradients and equal distances "
+        "to the "
         "boundary between groups. They tie every record's gradient to the others', so no ε holds."
     )
     soundness: ClassVar[str] = NO_EPSILON
@@ -73,7 +76,9 @@ class FairLens(Rule):
         check.positive(C0=self.C0, sigma=self.sigma)
         for name in ("gamma1", "gamma2"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be a finite number of at least 0.")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it must be a finite number of at least 0."
+                )
 
     def sensitivity(self, now: Tensor) -> float:
         """What the noise is scaled to. One record may move the sum by more."""
@@ -86,7 +91,10 @@ class FairLens(Rule):
 
     def tape(self, tape: Any) -> Regularised:  # noqa: D102
         if not isinstance(tape, Tape):
-            raise ValueError("fairlens needs a model that is made of known layers; choose another rule for this one.")
+            raise ValueError(
+                "fairlens needs a model that is made of known layers; choose another rule for "
+                "this one."
+            )
         return Regularised(tape, self)
 
     def unsuited(self, groups: int, classes: int) -> str | None:  # noqa: D102
@@ -134,7 +142,9 @@ class _Shifted(PerSample):
         self._found, self._shift = found, shift
 
     def norms(self, *, quick: bool = False) -> Tensor:
-        """‖g_i + r‖ by ‖g_i‖² + 2⟨g_i, r⟩ + ‖r‖², with room for the rounding where they cancel.  # [sample], float64"""
+        """‖g_i + r‖ by ‖g_i‖² + 2⟨g_i, r⟩ + ‖r‖², with room for the rounding where they cancel.  #
+        [sample], float64
+        """
         own = self._found.norms(quick=quick)
         length: Tensor = torch.linalg.vector_norm(self._shift.double())
         square = own.square() + 2 * _inner(self._found, self._shift) + length.square()
@@ -162,7 +172,9 @@ def _inner(found: PerSample, vector: Tensor) -> Tensor:
     return inner.double()
 
 
-def regulariser_gradient(tape: Tape, found: PerSample, x: Any, y: Tensor, group: Tensor, rule: FairLens) -> Tensor:
+def regulariser_gradient(
+    tape: Tape, found: PerSample, x: Any, y: Tensor, group: Tensor, rule: FairLens
+) -> Tensor:
     """γ1 ∇R1 + γ2 ∇R2 on a batch.  # [parameter]
 
     Args:
@@ -193,16 +205,22 @@ def regulariser_gradient(tape: Tape, found: PerSample, x: Any, y: Tensor, group:
             p, q = tape.layout.split(differing), tape.layout.split(turning)
             terms = taps.terms(losses, parameters, p, q)
             along_p, along_q, squares = _formed_terms(tape, x, y, p, q) if terms is None else terms
-            turned = torch.where(norms > rule.C0, -rule.C0 * along_p.detach() / (n * norms**3), 0.0)  # w
+            turned = torch.where(
+                norms > rule.C0, -rule.C0 * along_p.detach() / (n * norms**3), 0.0
+            )  # w
             pulled = alpha @ along_q + beta @ along_p + 0.5 * turned @ squares
             objective = objective + rule.gamma1 * sign * pulled
         gradients = torch.autograd.grad(objective, list(parameters.values()), allow_unused=True)
     parts = zip(parameters.items(), gradients, strict=True)
-    return tape.layout.join({name: torch.zeros_like(p) if g is None else g for (name, p), g in parts}).detach()
+    return tape.layout.join(
+        {name: torch.zeros_like(p) if g is None else g for (name, p), g in parts}
+    ).detach()
 
 
 class _Terms(NamedTuple):
-    """⟨g_i, p⟩, ⟨g_i, q⟩ and ‖g_i‖² of every sample, as functions of the parameters.  # [sample] each"""
+    """⟨g_i, p⟩, ⟨g_i, q⟩ and ‖g_i‖² of every sample, as functions of the parameters.  # [sample]
+    each
+    """
 
     along_p: Tensor
     along_q: Tensor
@@ -231,24 +249,38 @@ class _Taps:
         self._calls.append((layer, inputs[0], output))
 
     def terms(
-        self, losses: Tensor, parameters: Mapping[str, Tensor], p: Mapping[str, Tensor], q: Mapping[str, Tensor]
+        self,
+        losses: Tensor,
+        parameters: Mapping[str, Tensor],
+        p: Mapping[str, Tensor],
+        q: Mapping[str, Tensor],
     ) -> _Terms | None:
-        """Of a layer's g_i = (δ_i a_iᵀ, δ_i): δ_i·(P a_i + p) and ‖δ_i‖² (‖a_i‖² + 1), added up over the layers; None
-        unless every parameter is that of a linear layer which is called once, on one position a sample.
+        """Of a layer's g_i = (δ_i a_iᵀ, δ_i): δ_i·(P a_i + p) and ‖δ_i‖² (‖a_i‖² + 1), added up
+        over the layers; None unless every parameter is that of a linear layer which is called once,
+        on one position a sample.
         """
         names = {id(value): name for name, value in parameters.items()}
-        own = [value for layer, _, _ in self._calls for value in (layer.weight, layer.bias) if value is not None]
+        own = [
+            value
+            for layer, _, _ in self._calls
+            for value in (layer.weight, layer.bias)
+            if value is not None
+        ]
         if {id(value) for value in own} != set(names) or len(own) != len(names):
             return None
         if any(a.ndim != 2 for _, a, _ in self._calls):
             return None
-        deltas = torch.autograd.grad(losses.sum(), [z for _, _, z in self._calls], create_graph=True)
+        deltas = torch.autograd.grad(
+            losses.sum(), [z for _, _, z in self._calls], create_graph=True
+        )
         each = []
         for (layer, a, _), delta in zip(self._calls, deltas, strict=True):
             weight = names[id(layer.weight)]
             bias = None if layer.bias is None else names[id(layer.bias)]
             both = functional.linear(
-                a, torch.cat([p[weight], q[weight]]), None if bias is None else torch.cat([p[bias], q[bias]])
+                a,
+                torch.cat([p[weight], q[weight]]),
+                None if bias is None else torch.cat([p[bias], q[bias]]),
             )
             along = (delta.unsqueeze(1) * both.view(len(a), 2, -1)).sum(2)
             squares = delta.square().sum(1) * (a.square().sum(1) + (bias is not None))
@@ -256,7 +288,9 @@ class _Taps:
         return _Terms(*torch.stack(each).sum(0).unbind(1))
 
 
-def _formed_terms(tape: Tape, x: Any, y: Tensor, p: Mapping[str, Tensor], q: Mapping[str, Tensor]) -> _Terms:
+def _formed_terms(
+    tape: Tape, x: Any, y: Tensor, p: Mapping[str, Tensor], q: Mapping[str, Tensor]
+) -> _Terms:
     """The same for any model, every gradient formed."""
     parameters = dict(tape.model.named_parameters())
     chosen: dict[str, Tensor] = {name: parameters[name] for name in tape.layout.names}
@@ -268,7 +302,13 @@ def _formed_terms(tape: Tape, x: Any, y: Tensor, p: Mapping[str, Tensor], q: Map
 
     formed = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(chosen, x, y)
     each = [
-        torch.stack([g.flatten(1) @ p[name].flatten(), g.flatten(1) @ q[name].flatten(), g.flatten(1).square().sum(1)])
+        torch.stack(
+            [
+                g.flatten(1) @ p[name].flatten(),
+                g.flatten(1) @ q[name].flatten(),
+                g.flatten(1).square().sum(1),
+            ]
+        )
         for name, g in formed.items()
     ]
     return _Terms(*torch.stack(each).sum(0))

@@ -32,13 +32,16 @@ Keep = Callable[[int, Spec, Mapping[str, Any], "Mapping[str, Tensor]"], None]
 
 
 def bundles(specs: Sequence[Spec], workers: int) -> list[list[Spec]]:
-    """Cut runs into bundles: for each pair of data and model as many as there are workers, of nearly equal length.
+    """Cut runs into bundles: for each pair of data and model as many as there are workers, of
+    nearly equal length.
 
     The runs of one seed are neighbours, so that a worker reads the data of a seed once.
     """
     kinds = dict[str, list[Spec]]()
     for spec in specs:
-        kinds.setdefault(json.dumps([spec.data, spec.model], sort_keys=True, default=str), []).append(spec)
+        kinds.setdefault(
+            json.dumps([spec.data, spec.model], sort_keys=True, default=str), []
+        ).append(spec)
     return [
         bundle
         for alike in kinds.values()
@@ -60,7 +63,9 @@ def described(specs: Sequence[Spec]) -> dict[str, Any]:
 def opened(
     task: Mapping[str, Any], say: Say, other: str, place: Callable[[Spec], Spec] = lambda spec: spec
 ) -> dict[int, Spec]:
-    """The runs of a task, with their files in place; `other` is said of each that would be another one here."""
+    """The runs of a task, with their files in place; `other` is said of each that would be another
+    one here.
+    """
     found = dict[int, Spec]()
     for i, (plain, name) in enumerate(zip(task["specs"], task["hashes"], strict=True)):
         with _told(say, i):
@@ -92,7 +97,9 @@ def into(store: Store, todo: Mapping[int, Spec], say: Say) -> None:
 
 
 def ready(threads: int) -> None:
-    """Prepare this process as a worker: set its threads, and ignore warnings, which the driver has shown."""
+    """Prepare this process as a worker: set its threads, and ignore warnings, which the driver has
+    shown.
+    """
     import warnings
 
     import torch
@@ -125,7 +132,9 @@ class _told:  # noqa: N801
     def __enter__(self) -> None:
         """Nothing."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> bool:
         if not isinstance(error, Exception):
             return False
         trace = "".join(traceback.format_exception(error))

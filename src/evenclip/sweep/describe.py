@@ -10,8 +10,8 @@
 | rule | {"name": "dpsgd", "options": {"C0": 1.0, "sigma": 1.0}} |
 |      | {"class": "MyRule", "path": "my_rules.py", "sha256": ..., "options": {...}} |
 
-`rows` in the data takes a sample of each part, of so many at the most; `hold_out` keeps a fraction of the training rows
-apart for validation, where there is no such split.
+`rows` in the data takes a sample of each part, of so many at the most; `hold_out` keeps a fraction
+of the training rows apart for validation, where there is no such split.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Loaded:
     small: tuple[str, ...] = ()
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
+# --- data ---------------------------------------------------------------------------------------
 
 
 def load_data(description: Mapping[str, Any], seed: int) -> Loaded:
@@ -97,7 +97,9 @@ def _load(description: Mapping[str, Any], seed: int) -> Loaded:
 
     name = description["name"]
     if name not in SOURCES:
-        raise ValueError(f"There is no dataset {name!r}; choose among {', '.join(SOURCES)}, or give a file.")
+        raise ValueError(
+            f"There is no dataset {name!r}; choose among {', '.join(SOURCES)}, or give a file."
+        )
     source = SOURCES[name]
     directory = data_directory(description.get("directory"))
     splits = source.load(seed, directory=directory, **description.get("options", {}))
@@ -105,7 +107,9 @@ def _load(description: Mapping[str, Any], seed: int) -> Loaded:
 
 
 def file_sizes(name: str, directory: str | Path | None) -> dict[str, int]:
-    """Bytes of each file that a named dataset is read from, entries of a folder; those that are there."""
+    """Bytes of each file that a named dataset is read from, entries of a folder; those that are
+    there.
+    """
     from evenclip.data.catalogue import SOURCES, data_directory
 
     place = data_directory(directory)
@@ -125,7 +129,9 @@ def _table(description: Mapping[str, Any], seed: int) -> Loaded:
     for part in (description, test):
         if part is not None:
             _check_content(part)
-    found = table(description["path"], seed=seed, test=None if test is None else test["path"], **options)
+    found = table(
+        description["path"], seed=seed, test=None if test is None else test["path"], **options
+    )
     return Loaded(found.splits, None, found.uncovered, found.notes, found.small)
 
 
@@ -133,7 +139,12 @@ def save_splits(splits: Splits, folder: Path) -> dict[str, Any]:
     """Splits that were given in memory, written where workers find them; their description."""
     folder.mkdir(parents=True, exist_ok=True)
     plain = {
-        part: {"x": data.x, "y": data.y, "group": data.group, "names": [list(data.group_names), list(data.class_names)]}
+        part: {
+            "x": data.x,
+            "y": data.y,
+            "group": data.group,
+            "names": [list(data.group_names), list(data.class_names)],
+        }
         for part, data in zip(Splits._fields, splits, strict=True)
         if data is not None
     }
@@ -150,7 +161,9 @@ def _tensors(description: Mapping[str, Any]) -> Loaded:
     _check_content(description)
     plain = torch.load(description["path"], weights_only=True)
     parts = {
-        part: Dataset(p["x"], p["y"], p["group"], tuple(p["names"][0]), tuple(p["names"][1]), plain["name"])
+        part: Dataset(
+            p["x"], p["y"], p["group"], tuple(p["names"][0]), tuple(p["names"][1]), plain["name"]
+        )
         for part, p in plain.items()
         if part != "name"
     }
@@ -175,7 +188,9 @@ def _sampled(data: Dataset, most: int, seed: int) -> Dataset:
 def _held_out(splits: Splits, fraction: float, seed: int) -> Splits:
     """A part of the training rows as validation rows."""
     train = splits.train
-    order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, STREAM]))).permutation(len(train))
+    order = np.random.Generator(
+        np.random.PCG64(np.random.SeedSequence([seed, STREAM]))
+    ).permutation(len(train))
     cut = round(fraction * len(train))
     held, rest = torch.from_numpy(np.sort(order[:cut])), torch.from_numpy(np.sort(order[cut:]))
     return splits._replace(train=_rows(train, rest), validation=_rows(train, held))
@@ -184,14 +199,18 @@ def _held_out(splits: Splits, fraction: float, seed: int) -> Splits:
 def _rows(data: Dataset, rows: Tensor) -> Dataset:
     """Some rows, as they are."""
     assert isinstance(data.x, Tensor)
-    return replace(data, x=data.x[rows], y=data.y[rows], group=None if data.group is None else data.group[rows])
+    return replace(
+        data, x=data.x[rows], y=data.y[rows], group=None if data.group is None else data.group[rows]
+    )
 
 
-# --- models ----------------------------------------------------------------------------------------------------------
+# --- models -------------------------------------------------------------------------------------
 
 
 def describe_model(given: str) -> dict[str, Any]:
-    """A model as the command line has it: mlp, mlp:128,64, linear, cnn, sigmoid-then-softmax, or file.py:function."""
+    """A model as the command line has it: mlp, mlp:128,64, linear, cnn, sigmoid-then-softmax, or
+    file.py:function.
+    """
     name, _, rest = given.partition(":")
     if name.endswith(".py"):
         return {"function": rest, **describe_file(name)}
@@ -201,12 +220,15 @@ def describe_model(given: str) -> dict[str, Any]:
         try:
             hidden = [int(width) for width in rest.split(",")] if rest else [256, 256]
         except ValueError:
-            raise ValueError(f"--model is {given!r}; give the widths as whole numbers, as in mlp:256,256.") from None
+            raise ValueError(
+                f"--model is {given!r}; give the widths as whole numbers, as in mlp:256,256."
+            ) from None
         return {"name": "mlp", "options": {"hidden": hidden}}
     if name in ("cnn", "sigmoid-then-softmax") and not rest:
         return {"name": name, "options": {}}
     raise ValueError(
-        f"There is no model {given!r}; choose mlp, mlp:WIDTH,WIDTH, linear, cnn or sigmoid-then-softmax, or give "
+        f"There is no model {given!r}; choose mlp, mlp:WIDTH,WIDTH, linear, cnn or "
+        "sigmoid-then-softmax, or give "
         "file.py:function for one of your own."
     )
 
@@ -221,7 +243,9 @@ def make_model(description: Mapping[str, Any], data: Dataset, seed: int) -> nn.M
         return _named_model(description, x, classes, seed)
     except (RuntimeError, MemoryError) as error:
         said = " ".join(str(error).split())[:200]
-        raise ValueError(f"The model {description['name']} cannot be made as it is given ({said}).") from error
+        raise ValueError(
+            f"The model {description['name']} cannot be made as it is given ({said})."
+        ) from error
 
 
 def _own_model(description: Mapping[str, Any], x: Any, classes: int, seed: int) -> nn.Module:
@@ -229,14 +253,19 @@ def _own_model(description: Mapping[str, Any], x: Any, classes: int, seed: int) 
     name, path = description["function"], description["path"]
     make = getattr(_module(description), name, None) if name else None
     if not callable(make):
-        raise ValueError(f"{path} has no function {name!r}; give file.py:function, called as function(x, classes).")
+        raise ValueError(
+            f"{path} has no function {name!r}; give file.py:function, called as function(x, "
+            "classes)."
+        )
     try:
         with models.seeded(seed):
             made = make(x, classes)
     except Exception as error:
         raise ValueError(f"{name} of {path} failed: {type(error).__name__}: {error}") from error
     if not isinstance(made, nn.Module):
-        raise ValueError(f"{name} of {path} returned {type(made).__name__}; it must return an nn.Module.")
+        raise ValueError(
+            f"{name} of {path} returned {type(made).__name__}; it must return an nn.Module."
+        )
     return made
 
 
@@ -246,24 +275,32 @@ def _named_model(description: Mapping[str, Any], x: Any, classes: int, seed: int
     name, options = description["name"], dict(description.get("options", {}))
     if name == "cnn":
         if x.ndim != 4 or x.shape[2] != x.shape[3]:
-            raise ValueError(f"The model cnn needs square images and the data have shape {list(x.shape[1:])}; use mlp.")
+            raise ValueError(
+                f"The model cnn needs square images and the data have shape {list(x.shape[1:])}; "
+                "use mlp."
+            )
         return models.cnn(x.shape[1], x.shape[2], classes, seed=seed, **options)
     if x.ndim != 2:
-        return nn.Sequential(nn.Flatten(), models.TABULAR[name](x[0].numel(), classes, seed=seed, **options))
+        return nn.Sequential(
+            nn.Flatten(), models.TABULAR[name](x[0].numel(), classes, seed=seed, **options)
+        )
     if name == "sigmoid-then-softmax":
         return models.sigmoid_then_softmax(x.shape[1], classes, seed=seed)
     return models.mlp(x.shape[1], classes, seed=seed, **options)
 
 
-# --- rules -----------------------------------------------------------------------------------------------------------
+# --- rules --------------------------------------------------------------------------------------
 
 
 def named_rule(given: str) -> Rule | str:
-    """A rule as the command line has it: its name, or file.py:Class for a stranger's, made with its defaults."""
+    """A rule as the command line has it: its name, or file.py:Class for a stranger's, made with its
+    defaults.
+    """
     if ".py:" not in given:
         if given not in RULES:
             raise ValueError(
-                f"There is no rule {given!r}; choose among {', '.join(RULES)}, or give file.py:Class for your own."
+                f"There is no rule {given!r}; choose among {', '.join(RULES)}, or give "
+                "file.py:Class for your own."
             )
         return given
     path, _, name = given.rpartition(":")
@@ -281,7 +318,8 @@ def describe_rule(rule: Rule) -> dict[str, Any]:
         path = None
     if path is None or not Path(path).is_file():
         raise ValueError(
-            f"The rule {rule.name!r} ({type(rule).__qualname__}) has no file that other processes could load it from; "
+            f"The rule {rule.name!r} ({type(rule).__qualname__}) has no file that other processes "
+            "could load it from; "
             "put it into a .py file of its own."
         )
     return {"class": type(rule).__qualname__, "options": options, **describe_file(path)}
@@ -295,13 +333,14 @@ def make_rule(description: Mapping[str, Any]) -> Rule:
     kind = getattr(_module(description), description["class"], None)
     if not (isinstance(kind, type) and issubclass(kind, Rule)):
         raise ValueError(
-            f"{description['path']} has no rule {description['class']!r}; give file.py:Class with a subclass of "
+            f"{description['path']} has no rule {description['class']!r}; give file.py:Class with "
+            "a subclass of "
             "evenclip.Rule."
         )
     return kind(**options)
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------
 
 
 def describe_file(path: str | Path) -> dict[str, Any]:
@@ -322,13 +361,19 @@ def _check_content(description: Mapping[str, Any]) -> None:
     """Raise where a file is not what it was when it was described."""
     path = Path(description["path"])
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there on {platform.node()}; put it where every machine finds it.")
+        raise FileNotFoundError(
+            f"{path} is not there on {platform.node()}; put it where every machine finds it."
+        )
     if sha256(path) != description["sha256"]:
-        raise ValueError(f"{description['path']} has changed since the comparison began; start it again.")
+        raise ValueError(
+            f"{description['path']} has changed since the comparison began; start it again."
+        )
 
 
 def _module(description: Mapping[str, Any]) -> ModuleType:
-    """Somebody's own file as a module; the same object for the same content. What it imports is not looked at."""
+    """Somebody's own file as a module; the same object for the same content. What it imports is not
+    looked at.
+    """
     name = f"evenclip_given_{description['sha256'][:16]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -341,5 +386,7 @@ def _module(description: Mapping[str, Any]) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ValueError(f"{description['path']} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{description['path']} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
     return module

@@ -1,7 +1,9 @@
-"""What carries out runs, wherever that is: an executor takes those that are missing, and tells how far they are.
+"""What carries out runs, wherever that is: an executor takes those that are missing, and tells how
+far they are.
 
-`Local` is processes of this machine, `Ray` a cluster's tasks, `Slurm` its jobs. They share the store, what is told, and
-the count of tries; what they do with one bundle of runs is in `sweep.bundle`.
+`Local` is processes of this machine, `Ray` a cluster's tasks, `Slurm` its jobs. They share the
+store, what is told, and the count of tries; what they do with one bundle of runs is in
+`sweep.bundle`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,17 @@ from typing import Any, Protocol, TypeVar
 from evenclip.sweep.spec import Spec
 from evenclip.sweep.store import Store
 
-__all__ = ["TRIES", "Executor", "Failure", "InHand", "RunsError", "Show", "Silent", "Tries", "carry_out"]
+__all__ = [
+    "TRIES",
+    "Executor",
+    "Failure",
+    "InHand",
+    "RunsError",
+    "Show",
+    "Silent",
+    "Tries",
+    "carry_out",
+]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -41,14 +53,18 @@ class RunsError(RuntimeError):
         kept = f"; the other {total - len(failures)} are kept" if total > len(failures) else ""
         where = "" if traces is None else f" Details are in {traces}."
         super().__init__(
-            f"{len(failures)} of {total} runs failed{kept}. {_told(self.failures[0])}. Run the same command again to "
+            f"{len(failures)} of {total} runs failed{kept}. {_told(self.failures[0])}. Run the "
+            "same command again to "
             f"finish what is missing.{where}"
         )
 
 
 def _told(failure: Failure) -> str:
     """Which run, and why."""
-    return f"{failure.spec.rule.get('name', 'The rule')}, seed {failure.spec.seed}: {failure.why.rstrip('.')}"
+    return (
+        f"{failure.spec.rule.get('name', 'The rule')}, seed {failure.spec.seed}: "
+        f"{failure.why.rstrip('.')}"
+    )
 
 
 def _traces(failures: Sequence[Failure], store: Store) -> Path | None:
@@ -96,7 +112,9 @@ class Executor(Protocol):
     """Who carries out runs."""
 
     def check_device(self, device: str) -> None:
-        """Raise a ValueError if runs on this device cannot be carried out, before every run says so."""
+        """Raise a ValueError if runs on this device cannot be carried out, before every run says
+        so.
+        """
 
     def carry_out(self, specs: Sequence[Spec], store: Store, show: Show) -> list[Failure]:
         """Put the results of these runs, none of which is there, into the store; those that failed."""
@@ -105,7 +123,9 @@ class Executor(Protocol):
         """(place, work(item)) of every item, as they end."""
 
 
-def carry_out(specs: Sequence[Spec], store: Store, show: Show, executor: Executor) -> list[dict[str, Any]]:
+def carry_out(
+    specs: Sequence[Spec], store: Store, show: Show, executor: Executor
+) -> list[dict[str, Any]]:
     """The results of all these runs, in their order; what is in the store is not computed again.
 
     Raises:
@@ -131,8 +151,8 @@ class InHand:
 class Tries:
     """How often each run was tried, what came of it, and who is told.
 
-    Counted by run and not by bundle: a bundle that dies with its worker may have been killed by one of its runs, and
-    the others are to be had. So whatever is tried again is tried by itself.
+    Counted by run and not by bundle: a bundle that dies with its worker may have been killed by one
+    of its runs, and the others are to be had. So whatever is tried again is tried by itself.
     """
 
     def __init__(self, store: Store, show: Show, most: int) -> None:
@@ -161,8 +181,8 @@ class Tries:
         return []
 
     def over(self, hand: InHand, why: str, trace: str = "") -> list[Spec]:
-        """A worker is gone, and with it what it had in hand but for what it had put into the store; the runs to try
-        again.
+        """A worker is gone, and with it what it had in hand but for what it had put into the store;
+        the runs to try again.
         """
         again = []
         for spec in hand.specs.values():

@@ -1,8 +1,8 @@
 """Runs carried out by processes of this machine, as many at a time as it has cores.
 
-A process is given one bundle of runs after the other (`sweep.bundle`). If it dies, what it had in hand is lost and
-reported; the others go on. Results are written by the processes themselves, so nothing that was finished depends on
-this one.
+A process is given one bundle of runs after the other (`sweep.bundle`). If it dies, what it had in
+hand is lost and reported; the others go on. Results are written by the processes themselves, so
+nothing that was finished depends on this one.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ T = TypeVar("T")
 class Local:
     """Processes of this machine.
 
-    A process that dies takes what it had in hand with it: that is reported, not tried again, since what killed it (too
-    little memory, mostly) is still there.
+    A process that dies takes what it had in hand with it: that is reported, not tried again, since
+    what killed it (too little memory, mostly) is still there.
 
     Attributes:
         workers: at a time; one per core unless given.
@@ -104,7 +104,9 @@ class _Pool:
                 worker.take(todo, self._store)
                 return
 
-    def _heard(self, worker: _Worker, event: dict[str, Any], waiting: deque[Sequence[Spec]]) -> None:
+    def _heard(
+        self, worker: _Worker, event: dict[str, Any], waiting: deque[Sequence[Spec]]
+    ) -> None:
         """Act on what a worker said."""
         if event["event"] == "died":
             self._tries.over(worker.hand, event["why"])
@@ -118,10 +120,14 @@ class _Pool:
 class _Worker:
     """One process, and a thread that listens to it."""
 
-    def __init__(self, events: queue.Queue[tuple[_Worker, dict[str, Any]]], process: Process) -> None:
+    def __init__(
+        self, events: queue.Queue[tuple[_Worker, dict[str, Any]]], process: Process
+    ) -> None:
         self.hand, self._process = InHand({}), process
         self._events, self._said = events, deque[str](maxlen=20)
-        self._listeners = [threading.Thread(target=t, daemon=True) for t in (self._listen, self._listen_to_errors)]
+        self._listeners = [
+            threading.Thread(target=t, daemon=True) for t in (self._listen, self._listen_to_errors)
+        ]
         for thread in self._listeners:
             thread.start()
 

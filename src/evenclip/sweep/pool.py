@@ -20,13 +20,17 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-def map_processes(work: Callable[[S], T], items: Sequence[S], workers: int | None = None) -> Iterator[tuple[int, T]]:
+def map_processes(
+    work: Callable[[S], T], items: Sequence[S], workers: int | None = None
+) -> Iterator[tuple[int, T]]:
     """(place, work(item)) of every item, as they end; so many at a time, one per core unless given."""
     if not items:
         return
     spawn = multiprocessing.get_context("spawn")  # a process that has a GPU cannot be forked
     with ProcessPoolExecutor(
-        min(workers or cores(), len(items)), mp_context=spawn, initializer=partial(torch.set_num_threads, 1)
+        min(workers or cores(), len(items)),
+        mp_context=spawn,
+        initializer=partial(torch.set_num_threads, 1),
     ) as pool:
         running = {pool.submit(work, item): place for place, item in enumerate(items)}
         for future in as_completed(running):

@@ -1,4 +1,6 @@
-"""Worker processes of this machine: start them, end them. Their tasks and answers are in `evenclip.sweep.worker`."""
+"""Worker processes of this machine: start them, end them. Their tasks and answers are in
+`evenclip.sweep.worker`.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,14 @@ def cores() -> int:
 def start() -> Process:
     """Start a worker that waits for its first task."""
     return subprocess.Popen(
-        [sys.executable, "-m", "evenclip.sweep.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [sys.executable, "-m", "evenclip.sweep.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 def end(process: Process, *, at_once: bool) -> None:

@@ -1,9 +1,10 @@
-"""Runs carried out by a Ray cluster: a bundle of runs is a task, and what it says and finds comes back through Ray.
+"""Runs carried out by a Ray cluster: a bundle of runs is a task, and what it says and finds comes
+back through Ray.
 
-Workers need evenclip, in the same version, and nothing else: no shared disk (files are sent, see `runs.parcel`) and no
-store. The driver writes each result into its own as it comes, so that a node that dies takes with it only what it was
-at. A task is never retried by Ray itself, which would compute a bundle's finished runs again: runs are, up to three
-times, each by itself.
+Workers need evenclip, in the same version, and nothing else: no shared disk (files are sent, see
+`runs.parcel`) and no store. The driver writes each result into its own as it comes, so that a node
+that dies takes with it only what it was at. A task is never retried by Ray itself, which would
+compute a bundle's finished runs again: runs are, up to three times, each by itself.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ T = TypeVar("T")
 Files = Mapping[str, Any]  # SHA-256 -> where Ray keeps the content
 
 _TOKEN = (
-    "if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head"
+    "if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to what `ray "
+    "get-auth-token` prints on its head"
 )
 
 
@@ -44,8 +46,9 @@ class Ray:
     """A Ray cluster; needs `pip install 'evenclip[ray]'` here and on its nodes.
 
     Attributes:
-        address: HOST:PORT of its head, whose node this must be one of; unless given RAY_ADDRESS, or a cluster that runs
-            on this machine, or one that is started here for as long as it takes.
+        address: HOST:PORT of its head, whose node this must be one of; unless given RAY_ADDRESS, or
+            a cluster that runs on this machine, or one that is started here for as long as it
+            takes.
         cpus: processors of a task, and its threads.
         gpus: GPUs of a task; 0.2 lets five share one.
     """
@@ -57,13 +60,16 @@ class Ray:
     def __post_init__(self) -> None:
         check.natural(cpus=self.cpus)
         if not self.gpus >= 0 or (self.gpus > 1 and self.gpus != int(self.gpus)):
-            raise ValueError(f"gpus is {self.gpus}; give a fraction of one, such as 0.2, or a whole number.")
+            raise ValueError(
+                f"gpus is {self.gpus}; give a fraction of one, such as 0.2, or a whole number."
+            )
 
     def check_device(self, device: str) -> None:
         """Raise if runs would not get the GPU that they are to run on."""
         if device.startswith("cuda") and not self.gpus:
             raise ValueError(
-                f"device is {device!r} and Ray gives a run no GPU unless it is asked to; add --gpus-per-run, such as "
+                f"device is {device!r} and Ray gives a run no GPU unless it is asked to; add "
+                "--gpus-per-run, such as "
                 "0.2 for five runs on each."
             )
 
@@ -80,11 +86,16 @@ class Ray:
             return
         with self._cluster() as ray:
             self._slots(ray)
-            files = {d: ray.put(content) for d, content in contents([i for i in items if isinstance(i, Spec)])}
+            files = {
+                d: ray.put(content)
+                for d, content in contents([i for i in items if isinstance(i, Spec)])
+            }
             task = ray.remote(_once).options(
                 num_cpus=self.cpus, num_gpus=self.gpus, max_retries=TRIES - 1, retry_exceptions=True
             )
-            running = {task.remote(work, item, files, self.cpus): place for place, item in enumerate(items)}
+            running = {
+                task.remote(work, item, files, self.cpus): place for place, item in enumerate(items)
+            }
             try:
                 while running:
                     (ended,), _ = ray.wait(list(running))
@@ -141,18 +152,29 @@ class Ray:
             _reachable(address)
         try:
             with _quiet():
-                ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+                ray.init(
+                    address=address,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                )
         except ray.exceptions.AuthenticationError:
             raise ConnectionError(f"Ray's token was not found: {_TOKEN}.") from None
         except ConnectionError:
             if address is None:
                 raise
             raise ConnectionError(
-                f"The Ray cluster at {address} does not let us in: {_TOKEN}; if it does not, leave RAY_AUTH_MODE out."
+                f"The Ray cluster at {address} does not let us in: {_TOKEN}; if it does not, "
+                "leave RAY_AUTH_MODE out."
             ) from None
-        except (RuntimeError, ValueError) as error:  # another version of Ray or Python; no node of it on this machine
+        except (
+            RuntimeError,
+            ValueError,
+        ) as error:  # another version of Ray or Python; no node of it on this machine
             said = " ".join(str(error).split())[:400]
-            raise ConnectionError(f"The Ray cluster at {address} cannot be used from here. Ray says: {said}") from None
+            raise ConnectionError(
+                f"The Ray cluster at {address} cannot be used from here. Ray says: {said}"
+            ) from None
 
     def _slots(self, ray: Any) -> int:
         """Number of tasks that the cluster takes at a time.
@@ -162,13 +184,19 @@ class Ray:
         """
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         slots = sum(
-            min(int(has.get("CPU", 0) // self.cpus), int(has.get("GPU", 0) / self.gpus) if self.gpus else 2**31)
+            min(
+                int(has.get("CPU", 0) // self.cpus),
+                int(has.get("GPU", 0) / self.gpus) if self.gpus else 2**31,
+            )
             for has in nodes
         )
         if slots == 0:
-            had = ", ".join(f"{has.get('CPU', 0):.0f} CPUs and {has.get('GPU', 0):.0f} GPUs" for has in nodes)
+            had = ", ".join(
+                f"{has.get('CPU', 0):.0f} CPUs and {has.get('GPU', 0):.0f} GPUs" for has in nodes
+            )
             raise ValueError(
-                f"A run is to have {self.cpus} CPUs and {self.gpus:g} GPUs, and no node of the Ray cluster has them "
+                f"A run is to have {self.cpus} CPUs and {self.gpus:g} GPUs, and no node of the "
+                "Ray cluster has them "
                 f"({had}); ask for less, or add a node."
             )
         return slots
@@ -180,19 +208,27 @@ def _package() -> Any:
     Raises:
         ImportError: a sentence.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that is started here tells nobody about it
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^")  # a node that dies is not printed amid the results
+    os.environ.setdefault(
+        "RAY_USAGE_STATS_ENABLED", "0"
+    )  # a cluster that is started here tells nobody about it
+    os.environ.setdefault(
+        "RAY_DEDUP_LOGS_SKIP_REGEX", "^"
+    )  # a node that dies is not printed amid the results
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
     except ImportError:
-        raise ImportError("Ray is not installed; run `pip install 'evenclip[ray]'`, or leave --on ray out.") from None
+        raise ImportError(
+            "Ray is not installed; run `pip install 'evenclip[ray]'`, or leave --on ray out."
+        ) from None
     return ray
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what Ray's C++ writes while it connects, a line a second; what matters of it is raised."""
+    """Without what Ray's C++ writes while it connects, a line a second; what matters of it is
+    raised.
+    """
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -207,20 +243,24 @@ def _reachable(address: str) -> None:
     """Raise at once, where Ray would try for long."""
     if "://" in address:
         raise ValueError(
-            f"{address} is an address of Ray's client, through which results cannot be streamed; run the command on a "
+            f"{address} is an address of Ray's client, through which results cannot be streamed; "
+            "run the command on a "
             "node of the cluster and give HOST:PORT of its head, such as 10.0.0.1:6379."
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         if address in ("auto", "local"):
             return
-        raise ValueError(f"The Ray address is {address!r}; give HOST:PORT of its head, such as 10.0.0.1:6379.")
+        raise ValueError(
+            f"The Ray address is {address!r}; give HOST:PORT of its head, such as 10.0.0.1:6379."
+        )
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
     except OSError as error:
         why = error.strerror or str(error)
         raise ConnectionError(
-            f"There is no Ray cluster at {address} ({why}); start its head with `ray start --head`, or give another "
+            f"There is no Ray cluster at {address} ({why}); start its head with `ray start "
+            "--head`, or give another "
             "--ray-address."
         ) from None
 
@@ -259,7 +299,7 @@ def _weights(packed: bytes) -> dict[str, Any]:
     return dict(load(packed))
 
 
-# --- on a worker ------------------------------------------------------------------------------------------------------
+# --- on a worker --------------------------------------------------------------------------------
 
 
 def _carry_out(task: Mapping[str, Any], files: Files, threads: int) -> Iterator[dict[str, Any]]:
@@ -293,7 +333,8 @@ def _work(task: Mapping[str, Any], files: Files, threads: int, say: Callable[...
 
     ready(threads)
     other = (
-        f"evenclip, torch, numpy, pandas or scikit-learn is of another version on {platform.node()}; install the same "
+        "evenclip, torch, numpy, pandas or scikit-learn is of another version on "
+        f"{platform.node()}; install the same "
         "on every node of the Ray cluster"
     )
     with tempfile.TemporaryDirectory(prefix="evenclip-") as folder:

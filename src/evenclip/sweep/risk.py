@@ -1,6 +1,8 @@
-"""What the steps of a run cost each group, and by what: the run trained once more, and looked at now and then.
+"""What the steps of a run cost each group, and by what: the run trained once more, and looked at
+now and then.
 
-Looking changes nothing, so it is the run of the tables. What is seen lies in the store beside its result. Private.
+Looking changes nothing, so it is the run of the tables. What is seen lies in the store beside its
+result. Private.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def watched(spec: Spec) -> list[Look]:
     every = max(1, run.settings.steps // LOOKS)
     risk = RiskTerms(run.data, spec.lr, every=every, probes=0, sample=_SAMPLE, seed=spec.seed)
     return [
-        {"t": record["t"]} | {name: _by_group(record, name, run.settings.groups) for name in ("dir", "mag")}
+        {"t": record["t"]}
+        | {name: _by_group(record, name, run.settings.groups) for name in ("dir", "mag")}
         for record in train(run, [risk])
         if "risk" in record
     ]

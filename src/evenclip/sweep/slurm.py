@@ -1,12 +1,15 @@
-"""Runs carried out by a Slurm cluster: a bundle of runs is a job of an array, submitted by submitit.
+"""Runs carried out by a Slurm cluster: a bundle of runs is a job of an array, submitted by
+submitit.
 
-A Slurm site has a shared disk. On it lie the store, into which jobs put their results themselves, and what they say:
+A Slurm site has a shared disk. On it lie the store, into which jobs put their results themselves,
+and what they say:
 
     STORE/slurm/SWEEP/N.jsonl      what the job of bundle N said (see `sweep.bundle`)
                       *.out, *.err, *.pkl, *.sh      submitit's own
 
-The folder of a sweep is removed when everything in it went well. A job that is gone without having said how its runs
-ended was killed (its node died, its time was up): they are tried again, each by itself, up to three times.
+The folder of a sweep is removed when everything in it went well. A job that is gone without having
+said how its runs ended was killed (its node died, its time was up): they are tried again, each by
+itself, up to three times.
 """
 
 from __future__ import annotations
@@ -35,14 +38,15 @@ __all__ = ["Slurm"]
 S = TypeVar("S")
 T = TypeVar("T")
 
-# Seconds between two looks at what jobs have written; between two questions to Slurm; until a run that another command
-# is at is asked for again.
+# Seconds between two looks at what jobs have written; between two questions to Slurm; until a run
+# that another command is at is asked for again.
 _LOOK, _ASK, _LATER = 0.5, 10.0, 30.0
 
 
 @dataclass(frozen=True)
 class Slurm:
-    """A Slurm cluster; needs `pip install 'evenclip[slurm]'`, and this package and the store on its shared disk.
+    """A Slurm cluster; needs `pip install 'evenclip[slurm]'`, and this package and the store on its
+    shared disk.
 
     Attributes:
         partition, account: to submit to; the site's defaults unless given.
@@ -70,7 +74,8 @@ class Slurm:
         """Raise if runs would not get the GPU that they are to run on."""
         if device.startswith("cuda") and not self.gpus:
             raise ValueError(
-                f"device is {device!r} and Slurm gives a job no GPU unless it is asked to; add --gpus-per-run 1."
+                f"device is {device!r} and Slurm gives a job no GPU unless it is asked to; add "
+                "--gpus-per-run 1."
             )
 
     def carry_out(self, specs: Sequence[Spec], store: Store, show: Show) -> list[Failure]:
@@ -107,13 +112,17 @@ class Slurm:
             site.in_order = True
 
 
-def _sweep(site: _Site, work: Sequence[Sequence[Spec]], tries: Tries, store: Store) -> list[Failure]:
+def _sweep(
+    site: _Site, work: Sequence[Sequence[Spec]], tries: Tries, store: Store
+) -> list[Failure]:
     """Submit, listen, and submit again what was lost."""
     out, busy = dict[_Job, _Hearing](), dict[str, tuple[Spec, float]]()
     root = str(store.root.resolve())
 
     def submit(some: Sequence[Sequence[Spec]]) -> None:
-        hearings = [_Hearing(InHand(dict(enumerate(bundle))), site.path(".jsonl")) for bundle in some]
+        hearings = [
+            _Hearing(InHand(dict(enumerate(bundle))), site.path(".jsonl")) for bundle in some
+        ]
         tasks = [
             (described(bundle) | {"root": root}, str(hearing.path), site.asked.cpus)
             for bundle, hearing in zip(some, hearings, strict=True)
@@ -191,7 +200,9 @@ class _Job:
     @property
     def why(self) -> str:
         """What became of it."""
-        said = [line for line in self.trace.splitlines() if line.strip() and not line.startswith("---")]
+        said = [
+            line for line in self.trace.splitlines() if line.strip() and not line.startswith("---")
+        ]
         last = f" ({said[-1].strip()})" if said else ""
         return f"its job {self.job.job_id} ended without a result{last}"
 
@@ -202,7 +213,9 @@ class _Job:
 
 
 class _Site:
-    """submitit's executor, set as asked, and a folder of its own; what is under way is cancelled when it is left."""
+    """submitit's executor, set as asked, and a folder of its own; what is under way is cancelled
+    when it is left.
+    """
 
     def __init__(self, asked: Slurm, root: Path) -> None:
         self.asked, self.in_order = asked, False
@@ -283,31 +296,42 @@ def _executor(asked: Slurm, folder: Path) -> Any:
         import submitit
     except ImportError:
         raise ImportError(
-            "submitit is not installed; run `pip install 'evenclip[slurm]'`, or leave --on slurm out."
+            "submitit is not installed; run `pip install 'evenclip[slurm]'`, or leave --on slurm "
+            "out."
         ) from None
     logging.getLogger("submitit").setLevel(logging.ERROR)
     if asked.cluster == "slurm" and shutil.which("sbatch") is None:
-        raise ValueError("There is no Slurm here (no sbatch); run the command on a login node of the cluster.")
+        raise ValueError(
+            "There is no Slurm here (no sbatch); run the command on a login node of the cluster."
+        )
     made = submitit.AutoExecutor(folder=folder, cluster=asked.cluster)
     made.update_parameters(
-        name="evenclip", timeout_min=asked.minutes, cpus_per_task=asked.cpus, gpus_per_node=asked.gpus or None,
-        slurm_partition=asked.partition, slurm_account=asked.account, slurm_array_parallelism=asked.jobs,
-    )  # fmt: skip
+        name="evenclip",
+        timeout_min=asked.minutes,
+        cpus_per_task=asked.cpus,
+        gpus_per_node=asked.gpus or None,
+        slurm_partition=asked.partition,
+        slurm_account=asked.account,
+        slurm_array_parallelism=asked.jobs,
+    )
     return made
 
 
-# --- in a job ---------------------------------------------------------------------------------------------------------
+# --- in a job -----------------------------------------------------------------------------------
 
 
 def _carry_out(task: Mapping[str, Any], path: str, threads: int) -> None:
     """A bundle, its results into the store, and what is said about it into the file."""
     ready(threads)
     other = (
-        f"evenclip, torch, numpy, pandas or scikit-learn is of another version on {platform.node()} than where the "
+        "evenclip, torch, numpy, pandas or scikit-learn is of another version on "
+        f"{platform.node()} than where the "
         "command was started; install the same"
     )
     with Path(path).open("a", buffering=1) as out:
-        out.write("\n")  # it may be the second time, and the first have ended in the middle of a line
+        out.write(
+            "\n"
+        )  # it may be the second time, and the first have ended in the middle of a line
 
         def say(**event: Any) -> None:
             out.write(json.dumps(event) + "\n")

@@ -1,4 +1,6 @@
-"""The specification of a run: everything its result depends on, as plain values, and the hash that names it."""
+"""The specification of a run: everything its result depends on, as plain values, and the hash that
+names it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ _PLACES = ("path", "directory")
 
 @dataclass(frozen=True)
 class Spec:
-    """One run: data, model, rule, settings, seed. The three descriptions are those of `evenclip.sweep.describe`.
+    """One run: data, model, rule, settings, seed. The three descriptions are those of
+    `evenclip.sweep.describe`.
 
     >>> spec = Spec({"name": "toy"}, {"name": "mlp"}, {"name": "dpsgd"}, 0.1, 1, 32, None, None, seed=0)
     >>> len(spec.hash), replace(spec, data={"name": "toy", "directory": "elsewhere"}).hash == spec.hash
@@ -67,17 +70,21 @@ class Spec:
 
     @property
     def hash(self) -> str:
-        """The name of this run: 96 bits of the SHA-256 of everything but places, and of the code that runs it."""
+        """The name of this run: 96 bits of the SHA-256 of everything but places, and of the code
+        that runs it.
+        """
         plain = json.dumps([FORMAT, code(), _without_places(self.to_json())], sort_keys=True)
         return hashlib.sha256(plain.encode()).hexdigest()[:24]
 
 
 @lru_cache(maxsize=1)
 def code() -> str:
-    """SHA-256 of the package's sources, but for those that only show, and of the versions of what it stands on: a
-    result is not that of other code.
+    """SHA-256 of the package's sources, but for those that only show, and of the versions of what
+    it stands on: a result is not that of other code.
     """
-    versions = [f"{name} {metadata.version(name)}" for name in ("torch", "numpy", "pandas", "scikit-learn")]
+    versions = [
+        f"{name} {metadata.version(name)}" for name in ("torch", "numpy", "pandas", "scikit-learn")
+    ]
     found = hashlib.sha256(" ".join(versions).encode())
     root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
@@ -91,7 +98,9 @@ def code() -> str:
 
 
 def _without_places(plain: dict[str, Any]) -> dict[str, Any]:
-    """Data, model and rule without where their files are; deeper down a key of that name is somebody's column."""
+    """Data, model and rule without where their files are; deeper down a key of that name is
+    somebody's column.
+    """
     parts = {name: _placeless(plain[name]) for name in ("data", "model", "rule")}
     if parts["data"].get("test"):
         parts["data"] = {**parts["data"], "test": _placeless(parts["data"]["test"])}

@@ -5,8 +5,8 @@
               model.safetensors    the model
     ROOT/locks/HASH                held by whoever is computing it
 
-A folder appears whole or not at all: it is written under another name, flushed to disk, and renamed. What is there is
-never written again.
+A folder appears whole or not at all: it is written under another name, flushed to disk, and
+renamed. What is there is never written again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ __all__ = ["Store", "default_root"]
 
 
 def default_root() -> Path:
-    """The user's cache: EVENCLIP_CACHE, or ~/.cache/evenclip; results of earlier commands are found there again."""
+    """The user's cache: EVENCLIP_CACHE, or ~/.cache/evenclip; results of earlier commands are found
+    there again.
+    """
     given = os.environ.get("EVENCLIP_CACHE")
     return (Path(given) if given else Path.home() / ".cache" / "evenclip") / "runs"
 
@@ -69,7 +71,9 @@ class Store:
             scratch.mkdir()
             contents = {
                 "spec.json": json.dumps(spec.to_json(), indent=1).encode(),
-                "model.safetensors": save({name: tensor.contiguous().cpu() for name, tensor in weights.items()}),
+                "model.safetensors": save(
+                    {name: tensor.contiguous().cpu() for name, tensor in weights.items()}
+                ),
                 "result.json": json.dumps(result, indent=1).encode(),
             }
             for name, content in contents.items():
@@ -80,7 +84,9 @@ class Store:
 
     @contextmanager
     def claim(self, spec: Spec) -> Iterator[bool]:
-        """Whether nobody else is computing this run; for as long as the context lasts nobody else will."""
+        """Whether nobody else is computing this run; for as long as the context lasts nobody else
+        will.
+        """
         locks = self.root / "locks"
         locks.mkdir(exist_ok=True)
         with (locks / spec.hash).open("w") as lock:
@@ -89,7 +95,9 @@ class Store:
             except BlockingIOError:
                 yield False
                 return
-            except OSError as error:  # a disk without locks; a result that is computed twice is still kept once
+            except (
+                OSError
+            ) as error:  # a disk without locks; a result that is computed twice is still kept once
                 if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
                     raise
             yield True  # closing the file lets go of it, and so does dying

@@ -1,9 +1,9 @@
 """The files that specifications name, sent along to a machine that does not have them.
 
-A table, splits, somebody's rule or model are files with a SHA-256; where they lie does not matter to a run, nor to its
-name. So a worker takes the file at that path if it has the same content there (a shared disk), and what was sent
-otherwise. The files of named datasets are too many to be sent: they must lie on the worker, in the same folder or in
-the one that EVENCLIP_DATA names there.
+A table, splits, somebody's rule or model are files with a SHA-256; where they lie does not matter
+to a run, nor to its name. So a worker takes the file at that path if it has the same content there
+(a shared disk), and what was sent otherwise. The files of named datasets are too many to be sent:
+they must lie on the worker, in the same folder or in the one that EVENCLIP_DATA names there.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def _here(part: Mapping[str, Any], sent: Callable[[str], bytes | None], folder: 
     content = sent(part["sha256"])
     if content is None:
         raise FileNotFoundError(
-            f"{path} is not on {platform.node()}, and is too large to be sent (over {MOST / 2**30:.0f} GiB); put it "
+            f"{path} is not on {platform.node()}, and is too large to be sent (over "
+            f"{MOST / 2**30:.0f} GiB); put it "
             "there, under the same path."
         )
     target = folder / part["sha256"][:24] / path.name
@@ -86,7 +87,8 @@ def _named(data: dict[str, Any]) -> dict[str, Any]:
         if found.get(path) != size:
             state = "is not there" if path not in found else "is another version"
             raise ValueError(
-                f"{path} of the dataset {data['name']} {state} on {platform.node()}; put the same files into the same "
+                f"{path} of the dataset {data['name']} {state} on {platform.node()}; put the same "
+                "files into the same "
                 "folder there, or name their folder with EVENCLIP_DATA."
             )
     return data

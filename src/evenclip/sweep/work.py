@@ -24,7 +24,9 @@ __all__ = ["Outcome", "prepared", "work"]
 Report = Callable[[int], None]  # the number of the step
 
 
-Outcome = tuple[dict[str, Any], dict[str, torch.Tensor]]  # the result as plain values, and the model's weights
+Outcome = tuple[
+    dict[str, Any], dict[str, torch.Tensor]
+]  # the result as plain values, and the model's weights
 
 
 def work(spec: Spec, report: Report) -> Outcome:
@@ -79,10 +81,15 @@ def _result(spec: Spec, loaded: Loaded, result: Result, seconds: float) -> dict[
         "trace": result.trace,
         "seconds": seconds,
         "environment": {
-            "evenclip": _version(), "code": code(), "torch": torch.__version__, "python": platform.python_version(),
-            "machine": platform.machine(), "device": spec.device, "tf32": spec.tf32,
+            "evenclip": _version(),
+            "code": code(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "device": spec.device,
+            "tf32": spec.tf32,
         },
-    }  # fmt: skip
+    }
 
 
 def _measure(model: torch.nn.Module, data: Dataset, device: str) -> dict[str, Any]:

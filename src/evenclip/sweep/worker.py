@@ -1,7 +1,8 @@
-"""A process that carries out one bundle of runs after the other: a line of JSON in for each, lines of JSON out.
+"""A process that carries out one bundle of runs after the other: a line of JSON in for each, lines
+of JSON out.
 
-In is a task of `sweep.bundle` with the "root" where results lie, out is what is said about it. It ends when its input
-does, so it does not outlive whoever started it by more than one bundle.
+In is a task of `sweep.bundle` with the "root" where results lie, out is what is said about it. It
+ends when its input does, so it does not outlive whoever started it by more than one bundle.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ def carry_out(task: dict[str, Any], say: Callable[..., None]) -> None:
     from evenclip.sweep.bundle import into, opened
     from evenclip.sweep.store import Store
 
-    into(Store(task["root"]), opened(task, say, "the package was changed while the command ran; start it again"), say)
+    into(
+        Store(task["root"]),
+        opened(task, say, "the package was changed while the command ran; start it again"),
+        say,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Checkpoints: what may be published and what must stay secret, in files of their own, written whole or not at all.
+"""Checkpoints: what may be published and what must stay secret, in files of their own, written
+whole or not at all.
 
     DIR/step-00000120/
         model.pt          parameters and buffers                                                   may be published
@@ -7,8 +8,9 @@
                           subtract the noise and knows the batches                                 never share
         manifest.json     size and SHA-256 of the others, written last
 
-Nothing is read by unpickling objects: tensors and plain values only (`weights_only=True`), and JSON. A checkpoint is
-written beside its place and moved there when it is complete; the one before it is kept.
+Nothing is read by unpickling objects: tensors and plain values only (`weights_only=True`), and
+JSON. A checkpoint is written beside its place and moved there when it is complete; the one before
+it is kept.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def save(directory: Path, step: int, checkpoint: Checkpoint) -> Path:
     target = directory / f"step-{step:08d}"
     if target.exists():
         return target
-    for left in directory.glob(".writing-*"):  # by somebody who was killed; there may be secrets in it
+    for left in directory.glob(
+        ".writing-*"
+    ):  # by somebody who was killed; there may be secrets in it
         shutil.rmtree(left, ignore_errors=True)
     scratch = directory / f".writing-{os.getpid()}-{step}"
     scratch.mkdir()
@@ -58,7 +62,10 @@ def save(directory: Path, step: int, checkpoint: Checkpoint) -> Path:
         "published.json": json.dumps({"format": FORMAT, **checkpoint.published}, indent=1).encode(),
         "secret.pt": _tensors(checkpoint.secret),
     }
-    manifest = {name: {"bytes": len(b), "sha256": hashlib.sha256(b).hexdigest()} for name, b in contents.items()}
+    manifest = {
+        name: {"bytes": len(b), "sha256": hashlib.sha256(b).hexdigest()}
+        for name, b in contents.items()
+    }
     contents["manifest.json"] = json.dumps(manifest, indent=1).encode()
     try:
         for name, content in contents.items():
@@ -85,8 +92,13 @@ def load(path: Path) -> Checkpoint:
     contents = {name: _checked(path, name, manifest[name]) for name in _FILES}
     published = json.loads(contents["published.json"])
     if published.pop("format", None) != FORMAT:
-        raise CheckpointError(f"{path} was written in another format than this version reads ({FORMAT}).")
-    model, secret = (torch.load(io.BytesIO(contents[name]), weights_only=True) for name in ("model.pt", "secret.pt"))
+        raise CheckpointError(
+            f"{path} was written in another format than this version reads ({FORMAT})."
+        )
+    model, secret = (
+        torch.load(io.BytesIO(contents[name]), weights_only=True)
+        for name in ("model.pt", "secret.pt")
+    )
     return Checkpoint(model, published, secret)
 
 
@@ -95,9 +107,14 @@ def _manifest(path: Path) -> dict[str, dict[str, Any]]:
     content = _read(path, "manifest.json")
     try:
         found = json.loads(content)
-        return {name: {"bytes": int(found[name]["bytes"]), "sha256": str(found[name]["sha256"])} for name in _FILES}
+        return {
+            name: {"bytes": int(found[name]["bytes"]), "sha256": str(found[name]["sha256"])}
+            for name in _FILES
+        }
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is not a whole checkpoint (manifest.json: damaged). {_before(path)}") from error
+        raise CheckpointError(
+            f"{path} is not a whole checkpoint (manifest.json: damaged). {_before(path)}"
+        ) from error
 
 
 def _read(path: Path, name: str) -> bytes:
@@ -106,7 +123,9 @@ def _read(path: Path, name: str) -> bytes:
         return (path / name).read_bytes()
     except OSError as error:
         why = f"{name}: {error.strerror}"
-        raise CheckpointError(f"{path} is not a whole checkpoint ({why}). {_before(path)}") from error
+        raise CheckpointError(
+            f"{path} is not a whole checkpoint ({why}). {_before(path)}"
+        ) from error
 
 
 def _checked(path: Path, name: str, expected: dict[str, Any]) -> bytes:
@@ -114,7 +133,8 @@ def _checked(path: Path, name: str, expected: dict[str, Any]) -> bytes:
     content = _read(path, name)
     if hashlib.sha256(content).hexdigest() != expected["sha256"]:
         raise CheckpointError(
-            f"{path / name} is damaged: {len(content)} bytes, {expected['bytes']} were written, and the checksum "
+            f"{path / name} is damaged: {len(content)} bytes, {expected['bytes']} were written, "
+            "and the checksum "
             f"differs. {_before(path)}"
         )
     return content
@@ -125,7 +145,10 @@ def _before(path: Path) -> str:
     earlier = [p for p in _steps(path.parent) if p.name < path.name]
     if not earlier:
         return "There is no earlier one; start again in another folder."
-    return f"The one before it, {earlier[-1]}, is still there: remove {path.name} and resume from that."
+    return (
+        f"The one before it, {earlier[-1]}, is still there: remove {path.name} and resume from "
+        "that."
+    )
 
 
 def _steps(directory: Path) -> list[Path]:

@@ -33,11 +33,14 @@ class Performance:
 
     Attributes:
         chunk: most samples that go through the model at once; None: the whole batch.
-        compile: whether the step is traced and compiled; or `torch.compile`'s mode, such as "reduce-overhead" on a GPU.
-            Compiling takes ten to twenty seconds, so it pays for long runs of small models. Where it cannot be done, a
-            warning says why, and the run is computed without.
-        tf32: whether a GPU may round the operands of products to 11 bits. Norms allow for it, and the report says it.
-        readers: processes that read the items of a map-style torch dataset ahead of training; 0: none.
+        compile: whether the step is traced and compiled; or `torch.compile`'s mode, such as
+            "reduce-overhead" on a GPU. Compiling takes ten to twenty seconds, so it pays for long
+            runs of small models. Where it cannot be done, a warning says why, and the run is
+            computed without.
+        tf32: whether a GPU may round the operands of products to 11 bits. Norms allow for it, and
+            the report says it.
+        readers: processes that read the items of a map-style torch dataset ahead of training; 0:
+            none.
     """
 
     chunk: int | None = None
@@ -51,12 +54,16 @@ class Performance:
         if self.chunk is not None:
             check.natural(chunk=self.chunk)
         if isinstance(self.compile, str) and self.compile not in _MODES:
-            raise ValueError(f"compile is {self.compile!r}; give True, False, or a mode of torch.compile: {_LISTED}.")
+            raise ValueError(
+                f"compile is {self.compile!r}; give True, False, or a mode of torch.compile: "
+                f"{_LISTED}."
+            )
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything about a training but the model and the data. `fit` has the same as keyword arguments.
+    """Everything about a training but the model and the data. `fit` has the same as keyword
+    arguments.
 
     Attributes:
         rule: how gradients are clipped.
@@ -65,8 +72,8 @@ class TrainConfig:
         batch_size: B, the expected batch size.
         lr: learning rate, handed to the optimiser.
         delta: δ; None: the largest power of ten below 1/(2n).
-        seed: fixes batches, noise and dropout, so that anybody who knows it can subtract the noise; None: from the
-            operating system.
+        seed: fixes batches, noise and dropout, so that anybody who knows it can subtract the noise;
+            None: from the operating system.
         device: where to train; None: where the model is.
         optimizer: called as optimizer(parameters, lr=lr).
         scheduler: called as scheduler(optimizer), then `.step()` after every epoch.
@@ -94,7 +101,8 @@ class TrainConfig:
         rule = self.rule
         if not (isinstance(rule, Rule) and is_dataclass(type(rule))):
             raise TypeError(
-                f"rule is {rule!r}; it must be a rule such as DPSGDGlobalAdapt(C0=1.0, sigma=1.0), or a frozen "
+                f"rule is {rule!r}; it must be a rule such as DPSGDGlobalAdapt(C0=1.0, "
+                "sigma=1.0), or a frozen "
                 "dataclass that derives from evenclip.Rule."
             )
         for name, example in (
@@ -104,7 +112,8 @@ class TrainConfig:
             given = getattr(self, name)
             if given is not None and not callable(given):
                 raise TypeError(
-                    f"{name} is an object of class {type(given).__name__}; give what makes one, such as {example}, "
+                    f"{name} is an object of class {type(given).__name__}; give what makes one, "
+                    f"such as {example}, "
                     "because the model that is trained is a copy."
                 )
 
@@ -113,24 +122,39 @@ class TrainConfig:
         known = ", ".join(self.__dataclass_fields__)
         unknown = next((name for name in changes if name not in self.__dataclass_fields__), None)
         if unknown is not None:
-            raise TypeError(f"There is no setting {unknown!r}; the settings of a training are {known}.")
-        defaults: dict[str, Callable[[], Any]] = {"rule": DPSGDGlobalAdapt, "performance": Performance}
+            raise TypeError(
+                f"There is no setting {unknown!r}; the settings of a training are {known}."
+            )
+        defaults: dict[str, Callable[[], Any]] = {
+            "rule": DPSGDGlobalAdapt,
+            "performance": Performance,
+        }
         given = {name: defaults[name]() for name in defaults if changes.get(name, 0) is None}
         return replace(self, **(changes | given))
 
     def settings(self, model: nn.Module, n: int, groups: int) -> Settings:
-        """The public constants of a run on n records, as Python's own numbers: numpy's are not written to JSON."""
+        """The public constants of a run on n records, as Python's own numbers: numpy's are not
+        written to JSON.
+        """
         check.natural(epochs=self.epochs, batch_size=self.batch_size)
         check.positive(lr=self.lr)
         q, epoch = self._pace(n)
         if self.steps is not None:
             check.natural(steps=self.steps)
         return Settings(
-            rule=self.rule, n=n, groups=groups, q=q, B=float(self.batch_size), epoch=epoch,
-            steps=int(self.epochs) * epoch if self.steps is None else int(self.steps), delta=_delta(self.delta, n),
-            lr=float(self.lr), optimizer=_name(self.optimizer), seed=_seed(self.seed),
+            rule=self.rule,
+            n=n,
+            groups=groups,
+            q=q,
+            B=float(self.batch_size),
+            epoch=epoch,
+            steps=int(self.epochs) * epoch if self.steps is None else int(self.steps),
+            delta=_delta(self.delta, n),
+            lr=float(self.lr),
+            optimizer=_name(self.optimizer),
+            seed=_seed(self.seed),
             parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        )  # fmt: skip
+        )
 
     def _pace(self, n: int) -> tuple[float | None, int]:
         """The Poisson rate, None for shuffled batches, and the steps of an epoch."""
@@ -142,7 +166,8 @@ class TrainConfig:
             return float(self.q), round(1 / self.q)
         if n < B:
             raise ValueError(
-                f"batch_size is {B} and there are {n} records, so the sampling rate q = batch_size/n "
+                f"batch_size is {B} and there are {n} records, so the sampling rate q = "
+                "batch_size/n "
                 f"would be above 1; choose a batch_size of at most {n}."
             )
         return B / n, math.ceil(n / B)
@@ -160,10 +185,13 @@ def _delta(delta: float | None, n: int) -> float:
     if delta is None:
         return default_delta(n)
     if not 0 < delta < 1:
-        raise ValueError(f"delta is {delta}; it must lie between 0 and 1, well below 1/n = {1 / n:.1e}.")
+        raise ValueError(
+            f"delta is {delta}; it must lie between 0 and 1, well below 1/n = {1 / n:.1e}."
+        )
     if delta >= 1 / n:
         warnings.warn(
-            f"delta is {delta:g}, not below 1/n = {1 / n:.1e}: publishing one whole record would satisfy it. "
+            f"delta is {delta:g}, not below 1/n = {1 / n:.1e}: publishing one whole record would "
+            "satisfy it. "
             f"Choose at most {default_delta(n):g}.",
             stacklevel=6,  # the caller of `fit`
         )

@@ -1,9 +1,10 @@
 """Training: `fit`, the one training loop, and what comes out.
 
-`fit` fixes the public constants before it looks at anything (B = batch size, q = B/n, T = epochs · ⌈n/B⌉), then takes
-T steps of `evenclip.training.step`. Three kinds of value come out of it: what may be published (`Result.model`,
-`.ledger`, the rule's state); what a checkpoint needs besides, which is secret (`evenclip.training.checkpoint`); and
-what was seen (`Result.trace`, observers), which is private.
+`fit` fixes the public constants before it looks at anything (B = batch size, q = B/n, T = epochs ·
+⌈n/B⌉), then takes T steps of `evenclip.training.step`. Three kinds of value come out of it: what
+may be published (`Result.model`, `.ledger`, the rule's state); what a checkpoint needs besides,
+which is secret (`evenclip.training.checkpoint`); and what was seen (`Result.trace`, observers),
+which is private.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Result:
         trace: one row per epoch; see `evenclip.training.trace`. Private.
         records: what the observers returned, step by step. Private.
         tf32: whether a GPU was allowed to round the operands of products.
-        uncovered: looks at the data before training that ε does not cover, where it is known that there were any.
+        uncovered: looks at the data before training that ε does not cover, where it is known that
+            there were any.
     """
 
     model: nn.Module
@@ -72,13 +74,19 @@ class Result:
     uncovered: tuple[str, ...] = ()
 
     def epsilon(self, accountant: str = "pld", delta: float | None = None) -> float | None:
-        """ε at δ for releasing this model and all that is public about its training; None where none is valid."""
+        """ε at δ for releasing this model and all that is public about its training; None where
+        none is valid.
+        """
         return statement.epsilon(self.settings, self.ledger, accountant, delta)
 
     @cached_property
     def privacy(self) -> dict[str, Any]:
-        """Everything that a privacy report must state; `evenclip.mechanism.statement.paragraph` puts it in words."""
-        return statement.report(self.settings, self.ledger, self.trace, tf32=self.tf32, uncovered=self.uncovered)
+        """Everything that a privacy report must state; `evenclip.mechanism.statement.paragraph`
+        puts it in words.
+        """
+        return statement.report(
+            self.settings, self.ledger, self.trace, tf32=self.tf32, uncovered=self.uncovered
+        )
 
 
 def fit(
@@ -109,41 +117,58 @@ def fit(
     """Train a copy of the model privately, by the given rule.
 
     Args:
-        model: any module whose samples do not influence each other; it is copied and left as it was.
-        data: (x, y) or (x, y, group) of tensors or arrays, a `Dataset`, a map-style torch dataset, or what
-            `evenclip.data.parquet` opened.
+        model: any module whose samples do not influence each other; it is copied and left as it
+            was.
+        data: (x, y) or (x, y, group) of tensors or arrays, a `Dataset`, a map-style torch dataset,
+            or what `evenclip.data.parquet` opened.
         rule: how gradients are clipped; `DPSGDGlobalAdapt()` unless given.
         loss: loss(output, y); averaging, summing or per sample.
         epochs: T = epochs · ⌈n/B⌉ steps.
         batch_size: B, the expected batch size.
         lr: learning rate, handed to the optimiser.
         delta: δ; the largest power of ten below 1/(2n) unless given.
-        seed: fixes batches, noise and dropout, so that whoever knows it can subtract the noise; from the operating
-            system unless given.
+        seed: fixes batches, noise and dropout, so that whoever knows it can subtract the noise;
+            from the operating system unless given.
         device: where to train; where the model is unless given.
-        optimizer: called as optimizer(parameters, lr=lr). What it does with noisy gradients costs no privacy.
+        optimizer: called as optimizer(parameters, lr=lr). What it does with noisy gradients costs
+            no privacy.
         scheduler: called as scheduler(optimizer), then `.step()` after every epoch.
-        checkpoint: folder for checkpoints: after every epoch, every `checkpoint_every` steps, and on Ctrl-C.
+        checkpoint: folder for checkpoints: after every epoch, every `checkpoint_every` steps, and
+            on Ctrl-C.
         checkpoint_every: steps between checkpoints.
         resume: go on from the folder's last checkpoint, if there is one.
-        observers: called with every `Step` before the update; what they return is collected in `Result.records`, from
-            where this call took over.
-        logs: told about every epoch when it has ended, and the privacy report at the end; see `evenclip.training.logs`.
+        observers: called with every `Step` before the update; what they return is collected in
+            `Result.records`, from where this call took over.
+        logs: told about every epoch when it has ended, and the privacy report at the end; see
+            `evenclip.training.logs`.
         q: Poisson rate, batch_size/n unless given; an epoch is then round(1/q) steps.
         steps: T, instead of epochs.
         performance: how it is computed, which does not change what comes out.
         progress: whether to show progress; on a terminal unless given.
-        ranks: `Ranks()` where `torchrun` has started several processes that train this model together; see
-            `evenclip.distributed`. Observers see what their own rank computes; logs and progress are rank 0's.
+        ranks: `Ranks()` where `torchrun` has started several processes that train this model
+            together; see `evenclip.distributed`. Observers see what their own rank computes; logs
+            and progress are rank 0's.
 
     Raises:
-        ValueError: for anything that cannot be trained privately as given; the message says what to do.
+        ValueError: for anything that cannot be trained privately as given; the message says what to
+            do.
         KeyboardInterrupt: on Ctrl-C, after the step under way (and the checkpoint).
     """
     config = TrainConfig().but(
-        rule=rule, loss=loss, epochs=epochs, batch_size=batch_size, lr=lr, delta=delta, seed=seed, device=device,
-        optimizer=optimizer, scheduler=scheduler, q=q, steps=steps, performance=performance,
-    )  # fmt: skip
+        rule=rule,
+        loss=loss,
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+        delta=delta,
+        seed=seed,
+        device=device,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        q=q,
+        steps=steps,
+        performance=performance,
+    )
     session = Session(observers, logs, checkpoint, checkpoint_every, resume, progress)
     return fit_config(model, data, config, session, ranks)
 
@@ -170,7 +195,11 @@ class Session:
 
 
 def fit_config(
-    model: nn.Module, data: Any, config: TrainConfig, session: Session | None = None, ranks: Processes | None = None
+    model: nn.Module,
+    data: Any,
+    config: TrainConfig,
+    session: Session | None = None,
+    ranks: Processes | None = None,
 ) -> Result:
     """`fit` with its settings as one value."""
     session = session or Session()
@@ -178,7 +207,10 @@ def fit_config(
     _start(run, session.folder, session.resume)
     leads = run.ranks.leads
     logger = _EpochLogger(run, session.logs if leads else ())
-    with Interrupt() as interrupt, Progress(run.settings.steps, session.progress if leads else False) as shown:
+    with (
+        Interrupt() as interrupt,
+        Progress(run.settings.steps, session.progress if leads else False) as shown,
+    ):
         records = train(run, session.observers, _Between(run, session, logger, shown, interrupt))
     found = result(run, records)
     for trained, given in zip(found.model.modules(), model.modules(), strict=True):
@@ -188,7 +220,12 @@ def fit_config(
 
 
 def prepare(
-    model: nn.Module, data: Any, config: TrainConfig | None = None, *, ranks: Processes | None = None, **settings: Any
+    model: nn.Module,
+    data: Any,
+    config: TrainConfig | None = None,
+    *,
+    ranks: Processes | None = None,
+    **settings: Any,
 ) -> Run:
     """A run that has not begun, everything checked: for a training loop of your own.
 
@@ -204,11 +241,15 @@ def prepare(
         **settings: fields of `TrainConfig` by name, as for `fit`.
     """
     if not (config is None or isinstance(config, TrainConfig)):
-        raise TypeError(f"config is {config!r}; it must be a TrainConfig, or be left out for settings by name.")
+        raise TypeError(
+            f"config is {config!r}; it must be a TrainConfig, or be left out for settings by name."
+        )
     return _prepare(model, data, (config or TrainConfig()).but(**settings), ranks)
 
 
-def train(run: Run, observers: Sequence[Observer] = (), after: Callable[[int], None] | None = None) -> list[Record]:
+def train(
+    run: Run, observers: Sequence[Observer] = (), after: Callable[[int], None] | None = None
+) -> list[Record]:
     """Take the remaining steps of a run.
 
     Args:
@@ -234,7 +275,10 @@ def _observed(observer: Observer, step: Step) -> Mapping[str, Any]:
     """What an observer returned."""
     found = observer(step)
     if not (found is None or isinstance(found, Mapping)):
-        raise TypeError(f"An observer returned {type(found).__name__}; it must return a dict of what it saw, or None.")
+        raise TypeError(
+            f"An observer returned {type(found).__name__}; it must return a dict of what it saw, "
+            "or None."
+        )
     return found or {}
 
 
@@ -243,10 +287,19 @@ def result(run: Run, records: Sequence[Record] = ()) -> Result:
     run.close()
     tf32 = run.performance.tf32 and run.device.type == "cuda"
     looks = () if isinstance(run.data, Dataset) else run.data.uncovered
-    return Result(run.model, run.settings, run.ledger, run.state.cpu(), run.trace.rows, list(records), tf32, looks)
+    return Result(
+        run.model,
+        run.settings,
+        run.ledger,
+        run.state.cpu(),
+        run.trace.rows,
+        list(records),
+        tf32,
+        looks,
+    )
 
 
-# --- while it trains --------------------------------------------------------------------------------------------------
+# --- while it trains ----------------------------------------------------------------------------
 
 
 class _EpochLogger:
@@ -274,7 +327,12 @@ class _Between:
     """What `fit` does between two steps: progress, checkpoints, logs, and stopping on Ctrl-C."""
 
     def __init__(
-        self, run: Run, session: Session, logger: _EpochLogger, progress: Progress, interrupt: Interrupt
+        self,
+        run: Run,
+        session: Session,
+        logger: _EpochLogger,
+        progress: Progress,
+        interrupt: Interrupt,
     ) -> None:
         self._run, self._folder, self._every = run, session.folder, session.checkpoint_every
         self._logger, self._progress, self._interrupt = logger, progress, interrupt
@@ -284,7 +342,9 @@ class _Between:
         self._progress(t, f"epoch {math.ceil(t / settings.epoch)}")
         # Asked once: Ctrl-C may come at any moment, and what is said to be saved must be.
         stop = run.ranks.stops(self._interrupt.came, t)
-        if self._folder is not None and (stop or settings.ends(t) or (self._every and t % self._every == 0)):
+        if self._folder is not None and (
+            stop or settings.ends(t) or (self._every and t % self._every == 0)
+        ):
             run.save(self._folder)
         self._logger()
         if stop:
@@ -294,7 +354,7 @@ class _Between:
             raise KeyboardInterrupt
 
 
-# --- before training --------------------------------------------------------------------------------------------------
+# --- before training ----------------------------------------------------------------------------
 
 
 def _prepare(model: nn.Module, data: Any, config: TrainConfig, ranks: Processes | None) -> Run:
@@ -303,7 +363,9 @@ def _prepare(model: nn.Module, data: Any, config: TrainConfig, ranks: Processes 
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {model!r}; it must be a torch.nn.Module.")
     if not (ranks is None or isinstance(ranks, Processes)):
-        raise TypeError(f"ranks is {ranks!r}; it must be evenclip.Ranks(), or be left out for one process.")
+        raise TypeError(
+            f"ranks is {ranks!r}; it must be evenclip.Ranks(), or be left out for one process."
+        )
     model, place = _placed(model, config.device)
     together = Alone() if ranks is None else ranks
     settings = config.settings(model, together.rows(len(data)).n, data.K)
@@ -321,7 +383,8 @@ def _placed(model: nn.Module, device: str | torch.device | None) -> tuple[nn.Mod
         raise ValueError(f"device is {device!r}; torch says: {error}") from error
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            f"device is {str(place)!r} and torch {torch.__version__} finds no CUDA device; pass device='cpu', "
+            f"device is {str(place)!r} and torch {torch.__version__} finds no CUDA device; pass "
+            "device='cpu', "
             "or install a CUDA build of torch and its driver."
         )
     return copy.deepcopy(model).to(place).train(), place
@@ -330,21 +393,29 @@ def _placed(model: nn.Module, device: str | torch.device | None) -> tuple[nn.Mod
 def _checked(
     model: nn.Module, loss: Loss, data: Dataset | Streamed, rule: Rule, place: torch.device
 ) -> Dataset | Streamed:
-    """The data, if this model, loss and rule can be trained on them; those not read yet are checked as they are."""
-    some = data.take(torch.arange(min(3, len(data)), device=place if isinstance(data, Dataset) else "cpu"))
+    """The data, if this model, loss and rule can be trained on them; those not read yet are checked
+    as they are.
+    """
+    some = data.take(
+        torch.arange(min(3, len(data)), device=place if isinstance(data, Dataset) else "cpu")
+    )
     if rule.uses_groups and some.group is None:
         raise ValueError(
-            f"{rule.name} needs every sample's group and the data have none; pass (x, y, group), or choose a "
+            f"{rule.name} needs every sample's group and the data have none; pass (x, y, group), "
+            "or choose a "
             "rule that does not use group labels, such as DPSGDGlobalAdapt."
         )
     refuse_stateful(model)
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), torch.no_grad():
-        output = _tried(f"The model does not take this input, of shape {_shapes(some.x)}", call, model, some.x)
+        output = _tried(
+            f"The model does not take this input, of shape {_shapes(some.x)}", call, model, some.x
+        )
         known = _known_labels(output, loss, some.y)
         if known is not None:
             _check_labels(data.y if isinstance(data, Dataset) else some.y, *known)
         _tried(
-            f"The loss does not take the model's output, of shape {_shapes(output)}, with these targets, of shape "
+            f"The loss does not take the model's output, of shape {_shapes(output)}, with these "
+            "targets, of shape "
             f"{_shapes(some.y)}",
             per_sample(loss), output, some.y,
         )  # fmt: skip
@@ -355,7 +426,8 @@ def _tried(complaint: str, function: Callable[..., Any], *arguments: Any) -> Any
     """function(*arguments), or else the complaint and what torch has to say."""
     try:
         with warnings.catch_warnings():
-            # torch only warns where a loss stretches targets [sample] over outputs [sample, 1], which mixes samples.
+            # torch only warns where a loss stretches targets [sample] over outputs [sample, 1],
+            # which mixes samples.
             warnings.filterwarnings("error", message="Using a target size")
             return function(*arguments)
     except (RuntimeError, TypeError, IndexError, ValueError, UserWarning) as error:
@@ -363,7 +435,9 @@ def _tried(complaint: str, function: Callable[..., Any], *arguments: Any) -> Any
 
 
 def _known_labels(output: Any, loss: Loss, y: Any) -> tuple[int, int] | None:
-    """How many labels the model knows, and which one the loss ignores; None where y is no class label."""
+    """How many labels the model knows, and which one the loss ignores; None where y is no class
+    label.
+    """
     if not (loss is cross_entropy or isinstance(loss, nn.CrossEntropyLoss)):
         return None
     if not isinstance(output, Tensor) or output.ndim < 2 or y.is_floating_point():
@@ -377,7 +451,8 @@ def _check_labels(y: Tensor, outputs: int, ignored: int) -> None:
     if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= outputs):
         raise ValueError(
             f"The labels run from {int(labels.min())} to {int(labels.max())} and the model has "
-            f"{outputs} outputs, for the labels 0 to {outputs - 1}; number the classes from 0, or give the model more "
+            f"{outputs} outputs, for the labels 0 to {outputs - 1}; number the classes from 0, or "
+            "give the model more "
             "outputs."
         )
 
@@ -396,14 +471,17 @@ def _start(run: Run, folder: Path | None, resume: bool) -> None:
     """From the beginning, or from the folder's last checkpoint."""
     last = None if folder is None else run.ranks.first(checkpoints.latest(folder))
     if resume and folder is None:
-        raise ValueError("resume=True needs the folder with the checkpoint; pass checkpoint=DIR too.")
+        raise ValueError(
+            "resume=True needs the folder with the checkpoint; pass checkpoint=DIR too."
+        )
     if folder is not None and last is None and run.ranks.leads:
         _make(folder)
     if last is None:
         return
     if not resume:
         raise CheckpointError(
-            f"{folder} already holds a checkpoint ({last.name}); pass resume=True to go on from it, or choose "
+            f"{folder} already holds a checkpoint ({last.name}); pass resume=True to go on from "
+            "it, or choose "
             "another folder."
         )
     run.restore(last)
@@ -414,14 +492,21 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot hold checkpoints ({error.strerror}); choose another folder.") from error
+        raise CheckpointError(
+            f"{folder} cannot hold checkpoints ({error.strerror}); choose another folder."
+        ) from error
 
 
 def _say_saved(folder: Path | None, t: int, steps: int) -> None:
     """What became of an interrupted run."""
     if folder is None:
         print(
-            f"Stopped after step {t} of {steps}; nothing was saved (no checkpoint folder was given).", file=sys.stderr
+            f"Stopped after step {t} of {steps}; nothing was saved (no checkpoint folder was "
+            "given).",
+            file=sys.stderr,
         )
     else:
-        print(f"Stopped after step {t} of {steps}, saved in {folder}; go on with resume=True.", file=sys.stderr)
+        print(
+            f"Stopped after step {t} of {steps}, saved in {folder}; go on with resume=True.",
+            file=sys.stderr,
+        )

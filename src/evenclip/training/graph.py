@@ -1,12 +1,13 @@
 """The step compiled: `training.step.step`, traced by `make_fx` and compiled by `torch.compile`.
 
-The trace is of the ordinary step on the ordinary tape, with a symbol for the number of samples. Before it is used, its
-results are compared with those of the untraced step on three batch sizes, one of them larger than the traced one: a
-size that the model baked into the trace is caught there. Where a step has no graph, `NoGraph` says why in a sentence,
-and the run takes the untraced step.
+The trace is of the ordinary step on the ordinary tape, with a symbol for the number of samples.
+Before it is used, its results are compared with those of the untraced step on three batch sizes,
+one of them larger than the traced one: a size that the model baked into the trace is caught there.
+Where a step has no graph, `NoGraph` says why in a sentence, and the run takes the untraced step.
 
-torch's guards stay on, so a model that was changed is compiled again. A batch of none or one sample, in several chunks,
-or of another B takes the untraced step. Compiling takes about ten seconds; docs/performance.md says when it pays.
+torch's guards stay on, so a model that was changed is compiled again. A batch of none or one
+sample, in several chunks, or of another B takes the untraced step. Compiling takes about ten
+seconds; docs/performance.md says when it pays.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class NoGraph(RuntimeError):  # noqa: N818  # not an error: there is the untrace
 
 
 class Graph:
-    """The step of one run as a compiled function of tensors. The run's parameters are those that the model has.
+    """The step of one run as a compiled function of tensors. The run's parameters are those that
+    the model has.
 
     Args:
         tape: the model and its loss, recording.
@@ -55,9 +57,15 @@ class Graph:
     """
 
     def __init__(
-        self, tape: AnyTape, mechanism: Mechanism, state: Tensor, B: float, rows: Callable[[int], Chunk], noise: Noise,
+        self,
+        tape: AnyTape,
+        mechanism: Mechanism,
+        state: Tensor,
+        B: float,
+        rows: Callable[[int], Chunk],
+        noise: Noise,
         mode: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         _check_worth(tape)
         self._mechanism, self._B, self._mode = mechanism, B, mode
         traceable = Mechanism(mechanism.rule, mechanism.groups, traceable=True)
@@ -83,9 +91,13 @@ class Graph:
             found = [tensor.clone() for tensor in found]
         gradient, now, following, total, count, losses, norms, weights, clamped, finite = found
         public = Public(gradient, now, following, self._mechanism.sensitivity(now))
-        return public, Part(total, count, Seen(losses, norms, weights, chunk.group, clamped, finite))
+        return public, Part(
+            total, count, Seen(losses, norms, weights, chunk.group, clamped, finite)
+        )
 
-    def _compare(self, tape: AnyTape, mechanism: Mechanism, state: Tensor, chunk: Chunk, noise: Noise) -> None:
+    def _compare(
+        self, tape: AnyTape, mechanism: Mechanism, state: Tensor, chunk: Chunk, noise: Noise
+    ) -> None:
         """Raise unless both steps agree on this batch."""
         fresh = {name: torch.linspace(-1, 1, len(part)).to(part) for name, part in noise.items()}
         ours = step(tape, mechanism, state, [chunk], self._B, Release(fresh))
@@ -95,13 +107,18 @@ class Graph:
             raise NoGraph(f"torch cannot compile it ({_first_line(error)})") from error
         for a, b in zip(_numbers(*ours), _numbers(*theirs), strict=True):
             if a.shape != b.shape or not _agree(a, b):
-                raise NoGraph(f"its result differs for {len(chunk.group)} samples, so the trace has baked in a size")
+                raise NoGraph(
+                    f"its result differs for {len(chunk.group)} samples, so the trace has baked "
+                    "in a size"
+                )
 
 
 class _Traced:
     """The step as a function of tensors alone."""
 
-    def __init__(self, tape: AnyTape, mechanism: Mechanism, B: float, like: Chunk, names: tuple[str, ...]) -> None:
+    def __init__(
+        self, tape: AnyTape, mechanism: Mechanism, B: float, like: Chunk, names: tuple[str, ...]
+    ) -> None:
         self._tape, self._mechanism, self._B, self._names = tape, mechanism, B, names
         self._spec = tree_flatten((like.x, like.y, like.group))[1]
 
@@ -121,9 +138,11 @@ class _Traced:
 
 
 class _Sizes:
-    """For which numbers of samples a trace holds: a model that branches on its batch size was traced on one branch.
+    """For which numbers of samples a trace holds: a model that branches on its batch size was
+    traced on one branch.
 
-    make_fx notes the conditions on sizes that the trace rests on; here they are checked for a number of samples.
+    make_fx notes the conditions on sizes that the trace rests on; here they are checked for a
+    number of samples.
 
     Args:
         graph: what was traced.
@@ -135,7 +154,9 @@ class _Sizes:
         size = inputs[at].shape[0]
         self._symbol = size.node.expr if isinstance(size, torch.SymInt) else None
         env = inputs[at].fake_mode.shape_env
-        self._conditions = [guard.expr for guard in env.guards if self._symbol in guard.expr.free_symbols]
+        self._conditions = [
+            guard.expr for guard in env.guards if self._symbol in guard.expr.free_symbols
+        ]
         self._known = dict[int, bool]()
 
     def __call__(self, n: int) -> bool:
@@ -153,7 +174,9 @@ def _check_worth(tape: AnyTape) -> None:
         raise NoGraph("the rule or the model takes its gradients in its own way")
     on_cpu = tape.layout.blank.device.type == "cpu"
     if on_cpu and any(isinstance(module, _CONVOLUTIONS) for module in tape.model.modules()):
-        raise NoGraph("on a CPU the plain step is faster for convolutions, block by block in the cache")
+        raise NoGraph(
+            "on a CPU the plain step is faster for convolutions, block by block in the cache"
+        )
 
 
 def _trace(function: Callable[..., list[Tensor]], given: list[Tensor]) -> torch.fx.GraphModule:
@@ -163,7 +186,9 @@ def _trace(function: Callable[..., list[Tensor]], given: list[Tensor]) -> torch.
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            tracer = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)  # parameters are real
+            tracer = make_fx(
+                function, tracing_mode="symbolic", _allow_non_fake_inputs=True
+            )  # parameters are real
             graph: torch.fx.GraphModule = tracer(*given)
     except Exception as error:  # anything that tracing may raise
         raise NoGraph(f"torch cannot trace it ({_first_line(error)})") from error
@@ -194,7 +219,9 @@ def _numbers(public: Public, part: Part) -> list[Tensor]:
 def _agree(a: Tensor, b: Tensor) -> bool:
     """Whether two results are equal to rounding."""
     scale = float(a.double().abs().nan_to_num().max()) if a.numel() else 0.0
-    return torch.allclose(a.double(), b.double(), rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True)
+    return torch.allclose(
+        a.double(), b.double(), rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -19,7 +19,8 @@ __all__ = ["digest", "mark", "streams"]
 
 
 def mark(data: Dataset | Streamed, ranks: Processes, digested: int) -> str | None:
-    """Data fingerprint for checkpoints. Resuming one checkpoint on two neighbouring datasets would reuse the noise.
+    """Data fingerprint for checkpoints. Resuming one checkpoint on two neighbouring datasets would
+    reuse the noise.
 
     None where there is none: of records that ranks have of their own, how they are cut counts too.
     """
@@ -28,22 +29,30 @@ def mark(data: Dataset | Streamed, ranks: Processes, digested: int) -> str | Non
     return f"{'some' if isinstance(data, MapDataset) else 'all'} {digested:032x}"
 
 
-def streams(settings: Settings, model: nn.Module, digested: int, ranks: Processes) -> dict[str, np.random.SeedSequence]:
-    """A random stream for each purpose, of this run alone: two models that shared noise would cancel it.
+def streams(
+    settings: Settings, model: nn.Module, digested: int, ranks: Processes
+) -> dict[str, np.random.SeedSequence]:
+    """A random stream for each purpose, of this run alone: two models that shared noise would
+    cancel it.
 
-    A run is data, model, rule, settings and seed. All are mixed into the streams, so that no two runs draw the same
-    numbers: not with another rule, not from another start, and not on the data with one record more or less. The ranks
-    of a run have the same streams.
+    A run is data, model, rule, settings and seed. All are mixed into the streams, so that no two
+    runs draw the same numbers: not with another rule, not from another start, and not on the data
+    with one record more or less. The ranks of a run have the same streams.
     """
-    entropy = ranks.first(np.random.SeedSequence().entropy) if settings.seed is None else settings.seed
+    entropy = (
+        ranks.first(np.random.SeedSequence().entropy) if settings.seed is None else settings.seed
+    )
     assert isinstance(entropy, int)
     words = [entropy, int(settings.specification[:32], 16), digest(model.state_dict()), digested]
     purposes = ("batches", "noise", "dropout")
-    return {purpose: np.random.SeedSequence(words, spawn_key=(i,)) for i, purpose in enumerate(purposes)}
+    return {
+        purpose: np.random.SeedSequence(words, spawn_key=(i,)) for i, purpose in enumerate(purposes)
+    }
 
 
 def digest(value: Any) -> int:
-    """A number that changes with every bit of these tensors, the same on every device and number of threads.
+    """A number that changes with every bit of these tensors, the same on every device and number of
+    threads.
 
     Of a map-style dataset only the first few rows count. Secret, like the streams it goes into.
     """

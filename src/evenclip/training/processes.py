@@ -1,4 +1,5 @@
-"""The processes that take the steps of a run together: what a run needs of them, and `Alone`, the single process.
+"""The processes that take the steps of a run together: what a run needs of them, and `Alone`, the
+single process.
 
 Several processes are `evenclip.distributed.Ranks`, which the caller passes in.
 """
@@ -41,7 +42,8 @@ class Share(Total, Protocol):
 
 
 class AnyUpdate(Protocol):
-    """What moves the parameters of a run, or this process's piece of them; see `evenclip.training.update`.
+    """What moves the parameters of a run, or this process's piece of them; see
+    `evenclip.training.update`.
 
     Attributes:
         is_plain: whether they are moved by θ ← θ − lr·g̃ and nothing else.
@@ -116,7 +118,9 @@ class Processes(ABC):
 
     @abstractmethod
     def digest(self, own: int) -> int:
-        """One number for the data of all, from each one's own; raises where they are not as they should be."""
+        """One number for the data of all, from each one's own; raises where they are not as they
+        should be.
+        """
 
     @abstractmethod
     def stops(self, asked: bool, t: int) -> bool:

@@ -51,7 +51,9 @@ class Progress:
 
 
 class Interrupt:
-    """Ctrl-C waits for the step under way, so that what is saved is whole; a second one does not wait."""
+    """Ctrl-C waits for the step under way, so that what is saved is whole; a second one does not
+    wait.
+    """
 
     def __init__(self) -> None:
         self.came = False

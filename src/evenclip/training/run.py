@@ -69,7 +69,9 @@ class Run:
         self.ledger, self.trace, self.t = Ledger(), Trace(self.mechanism, ranks), 0
         _check_tape(settings.rule, self.performance, ranks)
         ranks.check_given(_given(settings, model, data))
-        self.tape = type(settings.rule).tape(settings.rule, _tape(model, config.loss, data))  # as `_check_tape` saw it
+        self.tape = type(settings.rule).tape(
+            settings.rule, _tape(model, config.loss, data)
+        )  # as `_check_tape` saw it
         digested = ranks.digest(digest(data))
         self._mark = mark(data, ranks, digested)
         own = streams(settings, model, digested, ranks)
@@ -100,9 +102,15 @@ class Run:
 
     @contextmanager
     def listening(self) -> Iterator[Self]:
-        """Where steps can be taken: the tape records, and torch's global generator is put back afterwards."""
+        """Where steps can be taken: the tape records, and torch's global generator is put back
+        afterwards.
+        """
         devices = [self.device] if self.device.type == "cuda" else []
-        with precision(self.performance.tf32), torch.random.fork_rng(devices=devices), self.tape.listening():
+        with (
+            precision(self.performance.tf32),
+            torch.random.fork_rng(devices=devices),
+            self.tape.listening(),
+        ):
             if self.performance.compile and self._graph is None:
                 self._graph = self._compiled(self.performance.compile)
             self._is_listening = True
@@ -119,11 +127,19 @@ class Run:
             RuntimeError: outside `listening()`, where no gradients are recorded.
         """
         if not self._is_listening:
-            raise RuntimeError("Take steps inside `with run.listening():`; outside of it no gradients are recorded.")
+            raise RuntimeError(
+                "Take steps inside `with run.listening():`; outside of it no gradients are "
+                "recorded."
+            )
         feed = self._reading()  # before the sampler moves on
         batch = self.sampler.next()
-        B, chunks = self.sampler.expected_size(batch), self._chunks(self.ranks.share(batch, self.rows), feed)
-        self.ledger.write(self.sampler.q, self.mechanism.multipliers)  # first: a step that is interrupted counts
+        B, chunks = (
+            self.sampler.expected_size(batch),
+            self._chunks(self.ranks.share(batch, self.rows), feed),
+        )
+        self.ledger.write(
+            self.sampler.q, self.mechanism.multipliers
+        )  # first: a step that is interrupted counts
         noise = self._draw()
         if self._graph is not None and self._graph.takes(chunks, B):
             public, part = self._graph(self.state, chunks[0], noise)
@@ -142,7 +158,8 @@ class Run:
         """
         if found.t != self.t:
             raise RuntimeError(
-                f"This is step {found.t}, and the run is at step {self.t}; update once for each run.step()."
+                f"This is step {found.t}, and the run is at step {self.t}; update once for each "
+                "run.step()."
             )
         self._move(found.public.gradient)
         found.weighted_sum.is_over = True
@@ -167,7 +184,9 @@ class Run:
                 mode if isinstance(mode, str) else None,
             )  # fmt: skip
         except NoGraph as why:
-            warnings.warn(f"The step is not compiled: {why}. The run is computed without.", stacklevel=4)
+            warnings.warn(
+                f"The step is not compiled: {why}. The run is computed without.", stacklevel=4
+            )
             return None
 
     def _some(self, n: int) -> Chunk:
@@ -203,7 +222,8 @@ class Run:
     def _reading(self) -> Feed | None:
         """What reads ahead of the steps to come; None where the data are in memory.
 
-        It has a sampler of its own, which draws the same batches: the run's stays at the run's step.
+        It has a sampler of its own, which draws the same batches: the run's stays at the run's
+        step.
         """
         if isinstance(self.data, Dataset):
             return None
@@ -230,18 +250,29 @@ class Run:
         size = self.performance.chunk
         pieces = (rows,) if size is None or len(rows) <= size else torch.split(rows, size)
         found = [self._chunk(some, None, i, take) for i, some in enumerate(pieces) if len(rows)]
-        if self.ranks.sharded:  # all ranks take as many passes; a record that fills up counts for nothing
+        if (
+            self.ranks.sharded
+        ):  # all ranks take as many passes; a record that fills up counts for nothing
             none = torch.zeros(1, dtype=torch.bool)
             more = max(self.ranks.each(len(found))) - len(found)
-            found += [self._chunk(torch.zeros(1, dtype=torch.int64), none, len(found) + i) for i in range(more)]
+            found += [
+                self._chunk(torch.zeros(1, dtype=torch.int64), none, len(found) + i)
+                for i in range(more)
+            ]
         return found
 
     def _chunk(
-        self, rows: Tensor, real: Tensor | None, i: int, take: Callable[[Tensor], Samples] | None = None
+        self,
+        rows: Tensor,
+        real: Tensor | None,
+        i: int,
+        take: Callable[[Tensor], Samples] | None = None,
     ) -> Chunk:
         """These rows of the data, or of what was read of them."""
         if take is None:
-            x, y, group = self.data.take(rows.to(self.device) if isinstance(self.data, Dataset) else rows)
+            x, y, group = self.data.take(
+                rows.to(self.device) if isinstance(self.data, Dataset) else rows
+            )
         else:
             x, y, group = take(rows.to(self.device))
         if group is None:
@@ -288,14 +319,17 @@ class Run:
         """Go on from a checkpoint, if it is one of this very run."""
         found = checkpoint.load(path)
         ours = json.loads(json.dumps(self.settings.to_json()))
-        _refuse_foreign(path, found.published["settings"], ours, found.secret["seed"] == self.settings.seed)
+        _refuse_foreign(
+            path, found.published["settings"], ours, found.secret["seed"] == self.settings.seed
+        )
         _refuse_other_data(path, found.secret["data"], self._mark)
         try:
             self._move.set_state(found.model, found.secret["optimizer"])
         except RuntimeError as error:
             said = " ".join(str(error).split())
             raise CheckpointError(
-                f"{path} belongs to another model ({said}). Resume with the model it was started with, or choose "
+                f"{path} belongs to another model ({said}). Resume with the model it was started "
+                "with, or choose "
                 "another folder."
             ) from error
         self.t = found.published["t"]
@@ -314,9 +348,12 @@ class Run:
         self.trace.set_state(secret["trace"])
 
 
-_NO_CLOSURE = "which would be a second look at the batch; take another optimizer, such as SGD or Adam."
+_NO_CLOSURE = (
+    "which would be a second look at the batch; take another optimizer, such as SGD or Adam."
+)
 _NO_METRICS = (
-    "and whatever could be measured of training is private; take one that counts epochs, such as StepLR or "
+    "and whatever could be measured of training is private; take one that counts epochs, such as "
+    "StepLR or "
     "CosineAnnealingLR."
 )
 
@@ -325,24 +362,35 @@ def _check_step(of: Any, why: str) -> None:
     """Raise for an optimiser or a schedule whose step must be given something."""
     if of is None:
         return
-    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    )
     needed = inspect.signature(of.step).parameters.values()
-    lacks = next((p.name for p in needed if p.kind in named and p.default is inspect.Parameter.empty), None)
+    lacks = next(
+        (p.name for p in needed if p.kind in named and p.default is inspect.Parameter.empty), None
+    )
     if lacks is not None:
         raise ValueError(f"{type(of).__name__} must be given {lacks!r} at every step, {why}")
 
 
 def _check_tape(rule: Rule, performance: Performance, ranks: Processes) -> None:
-    """Raise for a rule that changes what is differentiated and claims a bound all the same: it sees whole batches."""
+    """Raise for a rule that changes what is differentiated and claims a bound all the same: it sees
+    whole batches.
+    """
     if rule.bounded and type(rule).tape is not Rule.tape:
         raise ValueError(
-            f"{rule.name} takes its gradients in its own way (tape), so nothing bounds what one record does; say "
+            f"{rule.name} takes its gradients in its own way (tape), so nothing bounds what one "
+            "record does; say "
             "bounded = False in its class. It will have no ε."
         )
     if not rule.bounded and performance.chunk is not None:
         raise ValueError(f"{rule.name} needs the whole batch at once; leave chunk out.")
     if type(rule).tape is not Rule.tape and ranks.world > 1:
-        raise ValueError(f"{rule.name} needs the whole batch at once; train it in one process, without ranks.")
+        raise ValueError(
+            f"{rule.name} needs the whole batch at once; train it in one process, without ranks."
+        )
 
 
 def _given(settings: Settings, model: nn.Module, data: Dataset | Streamed) -> dict[str, Any]:
@@ -368,25 +416,34 @@ def _sampler(settings: Settings, seed: np.random.SeedSequence) -> Sampler:
     return Poisson(settings.n, settings.q, settings.B, seed)
 
 
-def _refuse_foreign(path: Path, theirs: dict[str, Any], ours: dict[str, Any], same_seed: bool) -> None:
+def _refuse_foreign(
+    path: Path, theirs: dict[str, Any], ours: dict[str, Any], same_seed: bool
+) -> None:
     """Raise unless the checkpoint was written by a run with these very settings."""
     differ = [
-        f"{name}: {theirs.get(name)!r} there, {ours[name]!r} here" for name in ours if theirs.get(name) != ours[name]
+        f"{name}: {theirs.get(name)!r} there, {ours[name]!r} here"
+        for name in ours
+        if theirs.get(name) != ours[name]
     ]
     if not same_seed:
         differ.append("seed: another one there")
     if differ:
         raise CheckpointError(
-            f"{path} belongs to another run ({'; '.join(differ)}). Resume with the settings it was started "
+            f"{path} belongs to another run ({'; '.join(differ)}). Resume with the settings it "
+            "was started "
             "with, or choose another folder."
         )
 
 
 def _refuse_other_data(path: Path, theirs: str | None, ours: str | None) -> None:
-    """Raise if the checkpoint was written by a run on other data, where that can be told: by all rows, or by some."""
+    """Raise if the checkpoint was written by a run on other data, where that can be told: by all
+    rows, or by some.
+    """
     if theirs is None or ours is None or theirs.split()[0] != ours.split()[0] or theirs == ours:
         return
     raise CheckpointError(
-        f"{path} belongs to a run on other data: a record differs, or their order. Resume with the data it was started "
-        "with, or choose another folder; going on with other data would add the same noise to two datasets."
+        f"{path} belongs to a run on other data: a record differs, or their order. Resume with "
+        "the data it was started "
+        "with, or choose another folder; going on with other data would add the same noise to two "
+        "datasets."
     )

@@ -7,10 +7,10 @@
     weighted sum             Σ γ_i g_i                                    private
     gradient                 released with noise σS, divided by B         public
 
-`step` is a pure function: it draws nothing and writes nothing. Noise is an argument; the run writes the ledger before
-it calls. A batch is a sum of parts (chunks here, ranks in `evenclip.distributed`, physical batches in
-`evenclip.opacus`). `Public` is all that may leave a step. Everything else is private, is shown to observers, and is
-never fed back.
+`step` is a pure function: it draws nothing and writes nothing. Noise is an argument; the run writes
+the ledger before it calls. A batch is a sum of parts (chunks here, ranks in `evenclip.distributed`,
+physical batches in `evenclip.opacus`). `Public` is all that may leave a step. Everything else is
+private, is shown to observers, and is never fed back.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Chunk(NamedTuple):
     Attributes:
         x, y: inputs and targets.  # [sample, ...]
         group: [sample], int64
-        real: which rows are samples; the others only fill the chunk up and count for nothing. None: all are.
-            # [sample], bool
+        real: which rows are samples; the others only fill the chunk up and count for nothing. None:
+            all are. # [sample], bool
         seed: for what the model draws (dropout), so that a second pass draws the same.
     """
 
@@ -103,8 +103,8 @@ class Step(NamedTuple):
         public: the only part that may leave.
         seen: losses, norms, weights, group, clamped and finite, each an attribute of the step too.
         clipped_sum: Σ γ_i g_i before noise.  # [parameter]
-        weighted_sum: any other Σ w_i g_i of the same batch, w [sample]: g_B, group gradients. It takes the passes
-            again, so it must be called before the update, as observers are.
+        weighted_sum: any other Σ w_i g_i of the same batch, w [sample]: g_B, group gradients. It
+            takes the passes again, so it must be called before the update, as observers are.
         B: the public expected batch size.
         t: number of the step, from 0.
         mechanism: the rule held to its bounds.
@@ -162,7 +162,12 @@ class Step(NamedTuple):
 
 
 def step(
-    tape: AnyTape, mechanism: Mechanism, state: Tensor, chunks: Sequence[Chunk], B: float, release: Release
+    tape: AnyTape,
+    mechanism: Mechanism,
+    state: Tensor,
+    chunks: Sequence[Chunk],
+    B: float,
+    release: Release,
 ) -> tuple[Public, Part]:
     """One step of Algorithm 2 on one batch: what becomes public, and what was seen.
 
@@ -197,7 +202,8 @@ class WeightedSums:
     The passes are taken on first use; those of a batch in several chunks, on every use.
 
     Attributes:
-        is_over: whether the parameters have moved on, so that the passes would be those of another step.
+        is_over: whether the parameters have moved on, so that the passes would be those of another
+            step.
     """
 
     def __init__(self, tape: AnyTape, chunks: Sequence[Chunk]) -> None:
@@ -211,11 +217,15 @@ class WeightedSums:
         """
         if self.is_over:
             raise RuntimeError(
-                "The parameters have moved on since this step; ask for weighted sums before run.update()."
+                "The parameters have moved on since this step; ask for weighted sums before "
+                "run.update()."
             )
         n = self._passes.samples
         if weights.shape != (n,):
-            raise ValueError(f"The weights have shape {list(weights.shape)}; give one for each of the {n} samples.")
+            raise ValueError(
+                f"The weights have shape {list(weights.shape)}; give one for each of the {n} "
+                "samples."
+            )
         total, at = self._passes.tape.layout.join({}), 0
         for p in self._passes:
             real = p.chunk.real
@@ -245,7 +255,9 @@ class _Pass(NamedTuple):
 
 
 class _Passes:
-    """The chunks of a batch, each passed through the model when its turn comes; a single one passes once."""
+    """The chunks of a batch, each passed through the model when its turn comes; a single one passes
+    once.
+    """
 
     def __init__(self, tape: AnyTape, chunks: Sequence[Chunk], *, traceable: bool = False) -> None:
         self.tape, self._chunks = tape, chunks
@@ -270,8 +282,11 @@ def _pass(tape: AnyTape, chunk: Chunk) -> _Pass:
     _seed(chunk)
     gradients = tape(chunk.x, chunk.y, chunk.group)
     losses, norms, finite = gradients.losses, gradients.norms(quick=True), None
-    if not math.isfinite(float(torch.dot(norms, norms)) + float(torch.dot(losses, losses))):  # this synchronises
-        # Exactly, where float32 overflowed and nowhere else: no sample's norm may depend on other samples.
+    if not math.isfinite(
+        float(torch.dot(norms, norms)) + float(torch.dot(losses, losses))
+    ):  # this synchronises
+        # Exactly, where float32 overflowed and nowhere else: no sample's norm may depend on other
+        # samples.
         norms = torch.where(torch.isfinite(norms), norms, gradients.norms())
         finite = torch.isfinite(norms) & torch.isfinite(losses)
         gradients, norms = gradients.masked(finite), torch.where(finite, norms, 0.0)
@@ -279,7 +294,9 @@ def _pass(tape: AnyTape, chunk: Chunk) -> _Pass:
 
 
 def _traceable_pass(tape: AnyTape, chunk: Chunk) -> _Pass:
-    """The same without reading a value: what is not finite is masked out whether or not there is any."""
+    """The same without reading a value: what is not finite is masked out whether or not there is
+    any.
+    """
     gradients = tape(chunk.x, chunk.y, chunk.group)
     losses, norms = gradients.losses, gradients.norms()
     finite = torch.isfinite(norms) & torch.isfinite(losses)
@@ -301,12 +318,16 @@ def _count(mechanism: Mechanism, passes: _Passes, state: Tensor) -> Tensor:
     return total
 
 
-def _clip(mechanism: Mechanism, passes: _Passes, state: Tensor, now: Tensor) -> tuple[Part, float | Tensor]:
-    """Σ γ_i g_i with the rule's weights for this `now`, and S. The rule states S once, so that the noise is for the
-    bound that was enforced.
+def _clip(
+    mechanism: Mechanism, passes: _Passes, state: Tensor, now: Tensor
+) -> tuple[Part, float | Tensor]:
+    """Σ γ_i g_i with the rule's weights for this `now`, and S. The rule states S once, so that the
+    noise is for the bound that was enforced.
     """
     S = mechanism.sensitivity(now)
-    return _add_up((_part(mechanism, p, state, now, S) for p in passes), mechanism, passes.tape, state), S
+    return _add_up(
+        (_part(mechanism, p, state, now, S) for p in passes), mechanism, passes.tape, state
+    ), S
 
 
 def _part(mechanism: Mechanism, p: _Pass, state: Tensor, now: Tensor, S: float | Tensor) -> Part:
@@ -339,15 +360,24 @@ def _add_up(parts: Iterable[Part], mechanism: Mechanism, tape: AnyTape, state: T
 
 def _join(seen: Sequence[Seen]) -> Seen:
     """The samples of several chunks side by side."""
-    losses, norms, weights, group = (torch.cat(column) for column in list(zip(*seen, strict=True))[:4])
+    losses, norms, weights, group = (
+        torch.cat(column) for column in list(zip(*seen, strict=True))[:4]
+    )
     clamped = _join_masks([s.clamped for s in seen], [s.group for s in seen], filled=False)
     finite = _join_masks([s.finite for s in seen], [s.group for s in seen], filled=True)
     return Seen(losses, norms, weights, group, clamped, finite)
 
 
-def _join_masks(masks: Sequence[Tensor | None], like: Sequence[Tensor], *, filled: bool) -> Tensor | None:
+def _join_masks(
+    masks: Sequence[Tensor | None], like: Sequence[Tensor], *, filled: bool
+) -> Tensor | None:
     """The masks of all chunks as one; None stands for `filled` everywhere."""
     if all(mask is None for mask in masks):
         return None
     pairs = zip(masks, like, strict=True)
-    return torch.cat([torch.full_like(x, filled, dtype=torch.bool) if mask is None else mask for mask, x in pairs])
+    return torch.cat(
+        [
+            torch.full_like(x, filled, dtype=torch.bool) if mask is None else mask
+            for mask, x in pairs
+        ]
+    )

@@ -1,4 +1,5 @@
-"""What training looked like, epoch by epoch and group by group. Private: these figures carry no noise.
+"""What training looked like, epoch by epoch and group by group. Private: these figures carry no
+noise.
 
 One row per epoch:
 
@@ -36,25 +37,31 @@ Row = dict[str, Any]
 class Trace:
     """Rows of finished epochs, and sums over the steps of the one under way.
 
-    Sums are taken step by step, so that they do not depend on where they are cut: at a checkpoint, or for memory.
+    Sums are taken step by step, so that they do not depend on where they are cut: at a checkpoint,
+    or for memory.
     """
 
     def __init__(self, mechanism: Mechanism, ranks: Processes | None = None) -> None:
         self.rows: list[Row] = []
         self._mechanism, self._groups = mechanism, mechanism.groups
         self._ranks: Processes = Alone() if ranks is None else ranks
-        self._open: list[tuple[Seen, Tensor]] = []  # steps that are not added up yet, and what each clipped with
+        self._open: list[
+            tuple[Seen, Tensor]
+        ] = []  # steps that are not added up yet, and what each clipped with
         self._held = 0  # samples in there
         self._begin()
 
     def _begin(self) -> None:
         """A new epoch."""
-        # Of each group Σ ℓ_i, Σ ‖g_i‖ and how many; how many are finite, clipped, clamped.  # [3 K + 3]
+        # Of each group Σ ℓ_i, Σ ‖g_i‖ and how many; how many are finite, clipped, clamped.  # [3 K
+        # + 3]
         self._sums = torch.zeros(3 * self._groups + 3, dtype=torch.float64)
         self._sizes: list[float] = []  # samples of each step
 
     def add(self, seen: Seen, now: Tensor) -> None:
-        """One step and what it clipped with; the arithmetic waits for the end of the epoch, or for many samples."""
+        """One step and what it clipped with; the arithmetic waits for the end of the epoch, or for
+        many samples.
+        """
         self._open.append((seen, now))
         self._held += seen.losses.shape[0]
         if self._held >= AT_ONCE:
@@ -64,7 +71,10 @@ class Trace:
         """The epoch is over: its row, of all ranks' samples."""
         sums, sizes = self._total()
         K = self._groups
-        (losses, norms, counts), (kept, clipped, clamped) = sums[: 3 * K].view(3, K), sums[3 * K :].tolist()
+        (losses, norms, counts), (kept, clipped, clamped) = (
+            sums[: 3 * K].view(3, K),
+            sums[3 * K :].tolist(),
+        )
         seen = sum(sizes)
         row = {
             "epoch": len(self.rows) + 1,
@@ -98,7 +108,9 @@ class Trace:
     def _total(self) -> tuple[Tensor, list[float]]:
         """Sums and sizes over all ranks."""
         self._add_up()
-        whole = self._ranks.sum(torch.cat([self._sums, torch.tensor(self._sizes, dtype=torch.float64)]))
+        whole = self._ranks.sum(
+            torch.cat([self._sums, torch.tensor(self._sizes, dtype=torch.float64)])
+        )
         return whole[: len(self._sums)], whole[len(self._sums) :].tolist()
 
     def _add_up(self) -> None:
@@ -108,30 +120,47 @@ class Trace:
         steps, nows = zip(*self._open, strict=True)
         self._open, self._held = [], 0
         sizes = [seen.losses.shape[0] for seen in steps]
-        losses, norms, weights, group = (_joined(column) for column in list(zip(*steps, strict=True))[:4])
+        losses, norms, weights, group = (
+            _joined(column) for column in list(zip(*steps, strict=True))[:4]
+        )
         place = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))  # step, and group
         if self._groups > 1:
             place = place * self._groups + group
         resting = self._mechanism.resting(torch.stack(nows).cpu())  # [step, group]
         clipped, finite = weights < resting.flatten()[place], _finite(steps)
         if finite is not None:
-            losses, norms, clipped, place = losses[finite], norms[finite], clipped[finite], place[finite]
+            losses, norms, clipped, place = (
+                losses[finite],
+                norms[finite],
+                clipped[finite],
+                place[finite],
+            )
         each = [_by_place(x, place, len(sizes), self._groups) for x in (losses, norms, None)]
         clamped = sum(int(seen.clamped.sum()) for seen in steps if seen.clamped is not None)
         numbers = torch.tensor([len(losses), int(clipped.sum()), clamped], dtype=torch.float64)
-        self._sums[: 3 * self._groups] = _added(self._sums[: 3 * self._groups], torch.cat(each, dim=1))
+        self._sums[: 3 * self._groups] = _added(
+            self._sums[: 3 * self._groups], torch.cat(each, dim=1)
+        )
         self._sums[3 * self._groups :] += numbers
         self._sizes += map(float, sizes)
 
 
 def _by_place(values: Tensor | None, place: Tensor, steps: int, groups: int) -> Tensor:
-    """Sums over the samples of each step and group, one after the other; None: how many.  # [step, group], float64"""
+    """Sums over the samples of each step and group, one after the other; None: how many.  # [step,
+    group], float64
+    """
     weights = None if values is None else values.double()
-    return torch.bincount(place, weights=weights, minlength=steps * groups).view(steps, groups).double()
+    return (
+        torch.bincount(place, weights=weights, minlength=steps * groups)
+        .view(steps, groups)
+        .double()
+    )
 
 
 def _added(total: Tensor, each: Tensor) -> Tensor:
-    """The total and each row, one after the other (torch adds them up in its own order).  # [column]"""
+    """The total and each row, one after the other (torch adds them up in its own order).  #
+    [column]
+    """
     return torch.from_numpy(np.add.reduce(torch.cat([total.unsqueeze(0), each]).numpy(), axis=0))
 
 
@@ -150,6 +179,9 @@ def _finite(steps: Sequence[Seen]) -> Tensor | None:
     if all(seen.finite is None for seen in steps):
         return None
     finite = _joined(
-        [torch.ones_like(seen.losses, dtype=torch.bool) if seen.finite is None else seen.finite for seen in steps]
+        [
+            torch.ones_like(seen.losses, dtype=torch.bool) if seen.finite is None else seen.finite
+            for seen in steps
+        ]
     )
     return None if bool(finite.all()) else finite

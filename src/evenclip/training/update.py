@@ -1,7 +1,9 @@
-"""From the noisy gradient to the next parameters, by any torch optimiser. Post-processing: it costs no privacy.
+"""From the noisy gradient to the next parameters, by any torch optimiser. Post-processing: it costs
+no privacy.
 
-An optimiser that treats every number alike takes its step on all parameters at once: while training runs, they lie side
-by side in one vector, which is the only parameter that the optimiser knows. Others get them one by one.
+An optimiser that treats every number alike takes its step on all parameters at once: while training
+runs, they lie side by side in one vector, which is the only parameter that the optimiser knows.
+Others get them one by one.
 """
 
 from __future__ import annotations
@@ -21,7 +23,18 @@ __all__ = ["Update", "check_pieces"]
 # Each number's step depends on that number's own gradients alone, so that parameters may be joined.
 _ELEMENTWISE = tuple(
     getattr(torch.optim, name)
-    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD")
+    for name in (
+        "SGD",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Adagrad",
+        "Adadelta",
+        "ASGD",
+    )
 )
 
 
@@ -32,18 +45,29 @@ class Update:
         is_plain: whether they are moved by θ ← θ − lr·g̃ and nothing else.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, make: Callable[..., Optimizer], lr: float) -> None:
-        self._model, self._layout, self._parameters = model, layout, [p for p in model.parameters() if p.requires_grad]
-        self._joined = self._join() if is_elementwise(make) and are_alike(self._parameters) else None
-        self._make, self._lr = partial(make, self._parameters if self._joined is None else [self._joined], lr=lr), lr
+    def __init__(
+        self, model: nn.Module, layout: Layout, make: Callable[..., Optimizer], lr: float
+    ) -> None:
+        self._model, self._layout, self._parameters = (
+            model,
+            layout,
+            [p for p in model.parameters() if p.requires_grad],
+        )
+        self._joined = (
+            self._join() if is_elementwise(make) and are_alike(self._parameters) else None
+        )
+        self._make, self._lr = (
+            partial(make, self._parameters if self._joined is None else [self._joined], lr=lr),
+            lr,
+        )
         self.is_plain = self._joined is not None and make is SGD
         if not self.is_plain:
             _ = self.optimizer  # construct now, so that errors surface early
 
     @cached_property
     def optimizer(self) -> Optimizer:
-        """For schedulers and checkpoints. Plain SGD does without: with its first optimiser torch imports its compiler,
-        which takes most of a second.
+        """For schedulers and checkpoints. Plain SGD does without: with its first optimiser torch
+        imports its compiler, which takes most of a second.
         """
         return self._make()
 
@@ -64,7 +88,9 @@ class Update:
         if self._joined is not None:
             self._joined.grad = gradient
         else:
-            for parameter, part in zip(self._parameters, self._layout.split(gradient).values(), strict=True):
+            for parameter, part in zip(
+                self._parameters, self._layout.split(gradient).values(), strict=True
+            ):
                 parameter.grad = part.to(parameter, copy=True)
         self.optimizer.step()
 
@@ -94,13 +120,17 @@ class Update:
         """All parameters in one vector, of which each becomes a view."""
         with torch.no_grad():
             vector = torch.cat([parameter.reshape(-1) for parameter in self._parameters])
-        for parameter, view in zip(self._parameters, self._layout.split(vector).values(), strict=True):
+        for parameter, view in zip(
+            self._parameters, self._layout.split(vector).values(), strict=True
+        ):
             parameter.data = view
         return nn.Parameter(vector)
 
 
 def is_elementwise(make: Callable[..., Optimizer]) -> bool:
-    """Whether these are torch's own, with options: somebody's own function may look at the parameters."""
+    """Whether these are torch's own, with options: somebody's own function may look at the
+    parameters.
+    """
     return (make.func if isinstance(make, partial) else make) in _ELEMENTWISE
 
 
@@ -114,8 +144,11 @@ def check_pieces(make: Callable[..., Optimizer], parameters: list[nn.Parameter])
     """Raise for an optimiser or parameters that cannot be cut into pieces, one for each rank."""
     if not is_elementwise(make):
         raise ValueError(
-            "The optimiser may look at whole parameters, and each rank has a piece of them; choose one that treats "
+            "The optimiser may look at whole parameters, and each rank has a piece of them; "
+            "choose one that treats "
             "every number alike, such as torch.optim.AdamW, or leave sharded out of Ranks()."
         )
     if not are_alike(parameters):
-        raise ValueError("The parameters have several dtypes; give them one, or leave sharded out of Ranks().")
+        raise ValueError(
+            "The parameters have several dtypes; give them one, or leave sharded out of Ranks()."
+        )

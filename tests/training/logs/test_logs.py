@@ -1,4 +1,6 @@
-"""Logs: every epoch once, the privacy report last, and nothing lost when a run is interrupted and resumed."""
+"""Logs: every epoch once, the privacy report last, and nothing lost when a run is interrupted and
+resumed.
+"""
 
 import csv
 import json
@@ -8,7 +10,14 @@ import pytest
 from evenclip import DPSGDGlobalAdapt, fit
 from evenclip.training.logs import CSV, JSONL, PRIVATE, MLflow, TensorBoard
 
-GIVEN = {"epochs": 3, "batch_size": 16, "lr": 0.1, "seed": 4, "progress": False, "rule": DPSGDGlobalAdapt()}
+GIVEN = {
+    "epochs": 3,
+    "batch_size": 16,
+    "lr": 0.1,
+    "seed": 4,
+    "progress": False,
+    "rule": DPSGDGlobalAdapt(),
+}
 
 
 class Heard:
@@ -37,21 +46,28 @@ def test_every_epoch_is_told_once_and_the_report_at_the_end(toy):
 
 
 def test_told_is_the_same_run(toy):
-    one, other = fit(toy.mlp(), toy.data(), **GIVEN), fit(toy.mlp(), toy.data(), logs=[Heard()], **GIVEN)
+    one, other = (
+        fit(toy.mlp(), toy.data(), **GIVEN),
+        fit(toy.mlp(), toy.data(), logs=[Heard()], **GIVEN),
+    )
     assert toy.vector(one.model).equal(toy.vector(other.model))
 
 
 def test_files(toy, tmp_path):
     logs = [JSONL(tmp_path / "new" / "epochs.jsonl"), CSV(tmp_path / "epochs.csv")]
     found = fit(toy.mlp(), toy.data(), logs=logs, **GIVEN)
-    lines = [json.loads(line) for line in (tmp_path / "new" / "epochs.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "new" / "epochs.jsonl").read_text().splitlines()
+    ]
     assert lines[0] == {"private": PRIVATE}
     assert [line["epoch"] for line in lines[1:-1]] == [1, 2, 3]
     assert lines[-1]["privacy"]["epsilon"] == found.epsilon()
     with (tmp_path / "epochs.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["epoch"]) for row in rows] == [1, 2, 3]
-    assert [float(row["clip_fraction"]) for row in rows] == [row["clip_fraction"] for row in found.trace]
+    assert [float(row["clip_fraction"]) for row in rows] == [
+        row["clip_fraction"] for row in found.trace
+    ]
 
 
 def test_a_resumed_run_goes_on_in_its_files(toy, tmp_path):
@@ -100,7 +116,9 @@ def test_tensorboard(toy, tmp_path):
     events.Reload()
     seen = events.Scalars("clip_fraction")
     assert [event.step for event in seen] == [1, 2, 3]
-    assert [event.value for event in seen] == pytest.approx([row["clip_fraction"] for row in found.trace])
+    assert [event.value for event in seen] == pytest.approx(
+        [row["clip_fraction"] for row in found.trace]
+    )
     assert "privacy/text_summary" in events.Tags()["tensors"]
 
 

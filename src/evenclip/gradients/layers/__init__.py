@@ -1,5 +1,6 @@
-"""The layers with a formula: type -> gradient(module, a, delta, names). One file per kind; a new kind is one row
-here. Recurrent layers have several inputs and outputs, and a formula of another form (`recurrent`).
+"""The layers with a formula: type -> gradient(module, a, delta, names). One file per kind; a new
+kind is one row here. Recurrent layers have several inputs and outputs, and a formula of another
+form (`recurrent`).
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ FORMULAS: dict[type[nn.Module], Formula] = {
 
 
 def formula(module: nn.Module) -> Formula | None:
-    """The formula for this very layer, or None: a subclass may compute something else, so it counts only if it does
-    not.
+    """The formula for this very layer, or None: a subclass may compute something else, so it counts
+    only if it does not.
     """
     for kind, gradient in FORMULAS.items():
         if isinstance(module, kind) and _computes_as(module, kind):

@@ -1,13 +1,15 @@
-"""Convolutions in one, two and three dimensions: any stride, padding, dilation and number of channel groups.
+"""Convolutions in one, two and three dimensions: any stride, padding, dilation and number of
+channel groups.
 
-A convolution is a linear layer over output positions whose input is, for each offset of the kernel, the padded input
-shifted by that offset. So the gradient of one sample is, for each offset o,
+A convolution is a linear layer over output positions whose input is, for each offset of the kernel,
+the padded input shifted by that offset. So the gradient of one sample is, for each offset o,
 
     G_i[:, :, o] = Σ_t δ_i[:, t] · a_i[:, t shifted by o]ᵀ
 
-These are formed: they are tiny beside the activations in the networks this is for. Where they are not (deep layers),
-norms go through `linear.product_square_norms` on the unfolded input and the sum through the ordinary weight gradient of
-a convolution. There are three ways to form them, quickest first where they apply:
+These are formed: they are tiny beside the activations in the networks this is for. Where they are
+not (deep layers), norms go through `linear.product_square_norms` on the unfolded input and the sum
+through the ordinary weight gradient of a convolution. There are three ways to form them, quickest
+first where they apply:
 
     few input channels, CUDA   unfold the input, then one product for all offsets
     a CPU with oneDNN          the weight gradient of one convolution that has the samples as channel groups
@@ -26,7 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from evenclip.gradients.layers.layer import Formed, LayerGradient, kept, operand_roundoff, sum_square_norms
+from evenclip.gradients.layers.layer import (
+    Formed,
+    LayerGradient,
+    kept,
+    operand_roundoff,
+    sum_square_norms,
+)
 from evenclip.gradients.layers.linear import product_square_norms
 
 __all__ = ["Convolution", "gradient"]
@@ -37,7 +45,9 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _THIN = 8
 
 
-def gradient(module: Convolution, a: Tensor, delta: Tensor, names: Collection[str]) -> LayerGradient:
+def gradient(
+    module: Convolution, a: Tensor, delta: Tensor, names: Collection[str]
+) -> LayerGradient:
     """The gradients of a convolution.  a: [sample, in, *space], delta: [sample, out, *space]"""
     if a.shape[0] * math.prod(module.weight.shape) <= a.numel() + delta.numel():
         return Formed(Shifts(module, a, delta).per_sample(names))
@@ -64,7 +74,9 @@ class Shifts:
 
     @property
     def windows(self) -> Tensor:
-        """The input that each offset of the kernel sees, as a view.  # [sample, in, *kernel, *space]"""
+        """The input that each offset of the kernel sees, as a view.  # [sample, in, *kernel,
+        *space]
+        """
         module, view = self.module, self.a
         for axis, size in enumerate(self.space):
             stride = module.stride[axis]
@@ -105,8 +117,13 @@ class Shifts:
         """Every sample's gradient of the weight.  # [sample, out, c, *kernel]"""
         if _is_thin(self.module) or self.a.is_cuda:
             return self.by_unfolding()
-        # A number of groups must be a number: where the number of samples is a symbol, there are none.
-        return self.by_groups() if isinstance(self.n, int) and _has_onednn(self.a) else self.by_offsets()
+        # A number of groups must be a number: where the number of samples is a symbol, there are
+        # none.
+        return (
+            self.by_groups()
+            if isinstance(self.n, int) and _has_onednn(self.a)
+            else self.by_offsets()
+        )
 
     def by_unfolding(self) -> Tensor:
         """One product for all offsets."""
@@ -114,11 +131,17 @@ class Shifts:
         return each.mT.reshape(self.n, *self.module.weight.shape)
 
     def by_groups(self) -> Tensor:
-        """The weight gradient of a convolution of one large sample, in which ours are groups of channels."""
+        """The weight gradient of a convolution of one large sample, in which ours are groups of
+        channels.
+        """
         module, groups = self.module, self.n * self.g
         delta, a = self.delta.reshape(1, -1, *self.space), self.a.reshape(1, -1, *self.a.shape[2:])
-        weight = a.new_empty(()).expand(groups * self.p, *module.weight.shape[1:])  # only its shape is looked at
-        return _weight_gradient(module, a, delta, weight, groups).reshape(self.n, *module.weight.shape)
+        weight = a.new_empty(()).expand(
+            groups * self.p, *module.weight.shape[1:]
+        )  # only its shape is looked at
+        return _weight_gradient(module, a, delta, weight, groups).reshape(
+            self.n, *module.weight.shape
+        )
 
     def by_offsets(self) -> Tensor:
         """A product for each offset."""
@@ -136,7 +159,9 @@ class LargeConvolution(LayerGradient):
         shifts = self._shifts
         total = shifts.a.new_zeros(shifts.n, dtype=torch.float64)
         if "weight" in self._names:
-            each = product_square_norms(shifts.unfolded.mT, shifts.outputs.mT, _operands(shifts.a))  # [sample · group]
+            each = product_square_norms(
+                shifts.unfolded.mT, shifts.outputs.mT, _operands(shifts.a)
+            )  # [sample · group]
             total = each.reshape(shifts.n, shifts.g).sum(dim=1)
         if "bias" in self._names:
             total = total + sum_square_norms(shifts.delta.flatten(2).mT)
@@ -144,11 +169,17 @@ class LargeConvolution(LayerGradient):
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         shifts, module = self._shifts, self._shifts.module
-        weighted = shifts.delta * weights.to(shifts.delta.dtype).view(-1, *(1 for _ in shifts.delta.shape[1:]))
+        weighted = shifts.delta * weights.to(shifts.delta.dtype).view(
+            -1, *(1 for _ in shifts.delta.shape[1:])
+        )
         out = {}
         if "weight" in self._names:
             out["weight"] = _weight_gradient(
-                module, shifts.a, weighted, shifts.a.new_empty(()).expand(module.weight.shape), module.groups
+                module,
+                shifts.a,
+                weighted,
+                shifts.a.new_empty(()).expand(module.weight.shape),
+                module.groups,
             )
         if "bias" in self._names:
             out["bias"] = weighted.transpose(0, 1).flatten(1).sum(dim=1)
@@ -161,8 +192,12 @@ class LargeConvolution(LayerGradient):
         return LargeConvolution(self._shifts.masked(keep), self._names)
 
 
-def _weight_gradient(module: Convolution, a: Tensor, delta: Tensor, weight: Tensor, groups: int) -> Tensor:
-    """The ordinary gradient of a convolution's weight, summed over the samples; `a` is padded already."""
+def _weight_gradient(
+    module: Convolution, a: Tensor, delta: Tensor, weight: Tensor, groups: int
+) -> Tensor:
+    """The ordinary gradient of a convolution's weight, summed over the samples; `a` is padded
+    already.
+    """
     none, wanted = [0] * len(module.kernel_size), [False, True, False]  # of input, weight and bias
     found: Tensor = torch.ops.aten.convolution_backward(
         delta, a, weight, None, module.stride, none, module.dilation, False, none, groups, wanted
@@ -176,7 +211,9 @@ def _is_thin(module: Convolution) -> bool:
 
 
 def _has_onednn(like: Tensor) -> bool:
-    """Whether oneDNN takes convolutions of such numbers: elsewhere, thousands of groups are taken one by one."""
+    """Whether oneDNN takes convolutions of such numbers: elsewhere, thousands of groups are taken
+    one by one.
+    """
     return (
         like.device.type == "cpu"
         and like.dtype == torch.float32
@@ -186,7 +223,9 @@ def _has_onednn(like: Tensor) -> bool:
 
 
 def _operands(like: Tensor) -> float:
-    """What a convolution rounds its operands to; on a GPU that is TF32 unless somebody has forbidden it."""
+    """What a convolution rounds its operands to; on a GPU that is TF32 unless somebody has
+    forbidden it.
+    """
     backend = torch.backends.cudnn if like.is_cuda else torch.backends.mkldnn
     return operand_roundoff(like, backend.conv.fp32_precision)
 
@@ -199,4 +238,6 @@ def _padded(module: Convolution, a: Tensor) -> Tensor:
         sides = [p for p in reversed(module.padding) for _ in range(2)]
     if not any(sides):
         return a
-    return F.pad(a, sides, mode="constant" if module.padding_mode == "zeros" else module.padding_mode)
+    return F.pad(
+        a, sides, mode="constant" if module.padding_mode == "zeros" else module.padding_mode
+    )

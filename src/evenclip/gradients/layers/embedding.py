@@ -1,12 +1,13 @@
 """Embeddings: a gradient that touches only the rows of the tokens a sample has.
 
-A token that occurs several times in one sample adds its δ up before the square, so with the rows of sample i collected
-by token,
+A token that occurs several times in one sample adds its δ up before the square, so with the rows of
+sample i collected by token,
 
     ‖g_i‖² = Σ_tokens ‖Σ_{t: token_t = token} δ_it‖²
 
-`padding_idx` takes no gradient. `max_norm` (which rewrites the weights while looking) and `scale_grad_by_freq` (which
-lets the samples of a batch influence each other) are refused before training.
+`padding_idx` takes no gradient. `max_norm` (which rewrites the weights while looking) and
+`scale_grad_by_freq` (which lets the samples of a batch influence each other) are refused before
+training.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from evenclip.gradients.layers.layer import LayerGradient, kept
 __all__ = ["gradient"]
 
 
-def gradient(module: nn.Embedding, a: Tensor, delta: Tensor, names: Collection[str]) -> LayerGradient:
+def gradient(
+    module: nn.Embedding, a: Tensor, delta: Tensor, names: Collection[str]
+) -> LayerGradient:
     """The gradients of an Embedding.  a: [sample, ...] of tokens, delta: [sample, ..., width]"""
     del names  # the weight is all there is
     n = len(a)
@@ -37,7 +40,11 @@ class EmbeddingGradient(LayerGradient):
     """Rows of δ collected by token."""
 
     def __init__(self, tokens: Tensor, delta: Tensor, rows: int) -> None:
-        self._tokens, self._delta, self._rows = tokens, delta, rows  # [sample, position], [sample, position, width]
+        self._tokens, self._delta, self._rows = (
+            tokens,
+            delta,
+            rows,
+        )  # [sample, position], [sample, position, width]
 
     def square_norms(self) -> Tensor:
         n, T, width = self._delta.shape
@@ -47,16 +54,23 @@ class EmbeddingGradient(LayerGradient):
         delta = self._delta.reshape(-1, width).double()
         rows = delta.new_zeros(len(found), width).index_add_(0, where, delta)
         sizes = delta.new_zeros(len(found)).index_add_(0, where, delta.norm(dim=1))  # Σ_t ‖δ_t‖
-        # The later sum is taken in the layer's own precision; a token that occurs once takes part in no sum.
+        # The later sum is taken in the layer's own precision; a token that occurs once takes part
+        # in no sum.
         times = torch.bincount(where, minlength=len(found))
-        slack = torch.where(times > 1, torch.expm1(times * math.log1p(torch.finfo(self._delta.dtype).eps / 2)), 0.0)
+        slack = torch.where(
+            times > 1, torch.expm1(times * math.log1p(torch.finfo(self._delta.dtype).eps / 2)), 0.0
+        )
         norms = rows.norm(dim=1) + slack * sizes
         return delta.new_zeros(n).index_add_(0, found // self._rows, norms.square())
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         weighted = self._delta * weights.to(self._delta.dtype).view(-1, 1, 1)
         total = weighted.new_zeros(self._rows, weighted.shape[-1])
-        return {"weight": total.index_add_(0, self._tokens.flatten(), weighted.reshape(-1, weighted.shape[-1]))}
+        return {
+            "weight": total.index_add_(
+                0, self._tokens.flatten(), weighted.reshape(-1, weighted.shape[-1])
+            )
+        }
 
     def masked(self, keep: Tensor) -> EmbeddingGradient:
         return EmbeddingGradient(self._tokens, kept(self._delta, keep), self._rows)
@@ -64,4 +78,8 @@ class EmbeddingGradient(LayerGradient):
     def per_sample(self) -> dict[str, Tensor]:
         n, T, width = self._delta.shape
         each = self._delta.new_zeros(n, self._rows, width)
-        return {"weight": each.scatter_add_(1, self._tokens.unsqueeze(-1).expand(n, T, width), self._delta)}
+        return {
+            "weight": each.scatter_add_(
+                1, self._tokens.unsqueeze(-1).expand(n, T, width), self._delta
+            )
+        }

@@ -1,19 +1,20 @@
 """Linear layers, over any number of positions.
 
-With a [sample, position, in] and δ [sample, position, out], the gradient of sample i is δ_iᵀ a_i for the weight and
-Σ_t δ_it for the bias, and
+With a [sample, position, in] and δ [sample, position, out], the gradient of sample i is δ_iᵀ a_i
+for the weight and Σ_t δ_it for the bias, and
 
     one position:   ‖δ_i‖² (‖a_i‖² + 1)                                       (Goodfellow 2015)
     T positions:    Σ_{s,t} ⟨a_is, a_it⟩ ⟨δ_is, δ_it⟩   when 2T² ≤ in · out    (Li et al. 2022; Bu et al. 2022)
                     ‖δ_iᵀ a_i‖²                         otherwise, formed
 
-The sum over positions can cancel (nearly constant inputs, δ that add up to nearly nothing). The Gram form is therefore
-computed in float64, and bounds on roundings are added: of the sum that is taken later, (T + 1)·u·Σ_t ‖a_t‖‖δ_t‖ (u the
-unit roundoff); of a formed product that is measured and not kept, T·u of the same; of the Gram form, (in + out + T²)·u
-of (Σ_t ‖a_t‖‖δ_t‖)², u being that of float64.
+The sum over positions can cancel (nearly constant inputs, δ that add up to nearly nothing). The
+Gram form is therefore computed in float64, and bounds on roundings are added: of the sum that is
+taken later, (T + 1)·u·Σ_t ‖a_t‖‖δ_t‖ (u the unit roundoff); of a formed product that is measured
+and not kept, T·u of the same; of the Gram form, (in + out + T²)·u of (Σ_t ‖a_t‖‖δ_t‖)², u being
+that of float64.
 
-Several layers of one position are measured together in a training step, in the precision that they have and in few
-operations (`quick_square_norms`), again with the bound on the roundings.
+Several layers of one position are measured together in a training step, in the precision that they
+have and in few operations (`quick_square_norms`), again with the bound on the roundings.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ __all__ = ["OnePosition", "gradient", "operands", "product_square_norms", "quick
 
 # Numbers in a block of per-sample products that are formed only to be measured: 64 MiB in float32.
 _BLOCK = 2**24
-# The widest layer that is measured in float32: at 1024 the bound on the roundings makes a norm 0.012 % longer.
+# The widest layer that is measured in float32: at 1024 the bound on the roundings makes a norm
+# 0.012 % longer.
 _WIDEST = 1024
-# A shorter δ is measured as if it were this long: squares of numbers as small as that are lost in float32.
+# A shorter δ is measured as if it were this long: squares of numbers as small as that are lost in
+# float32.
 _SHORTEST = 2.0**-50
 
 
@@ -71,7 +74,9 @@ class OnePosition(LayerGradient):
 
     def lengths(self) -> tuple[Tensor, Tensor]:
         """‖δ_i‖ and ‖a_i‖ in the precision they have.  # [sample], [sample]"""
-        return torch.linalg.vector_norm(self._delta, dim=1), torch.linalg.vector_norm(self._a, dim=1)
+        return torch.linalg.vector_norm(self._delta, dim=1), torch.linalg.vector_norm(
+            self._a, dim=1
+        )
 
     def square_norms(self) -> Tensor:  # noqa: D102
         total = square_sums(self._delta)
@@ -95,7 +100,11 @@ class OnePosition(LayerGradient):
 
     def per_sample(self) -> dict[str, Tensor]:  # noqa: D102
         parts = {"weight": self._delta.unsqueeze(2) * self._a.unsqueeze(1), "bias": self._delta}
-        return {name: part for name, part in parts.items() if (self._weight if name == "weight" else self._bias)}
+        return {
+            name: part
+            for name, part in parts.items()
+            if (self._weight if name == "weight" else self._bias)
+        }
 
     def masked(self, keep: Tensor) -> OnePosition:  # noqa: D102
         names = [name for name, asked in (("weight", self._weight), ("bias", self._bias)) if asked]
@@ -103,7 +112,9 @@ class OnePosition(LayerGradient):
 
 
 class Positions(LayerGradient):
-    """δᵀa for the weight, Σ_t δ_t for the bias, formed only where that is the cheapest way to a norm."""
+    """δᵀa for the weight, Σ_t δ_t for the bias, formed only where that is the cheapest way to a
+    norm.
+    """
 
     def __init__(self, a: Tensor, delta: Tensor, names: Collection[str]) -> None:
         self._a, self._delta = a, delta  # [sample, position, in], [sample, position, out]
@@ -140,11 +151,12 @@ class Positions(LayerGradient):
 
 
 def quick_square_norms(layers: Sequence[OnePosition]) -> Tensor:
-    """Σ_layers ‖δ_i‖² (‖a_i‖² + 1) for layers that are quick: never too small, infinite where float32 overflows.
+    """Σ_layers ‖δ_i‖² (‖a_i‖² + 1) for layers that are quick: never too small, infinite where
+    float32 overflows.
 
-    A sum of d squares is off by a factor of at most (1 + u)^(d+1), in whichever order it is taken, and its root by one
-    rounding more. What underflows is at most d·2⁻¹²⁶: of the smallest square that counts, 2⁻¹⁰⁰, that is d·u/4; in a,
-    the 1 for the bias is far above it.
+    A sum of d squares is off by a factor of at most (1 + u)^(d+1), in whichever order it is taken,
+    and its root by one rounding more. What underflows is at most d·2⁻¹²⁶: of the smallest square
+    that counts, 2⁻¹⁰⁰, that is d·u/4; in a, the 1 for the bias is far above it.
 
     Returns:
         [sample], float64
@@ -153,7 +165,9 @@ def quick_square_norms(layers: Sequence[OnePosition]) -> Tensor:
     lengths = torch.stack([*deltas, *inputs]).clamp_(min=_SHORTEST)  # [2 · layer, sample]
     delta, a = torch.split(lengths.double().square_(), len(layers))
     slack = 1 + rounding(lengths, 2 * max(layer.width for layer in layers) + 4)  # of each square
-    return torch.addcmul(delta, delta, a).sum(dim=0).mul_((slack * (1 + 3 * operands(lengths))) ** 2)
+    return (
+        torch.addcmul(delta, delta, a).sum(dim=0).mul_((slack * (1 + 3 * operands(lengths))) ** 2)
+    )
 
 
 def product_square_norms(a: Tensor, delta: Tensor, reduced: float) -> Tensor:
@@ -162,15 +176,20 @@ def product_square_norms(a: Tensor, delta: Tensor, reduced: float) -> Tensor:
     Args:
         a: [sample, position, in]
         delta: [sample, position, out]
-        reduced: what the later products round their operands to, 0 for not at all; see `operand_roundoff`.
+        reduced: what the later products round their operands to, 0 for not at all; see
+            `operand_roundoff`.
     """
     T, d, p = a.shape[1], a.shape[2], delta.shape[2]
     if T == 1:
         return square_sums(a) * square_sums(delta) * (1 + 3 * reduced) ** 2
-    sizes: Tensor = torch.linalg.vector_norm(a, dim=2, dtype=torch.float64)  # ‖a_t‖  [sample, position]
+    sizes: Tensor = torch.linalg.vector_norm(
+        a, dim=2, dtype=torch.float64
+    )  # ‖a_t‖  [sample, position]
     sizes = sizes * torch.linalg.vector_norm(delta, dim=2, dtype=torch.float64)  # ‖a_t‖‖δ_t‖
     size = sizes.sum(dim=1)
-    later = rounding(a, T + 1) + 3 * reduced  # two operands, and a little for the product of their roundings
+    later = (
+        rounding(a, T + 1) + 3 * reduced
+    )  # two operands, and a little for the product of their roundings
     if d * p >= 2 * T**2:
         norm = (_gram_square_norms(a, delta) + rounding(size, d + p + T**2) * size.square()).sqrt()
     else:
@@ -195,7 +214,10 @@ def _formed_square_norms(a: Tensor, delta: Tensor) -> Tensor:
     block = max(1, _BLOCK // (a.shape[2] * delta.shape[2]))
     if a.shape[0] <= block:
         return square_sums(delta.mT @ a)
-    parts = [square_sums(d.mT @ x) for x, d in zip(torch.split(a, block), torch.split(delta, block), strict=True)]
+    parts = [
+        square_sums(d.mT @ x)
+        for x, d in zip(torch.split(a, block), torch.split(delta, block), strict=True)
+    ]
     return torch.cat(parts)
 
 

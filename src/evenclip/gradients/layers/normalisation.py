@@ -1,7 +1,9 @@
-"""Layers that normalise within one sample and then scale and shift: LayerNorm, GroupNorm, InstanceNorm, RMSNorm.
+"""Layers that normalise within one sample and then scale and shift: LayerNorm, GroupNorm,
+InstanceNorm, RMSNorm.
 
-With x̂ the normalised input, the gradient of sample i is Σ_t x̂_t ⊙ δ_t for the scale and Σ_t δ_t for the shift, the
-sums over the positions that share a parameter. Both are as small as the parameters and are formed.
+With x̂ the normalised input, the gradient of sample i is Σ_t x̂_t ⊙ δ_t for the scale and Σ_t δ_t
+for the shift, the sums over the positions that share a parameter. Both are as small as the
+parameters and are formed.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from evenclip.gradients.layers.layer import Formed, LayerGradient, wanted
 __all__ = ["group_norm", "instance_norm", "layer_norm", "rms_norm"]
 
 
-def layer_norm(module: nn.LayerNorm, a: Tensor, delta: Tensor, names: Collection[str]) -> LayerGradient:
+def layer_norm(
+    module: nn.LayerNorm, a: Tensor, delta: Tensor, names: Collection[str]
+) -> LayerGradient:
     """LayerNorm.  a, delta: [sample, ..., *normalized_shape]"""
     normal = F.layer_norm(a, module.normalized_shape, eps=module.eps)
     return _trailing(normal, delta, len(module.normalized_shape), names)
@@ -28,13 +32,18 @@ def rms_norm(module: nn.RMSNorm, a: Tensor, delta: Tensor, names: Collection[str
     return _trailing(normal, delta, len(module.normalized_shape), names)
 
 
-def group_norm(module: nn.GroupNorm, a: Tensor, delta: Tensor, names: Collection[str]) -> LayerGradient:
+def group_norm(
+    module: nn.GroupNorm, a: Tensor, delta: Tensor, names: Collection[str]
+) -> LayerGradient:
     """GroupNorm.  a, delta: [sample, channel, ...]"""
     return _channels(F.group_norm(a, module.num_groups, eps=module.eps), delta, names)
 
 
 def instance_norm(
-    module: nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d, a: Tensor, delta: Tensor, names: Collection[str]
+    module: nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d,
+    a: Tensor,
+    delta: Tensor,
+    names: Collection[str],
 ) -> LayerGradient:
     """InstanceNorm without running statistics.  a, delta: [sample, channel, ...]"""
     return _channels(F.instance_norm(a, eps=module.eps), delta, names)
@@ -53,5 +62,8 @@ def _trailing(normal: Tensor, delta: Tensor, axes: int, names: Collection[str]) 
 def _channels(normal: Tensor, delta: Tensor, names: Collection[str]) -> LayerGradient:
     """Parameters along axis 1."""
     n, c = delta.shape[:2]
-    parts = {"weight": (normal * delta).reshape(n, c, -1).sum(dim=2), "bias": delta.reshape(n, c, -1).sum(dim=2)}
+    parts = {
+        "weight": (normal * delta).reshape(n, c, -1).sum(dim=2),
+        "bias": delta.reshape(n, c, -1).sum(dim=2),
+    }
     return Formed(wanted(parts, names))

@@ -4,8 +4,9 @@ Over time such a layer is two linear layers, one of what comes in and one of wha
 
     u_t = W_ih x_t + b_ih        v_t = W_hh h_{t−1} + b_hh        (h_t, c_t) = cell(u_t, v_t, h_{t−1}, c_{t−1})
 
-so that with δ for u and v its gradients are those of linear layers over positions. torch's own implementation keeps
-these to itself: the steps are taken once more here, with zeros added to u and v, and differentiated by the zeros.
+so that with δ for u and v its gradients are those of linear layers over positions. torch's own
+implementation keeps these to itself: the steps are taken once more here, with zeros added to u and
+v, and differentiated by the zeros.
 """
 
 from __future__ import annotations
@@ -27,34 +28,58 @@ State = tuple[Tensor, Tensor]
 
 
 def takes(module: nn.Module, args: Sequence[Any]) -> bool:
-    """Whether this call of a module is one that `gradient` knows: torch's own layer on a batch of whole sequences."""
+    """Whether this call of a module is one that `gradient` knows: torch's own layer on a batch of
+    whole sequences.
+    """
     if type(module) not in (nn.LSTM, nn.GRU, nn.RNN) or not args:
         return False
     assert isinstance(module, Recurrent)
     drops = module.dropout > 0 and module.training and module.num_layers > 1
     own = {
-        f"{name}_l{cell.name}" for cell in _cells(module) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        f"{name}_l{cell.name}"
+        for cell in _cells(module)
+        for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     }
-    known = {name for name, _ in module.named_parameters()} <= own  # weight_norm and the like bring others
-    return known and not drops and not module.proj_size and isinstance(args[0], Tensor) and args[0].ndim == 3
+    known = {
+        name for name, _ in module.named_parameters()
+    } <= own  # weight_norm and the like bring others
+    return (
+        known
+        and not drops
+        and not module.proj_size
+        and isinstance(args[0], Tensor)
+        and args[0].ndim == 3
+    )
 
 
 def gradient(
-    module: Recurrent, x: Tensor, state: Sequence[Tensor], deltas: Sequence[Tensor | None], names: Collection[str]
+    module: Recurrent,
+    x: Tensor,
+    state: Sequence[Tensor],
+    deltas: Sequence[Tensor | None],
+    names: Collection[str],
 ) -> LayerGradient:
     """The gradients of a recurrent layer.
 
     Args:
         module: the layer.
         x: [sample, time, in]
-        state: what is remembered at the start: (h, c) or (h,), [sample, layer · direction, out] each; none for zeros.
-        deltas: δ of the output [sample, time, direction · out], and of (h, c) at the end; None for zeros.
+        state: what is remembered at the start: (h, c) or (h,), [sample, layer · direction, out]
+            each; none for zeros.
+        deltas: δ of the output [sample, time, direction · out], and of (h, c) at the end; None for
+            zeros.
         names: of the parameters that are asked for.
     """
     steps = _Steps(module, x, state)
-    zeros = [x.new_zeros(*x.shape[:2], cell.weight_ih.shape[0]) for cell in steps.cells for _ in range(steps.taps)]
+    zeros = [
+        x.new_zeros(*x.shape[:2], cell.weight_ih.shape[0])
+        for cell in steps.cells
+        for _ in range(steps.taps)
+    ]
     outputs, pull, into = vjp(steps, *zeros, has_aux=True)  # type: ignore[misc]  # typed for has_aux=False
-    signals = [torch.zeros_like(o) if d is None else d for o, d in zip(outputs, deltas, strict=True)]
+    signals = [
+        torch.zeros_like(o) if d is None else d for o, d in zip(outputs, deltas, strict=True)
+    ]
     found = iter(pull(tuple(signals)))
     parts = []
     for cell, (a, memory) in zip(steps.cells, into, strict=True):
@@ -86,13 +111,16 @@ def _cells(module: Recurrent) -> Iterator[_Cell]:
             name = f"{layer}{suffix}"
             weights = [getattr(module, f"weight_{side}_l{name}").detach() for side in ("ih", "hh")]
             biases = [
-                getattr(module, f"bias_{side}_l{name}").detach() if module.bias else None for side in ("ih", "hh")
+                getattr(module, f"bias_{side}_l{name}").detach() if module.bias else None
+                for side in ("ih", "hh")
             ]
             yield _Cell(name, bool(suffix), weights[0], weights[1], biases[0], biases[1])
 
 
 class _Steps:
-    """The layer's steps, as a function of what is added to every u (and, where it matters apart, every v)."""
+    """The layer's steps, as a function of what is added to every u (and, where it matters apart,
+    every v).
+    """
 
     def __init__(self, module: Recurrent, x: Tensor, state: Sequence[Tensor]) -> None:
         self.cells = tuple(_cells(module))
@@ -100,12 +128,23 @@ class _Steps:
         self._x, self._cell = x, _cell(module)
         self._directions = 2 if module.bidirectional else 1
         zeros = x.new_zeros(x.shape[0], len(self.cells), module.hidden_size)
-        self._state = [*state, *(zeros for _ in range(2 - len(state)))]  # those without a c have one that stays 0
+        self._state = [
+            *state,
+            *(zeros for _ in range(2 - len(state))),
+        ]  # those without a c have one that stays 0
         self._remembers = 2 if isinstance(module, nn.LSTM) else 1
 
     def __call__(self, *zeros: Tensor) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, Tensor]]]:
-        """(output, what is remembered at the end), and what went into every cell's two linear layers."""
-        x, ends, outs, into, added = self._x, list[State](), list[Tensor](), list[tuple[Tensor, Tensor]](), iter(zeros)
+        """(output, what is remembered at the end), and what went into every cell's two linear
+        layers.
+        """
+        x, ends, outs, into, added = (
+            self._x,
+            list[State](),
+            list[Tensor](),
+            list[tuple[Tensor, Tensor]](),
+            iter(zeros),
+        )
         for i, cell in enumerate(self.cells):
             taps = [next(added) for _ in range(self.taps)]
             out, memory, end = self._one(i, cell, x, taps)
@@ -114,9 +153,14 @@ class _Steps:
             into.append((x, memory))
             if len(outs) == self._directions:
                 x, outs = torch.cat(outs, dim=2), []
-        return (x, *(torch.stack([end[k] for end in ends], dim=1) for k in range(self._remembers))), into
+        return (
+            x,
+            *(torch.stack([end[k] for end in ends], dim=1) for k in range(self._remembers)),
+        ), into
 
-    def _one(self, i: int, cell: _Cell, x: Tensor, taps: Sequence[Tensor]) -> tuple[Tensor, Tensor, State]:
+    def _one(
+        self, i: int, cell: _Cell, x: Tensor, taps: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, State]:
         """One cell over all times: what comes out, what was remembered before each, and at the end."""
         u = nn.functional.linear(x, cell.weight_ih, cell.bias_ih) + taps[0]
         us, vs = u.unbind(1), taps[1].unbind(1) if len(taps) == 2 else None
@@ -165,10 +209,16 @@ class _Joined(LayerGradient):
         return torch.stack([part.square_norms() for part, _ in self._parts]).sum(dim=0)
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        return {names[own]: g for part, names in self._parts for own, g in part.weighted_sum(weights).items()}
+        return {
+            names[own]: g
+            for part, names in self._parts
+            for own, g in part.weighted_sum(weights).items()
+        }
 
     def per_sample(self) -> dict[str, Tensor]:
-        return {names[own]: g for part, names in self._parts for own, g in part.per_sample().items()}
+        return {
+            names[own]: g for part, names in self._parts for own, g in part.per_sample().items()
+        }
 
     def masked(self, keep: Tensor) -> _Joined:
         return _Joined([(part.masked(keep), names) for part, names in self._parts])

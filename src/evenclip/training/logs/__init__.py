@@ -1,7 +1,8 @@
-"""Where the course of training is written to while it runs: `fit(..., logs=[JSONL("epochs.jsonl")])`.
+"""Where the course of training is written to while it runs: `fit(...,
+logs=[JSONL("epochs.jsonl")])`.
 
-A log is told every epoch when it has ended, and the privacy report at the end. What it writes is private but for the
-report: losses, norms and counts of records carry no noise.
+A log is told every epoch when it has ended, and the privacy report at the end. What it writes is
+private but for the report: losses, norms and counts of records carry no noise.
 """
 
 from evenclip.training.logs.csv import CSV

@@ -31,7 +31,9 @@ class CSV:
         with self._path.open(encoding="utf-8", newline="") as file:
             there = next(csv.reader(file), None)
         if there is not None and there != list(row):
-            raise ValueError(f"{self._path} has other columns, of another run; choose another file for the log.")
+            raise ValueError(
+                f"{self._path} has other columns, of another run; choose another file for the log."
+            )
         with self._path.open("a", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, list(row))
             if there is None:

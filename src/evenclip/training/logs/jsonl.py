@@ -13,7 +13,8 @@ __all__ = ["JSONL"]
 
 
 class JSONL:
-    """{"private": …} once, {"epoch": 1, "loss/Female": …} for each epoch, {"privacy": …} at the end.
+    """{"private": …} once, {"epoch": 1, "loss/Female": …} for each epoch, {"privacy": …} at the
+    end.
 
     A file that is there is gone on with: of a run that was resumed.
     """

@@ -16,14 +16,17 @@ class Log(Protocol):
     """Somebody who is told about a run."""
 
     def epoch(self, number: int, values: Mapping[str, float | None]) -> None:
-        """An epoch has ended: its number, from 1, and what was seen, by name; None where nothing was."""
+        """An epoch has ended: its number, from 1, and what was seen, by name; None where nothing
+        was.
+        """
 
     def end(self, report: Mapping[str, Any]) -> None:
         """Training has ended with this privacy report."""
 
 
 def flat(row: Mapping[str, Any], groups: Sequence[str]) -> dict[str, float | None]:
-    """A row of the trace as numbers by name: what is by group as "loss/Female", a vector as "state/0".
+    """A row of the trace as numbers by name: what is by group as "loss/Female", a vector as
+    "state/0".
 
     >>> flat({"epoch": 1, "loss": [0.5, None], "state": [2.0], "steps": 3}, ["a", "b"])
     {'epoch': 1, 'loss/a': 0.5, 'loss/b': None, 'state/0': 2.0, 'steps': 3}
@@ -47,5 +50,7 @@ def writable(path: str | os.PathLike[str]) -> Path:
         with place.open("a", encoding="utf-8"):
             pass
     except OSError as error:
-        raise OSError(f"{place} cannot be written ({error.strerror}); choose another file for the log.") from error
+        raise OSError(
+            f"{place} cannot be written ({error.strerror}); choose another file for the log."
+        ) from error
     return place

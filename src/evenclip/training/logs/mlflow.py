@@ -12,8 +12,8 @@ __all__ = ["MLflow"]
 
 
 class MLflow:
-    """Metrics by epoch and the privacy report as privacy.json, in the run that is active; else in one of its own,
-    ended with the training. Private but for the report.
+    """Metrics by epoch and the privacy report as privacy.json, in the run that is active; else in
+    one of its own, ended with the training. Private but for the report.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,11 @@ class MLflow:
 
     def epoch(self, number: int, values: Mapping[str, float | None]) -> None:
         """A point of every metric; MLflow allows fewer characters in names than groups may have."""
-        known = {re.sub(r"[^\w\-. /]", "_", name): v for name, v in values.items() if v is not None and name != "epoch"}
+        known = {
+            re.sub(r"[^\w\-. /]", "_", name): v
+            for name, v in values.items()
+            if v is not None and name != "epoch"
+        }
         self._mlflow.log_metrics({name: float(value) for name, value in known.items()}, step=number)
 
     def end(self, report: Mapping[str, Any]) -> None:

@@ -12,13 +12,17 @@ __all__ = ["TensorBoard"]
 
 
 class TensorBoard:
-    """Scalars by epoch, groups of one quantity beside each other; the privacy report as text. Private but for that."""
+    """Scalars by epoch, groups of one quantity beside each other; the privacy report as text.
+    Private but for that.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ImportError("TensorBoard is not installed: pip install 'evenclip[tensorboard]'.") from error
+            raise ImportError(
+                "TensorBoard is not installed: pip install 'evenclip[tensorboard]'."
+            ) from error
         self._writer: Any = SummaryWriter(os.fspath(folder))
         self._writer.add_text("private", PRIVATE)
 
