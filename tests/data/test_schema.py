@@ -111,7 +111,6 @@ def test_ranges_go_to_minus_one_and_one():
         {
             "age": [0, 50, 100, 150],
             "since": ["2000-01-01", "2010-01-01", "2020-01-01", None],
-            # fmt: skip
             "member": True,
             "job": ["smith", None, "pilot", "baker"],
             "sex": "d",

@@ -242,7 +242,6 @@ def test_only_training_rows_shape_the_encoder(made, file):
     elsewhere = frame["id"].isin(
         [
             *raw_rows(made, made.splits.test, frame)["id"],
-            # fmt: skip
             *raw_rows(made, made.splits.validation, frame)["id"],
         ]
     )

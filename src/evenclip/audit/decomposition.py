@@ -243,9 +243,8 @@ class RiskTerms:
         rows, of = self._rows[k]
         partial = len(rows) < of
         curvature, gradients = self._curvature(step, rows, partial)
-        if not bool(
-            torch.isfinite(gradients).all()
-        ):  # a sample without a finite gradient takes no part in training
+        # A sample without a finite gradient takes no part in training.
+        if not bool(torch.isfinite(gradients).all()):
             finite = clip(step.tape, step.mechanism, self._chunk(rows), step.public.now).seen.finite
             rows = rows if finite is None else rows[finite.to(rows.device)]
             curvature, gradients = self._curvature(step, rows, partial)

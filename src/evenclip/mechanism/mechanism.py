@@ -249,9 +249,8 @@ class Mechanism:
         [parameter]
         """
         noisy = release("gradient", total, sensitivity=S, multiplier=self.sigma)
-        return (
-            noisy * (1 / B) if noisy is total else noisy.mul_(1 / B)
-        )  # in clear, it is the same tensor
+        # In clear, `noisy` is the same tensor as `total`.
+        return noisy * (1 / B) if noisy is total else noisy.mul_(1 / B)
 
     # --- for observers ---
 

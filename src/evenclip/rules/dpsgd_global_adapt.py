@@ -98,9 +98,8 @@ class DPSGDGlobalAdapt(Rule):
 
     def observe(self, noisy: Tensor, B: float, state: Tensor) -> tuple[Tensor, Tensor]:
         """Z now, and Z · exp(−η_Z + b̃) for the next step."""
-        exponent = torch.rsub(
-            noisy.select(0, 0), -self.eta_Z, alpha=-1 / B
-        )  # −η_Z + b̃ in one operation
+        # −η_Z + b̃ in one operation.
+        exponent = torch.rsub(noisy.select(0, 0), -self.eta_Z, alpha=-1 / B)
         return state, exponent.exp().mul(state).clamp(1e-12, 1e12)
 
     def sensitivity(self, now: Tensor) -> float:  # noqa: D102

@@ -137,9 +137,8 @@ class Run:
             self.sampler.expected_size(batch),
             self._chunks(self.ranks.share(batch, self.rows), feed),
         )
-        self.ledger.write(
-            self.sampler.q, self.mechanism.multipliers
-        )  # first: a step that is interrupted counts
+        # First, so that an interrupted step counts.
+        self.ledger.write(self.sampler.q, self.mechanism.multipliers)
         noise = self._draw()
         if self._graph is not None and self._graph.takes(chunks, B):
             public, part = self._graph(self.state, chunks[0], noise)
