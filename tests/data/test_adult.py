@@ -1,4 +1,4 @@
-"""Adult, against its own file read by pandas."""
+"""Adult, compared with its file as read by pandas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CATEGORICAL = [
 
 @pytest.fixture(scope="module")
 def table():
-    """The rows without missing values, as they are in the file."""
+    """Return the rows of the file that have no missing values."""
     text = lzma.decompress(
         resources.files("evenclip.data").joinpath("files", "adult.csv.xz").read_bytes()
     )
@@ -67,8 +67,8 @@ def test_adult_is_balanced_and_split(splits, table):
     train, test, validation = splits
     assert validation is None
     assert train.x.shape[1] == test.x.shape[1] == 98
-    # 0.8·2·14,695 = 23,512 on average; one standard deviation is 0.8·√(30,527·p(1−p)) = 70, p =
-    # 14,695/30,527.
+    # 0.8·2·14,695 = 23,512 on average. With p = 14,695/30,527 one standard deviation is
+    # 0.8·√(30,527·p(1−p)) = 70.
     assert 23_512 - 5 * 70 < len(train) < 23_512 + 5 * 70
     assert len(train) == round(0.8 * (len(train) + len(test)))
     group = torch.cat([train.group, test.group])
@@ -78,10 +78,8 @@ def test_adult_is_balanced_and_split(splits, table):
 
 
 def test_adult_rates_of_high_income_are_those_of_the_file(splits, table):
-    y, group = (
-        torch.cat([d.y for d in splits[:2]]).double(),
-        torch.cat([d.group for d in splits[:2]]),
-    )
+    y = torch.cat([d.y for d in splits[:2]]).double()
+    group = torch.cat([d.group for d in splits[:2]])
     rate = (table["income"] == ">50K").groupby(table["sex"]).mean()
     assert float(y[group == 0].mean()) == pytest.approx(rate["Female"], abs=1e-12)
     assert float(y[group == 1].mean()) == pytest.approx(rate["Male"], abs=0.02)  # 5 standard errors
@@ -94,24 +92,22 @@ def test_adult_is_scaled_by_its_training_rows_only(splits, table):
     expected = (raw - train.mean(0)) / train.std(0)
     got = torch.cat([d.x for d in splits[:2]])[:, :5].numpy()
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
-    together = (raw - raw.mean(0)) / raw.std(0)
-    assert abs(got - together).max(0).min() > 1e-4  # so that the comparison above can tell
+    by_all_rows = (raw - raw.mean(0)) / raw.std(0)
+    assert abs(got - by_all_rows).max(0).min() > 1e-4  # the comparison above can tell them apart
 
 
 def test_adult_rows_are_those_of_the_file(splits, table):
-    """Undo the scaling with numbers found in the file: every row, with features, class and group,
-    is in it.
-    """
+    """After undoing the scaling, every row with features, class and group is in the file."""
     known = set(map(tuple, decoded_file(table)))
-    found = decoded(splits, table)
-    assert set(map(tuple, found)) <= known
-    females = found[found[:, FEATURES.index("sex=Female")] == 1]
+    rows = decoded(splits, table)
+    assert set(map(tuple, rows)) <= known
+    females = rows[rows[:, FEATURES.index("sex=Female")] == 1]
     expected = decoded_file(table[table["sex"] == "Female"])
     assert sorted(map(tuple, females)) == sorted(map(tuple, expected))
 
 
 def decoded(splits, table):
-    """All rows in the units of the file: [row, 98 features, class, group], whole numbers."""
+    """Return all rows in the units of the file, [row, 98 features + class + group] int."""
     x = torch.cat([d.x for d in splits[:2]]).double().numpy()
     for j, column in enumerate(FEATURES[:5]):
         x[:, j] = unscaled(x[:, j], np.unique(table[column]))
@@ -121,13 +117,13 @@ def decoded(splits, table):
 
 
 def unscaled(scaled, values):
-    """The values of a standardised column whose smallest and largest are those of the file."""
+    """Undo the standardisation of a column that contains the file's smallest and largest value."""
     low, high = scaled.min(), scaled.max()
     return np.rint(values[0] + (scaled - low) / (high - low) * (values[-1] - values[0]))
 
 
 def decoded_file(table):
-    """The same from the file, by pandas."""
+    """Return the same array as `decoded`, computed from the file by pandas."""
     numbers = table[list(FEATURES[:5])]
     names = {c: [f.split("=")[1] for f in FEATURES if f.startswith(f"{c}=")] for c in CATEGORICAL}
     one_hot = [pd.get_dummies(pd.Categorical(table[c], names[c])) for c in CATEGORICAL]
@@ -138,22 +134,22 @@ def decoded_file(table):
 
 def test_adult_is_decided_by_its_seed():
     for left, right in zip(adult(0)[:2], adult(0)[:2], strict=True):
-        for one, two in ((left.x, right.x), (left.y, right.y), (left.group, right.group)):
-            assert_same(one, two)
+        assert_same(left.x, right.x)
+        assert_same(left.y, right.y)
+        assert_same(left.group, right.group)
     assert not torch.equal(adult(0).train.x[:100], adult(3).train.x[:100])
 
 
 def test_adult_leaves_the_global_generators_alone():
-    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    torch_state = torch.get_rng_state()
+    numpy_state = np.random.get_state()[1].copy()  # noqa: NPY002
     adult(5)
     assert torch.equal(torch_state, torch.get_rng_state())
     assert (numpy_state == np.random.get_state()[1]).all()  # noqa: NPY002
 
 
 def test_adult_from_original_files(tmp_path):
-    """UCI's layout, made from the embedded file: spaces, a comment, full stops and an empty last
-    line.
-    """
+    """UCI's layout has spaces, a comment, full stops and an empty last line."""
     write_original(tmp_path, embedded_lines())
     for left, right in zip(adult(1)[:2], adult(1, directory=tmp_path)[:2], strict=True):
         assert_same(left.x, right.x)
@@ -166,8 +162,8 @@ def test_adult_refuses_missing_files(tmp_path):
     assert str(missing.value) == (
         f"adult/adult.data is not in the data directory {tmp_path}; get it from "
         "https://archive.ics.uci.edu/dataset/2/adult (without a directory, the copy in this "
-        "package is used), or name "
-        "another directory with --data-dir or the environment variable EVENCLIP_DATA."
+        "package is used), or name another directory with --data-dir or the environment variable "
+        "EVENCLIP_DATA."
     )
 
 
@@ -184,11 +180,9 @@ def test_adult_refuses_other_files(tmp_path):
     "value", ["Atlantis", "Cub", "Cubaa", "cuba", "Zembla", "Cuba" + 40 * "x", "Kübä"]
 )
 def test_adult_refuses_values_that_it_does_not_have(value):
-    module, says = (
-        importlib.import_module("evenclip.data.adult"),
-        re.escape(f"native-country has the value '{value[:32]}'"),
-    )
-    with pytest.raises(ValueError, match=rf"^{says}, unknown in Adult; is this UCI's"):
+    module = importlib.import_module("evenclip.data.adult")
+    message = re.escape(f"native-country has the value '{value[:32]}'")
+    with pytest.raises(ValueError, match=rf"^{message}, unknown in Adult; is this UCI's"):
         module._table([line.replace("Cuba", value) for line in embedded_lines()])
 
 
@@ -214,25 +208,21 @@ def test_adult_is_balanced_on_the_group_that_is_chosen(group, table):
     assert len(train) == round(0.8 * (len(train) + len(test)))
     smallest = min(GROUPS[group].values())
     sizes = torch.bincount(torch.cat([train.group, test.group])).tolist()
-    for found, size in zip(sizes, GROUPS[group].values(), strict=True):
-        p = smallest / size
-        assert (
-            abs(found - smallest) <= 5 * (size * p * (1 - p)) ** 0.5
-        )  # the smallest group is whole
+    for kept, size in zip(sizes, GROUPS[group].values(), strict=True):
+        p = smallest / size  # 1 for the smallest group, which is kept whole
+        assert abs(kept - smallest) <= 5 * (size * p * (1 - p)) ** 0.5
 
 
 @pytest.mark.parametrize("group", ["race", "age"])
 def test_adult_groups_agree_with_the_features(group, table):
     train, test, _ = adult(2, group=group)
-    x, found = (
-        torch.cat([train.x, test.x]).double().numpy(),
-        torch.cat([train.group, test.group]).numpy(),
-    )
+    x = torch.cat([train.x, test.x]).double().numpy()
+    codes = torch.cat([train.group, test.group]).numpy()
     if group == "race":
-        np.testing.assert_array_equal(found, 1 - x[:, FEATURES.index("race=other")])
+        np.testing.assert_array_equal(codes, 1 - x[:, FEATURES.index("race=other")])
     else:
         age = unscaled(x[:, 0], np.unique(table["age"]))
-        np.testing.assert_array_equal(found, (age >= 30).astype(int) + (age >= 45) + (age >= 60))
+        np.testing.assert_array_equal(codes, (age >= 30).astype(int) + (age >= 45) + (age >= 60))
     assert x.shape[1] == 98
 
 
@@ -244,10 +234,8 @@ def test_adult_offers_three_protected_attributes():
         adult(group="income")
 
 
-def test_adult_as_it_was():
-    """The sums of seed 0 when only the sexes could be balanced: results of that time are still
-    those of today.
-    """
+def test_adult_of_seed_0_has_not_changed():
+    """The sums are those of the first version, which could balance only the sexes."""
     train, test, _ = adult(0)
     assert (len(train), len(test), int(train.group.sum()), int(train.y.sum())) == (
         23_488,
@@ -273,13 +261,13 @@ def assert_same(left, right):
 
 
 def embedded_lines():
-    """The rows of the embedded file as text."""
+    """Return the rows of the embedded file as text."""
     packed = resources.files("evenclip.data").joinpath("files", "adult.csv.xz").read_bytes()
     return lzma.decompress(packed).decode().splitlines()[1:]
 
 
 def write_original(directory, lines):
-    """The two files as UCI has them."""
+    """Write the two files as UCI publishes them."""
     folder = directory / "adult"
     folder.mkdir(exist_ok=True)
     spaced = [line.replace(",", ", ") for line in lines]

@@ -1,4 +1,4 @@
-"""The catalogue: every dataset by name, the same way; what is here; and what it says about itself."""
+"""The catalogue: every dataset loads by name, lists missing files and describes itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from evenclip.data import SOURCES, Splits, data_directory
 
-FREE = ["adult", "digits", "toy"]  # nothing to bring
+FREE = ["adult", "digits", "toy"]  # need no files
 
 
 def test_the_names():
@@ -21,7 +21,7 @@ def test_the_names():
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_dataset_is_loaded_the_same_way(name, tmp_path, monkeypatch):
-    """With seed and directory; what is not there says so."""
+    """Loaders take a seed and a directory, and name missing files."""
     monkeypatch.delenv("EVENCLIP_DATA", raising=False)
     source = SOURCES[name]
     assert {"seed", "directory"} <= set(inspect.signature(source.load).parameters)

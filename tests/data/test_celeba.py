@@ -1,6 +1,4 @@
-"""CelebA on small copies in the official layout, made here; and the known counts where its lists
-are.
-"""
+"""CelebA: small generated copies in the official layout, and the counts of the real lists."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ IDENTITY = [i // 3 + 100 for i in range(N)]  # 20 people with 3 images each
 
 
 def colour(i):
-    """The colour of image i: all that is in it."""
+    """Return the uniform colour of image i."""
     return (4 * i, 255 - 4 * i, 20)
 
 
@@ -42,7 +40,7 @@ def jpeg(i, size=(178, 218)):
 
 
 def write(directory, *, form="zip", lists="csv", images=range(N)):
-    """A copy in the official layout."""
+    """Write a copy in the official layout."""
     folder = directory / "celeba"
     folder.mkdir(exist_ok=True)
     write_lists(folder, lists)
@@ -60,7 +58,7 @@ def write(directory, *, form="zip", lists="csv", images=range(N)):
 
 
 def write_lists(folder, form):
-    """The lists as Kaggle has them (csv) or as published (txt)."""
+    """Write the lists in Kaggle's form (csv) or as published (txt)."""
     columns = ["Bald", "Eyeglasses", "Male", "Young"]
     rows = [[-1, 2 * EYEGLASSES[i] - 1, 2 * MALE[i] - 1, 1] for i in range(N)]
     if form == "csv":
@@ -88,7 +86,7 @@ def write_lists(folder, form):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
-    """As if CelebA had 60 images, and with a cache of its own."""
+    """Reduce CelebA to 60 images and use a temporary cache."""
     monkeypatch.setattr(CELEBA, "IMAGES", N)
     monkeypatch.setattr(CELEBA, "BLOCK", 16)
     monkeypatch.setenv("EVENCLIP_CACHE", str(tmp_path / "cache"))
@@ -96,7 +94,7 @@ def small(monkeypatch, tmp_path):
 
 
 def which(data):
-    """The images in a dataset, by their colour."""
+    """Return the numbers of the images in a dataset, recognised by their colour."""
     return [round(float(image[0].double().mean()) / 4) for image in data.x]
 
 
@@ -137,7 +135,7 @@ def test_parts_that_do_not_follow_each_other(tmp_path):
 
 
 def test_images_are_shrunk_as_a_whole_and_averaged(tmp_path):
-    """Black stripes of one pixel become grey; the left half stays left, the top edge stays in."""
+    """Stripes of one pixel become grey; left stays left, and the top edge is not cropped."""
     write(tmp_path)
     picture = np.zeros((218, 178, 3), np.uint8)
     picture[:, ::2] = 200  # stripes of one pixel
@@ -174,11 +172,9 @@ def test_a_partial_copy_is_refused_with_the_number_that_is_missing(tmp_path):
         celeba(directory=tmp_path)
     assert str(caught.value) == (
         f"{tmp_path / 'celeba' / 'img_align_celeba.zip'} lacks 15 of CelebA's 60 images; get them "
-        "from "
-        "https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html or "
+        "from https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html or "
         "https://www.kaggle.com/datasets/jessicali9530/celeba-dataset, or allow a partial copy "
-        "(allow_partial), which "
-        "is split by identity and not as published."
+        "(allow_partial), which is split by identity and not as published."
     )
     assert not (tmp_path / "cache").exists()
 
@@ -201,7 +197,7 @@ def test_a_partial_copy_is_split_by_identity(tmp_path, form):
     assert which(other.test) != test
 
 
-def test_a_full_copy_is_split_as_published_even_if_less_would_do(tmp_path):
+def test_a_full_copy_is_split_as_published_even_if_partial_copies_are_allowed(tmp_path):
     write(tmp_path)
     assert which(celeba(directory=tmp_path, allow_partial=True).test) == list(range(50, 60))
 
@@ -261,7 +257,7 @@ def test_an_interrupted_decoding_leaves_nothing(tmp_path, monkeypatch):
     assert which(celeba(directory=tmp_path).train) == list(range(40))
 
 
-def test_what_a_killed_process_left_is_no_cache_and_goes_when_it_is_old(tmp_path):
+def test_a_killed_process_leaves_no_cache_and_its_old_partial_files_are_removed(tmp_path):
     write(tmp_path)
     celeba(directory=tmp_path)
     kept = tmp_path / "cache" / cached(tmp_path)[0]
@@ -406,7 +402,7 @@ def test_without_pillow_it_says_what_to_install(tmp_path, monkeypatch):
 
 @pytest.fixture
 def real(monkeypatch):
-    """The data directory, with CelebA's own lists, and images or some of them."""
+    """Return the data directory with CelebA's real lists and all or some of its images."""
     lists = [
         Path(REAL or ".") / "celeba" / name
         for name in ("list_attr_celeba.csv", "list_eval_partition.csv")
@@ -426,12 +422,11 @@ def test_celeba_has_the_known_counts(real):
     assert (int(eyeglasses[male == 1].sum()), int(eyeglasses[male == 0].sum())) == (10_478, 2_715)
     parts = CELEBA._official(names, real)
     assert [len(part) for part in parts] == [162_770, 19_867, 19_962]
-    assert all(
-        part[-1] - part[0] + 1 == len(part) for part in parts
-    )  # so that they are looked into, not copied
+    # Contiguous, so that the datasets are views and not copies.
+    assert all(part[-1] - part[0] + 1 == len(part) for part in parts)
 
 
-def test_celeba_as_far_as_it_is_here(real):
+def test_celeba_of_the_data_directory(real):
     if not (real / "celeba" / "img_align_celeba.zip").exists():
         pytest.skip("needs celeba/img_align_celeba.zip in the folder EVENCLIP_DATA")
     absent = CELEBA.images_missing(real)

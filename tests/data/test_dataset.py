@@ -1,4 +1,4 @@
-"""Data: what is refused and in which words, and rows by index."""
+"""Datasets: error messages, conversions, and rows by index."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ class NoLength(torch_data.Dataset):
 
 
 def with_bad_values():
-    """100 rows; three non-finite values in rows 7 and 50."""
+    """Return 100 rows with three non-finite values, in rows 7 and 50."""
     x = torch.zeros(100, 3)
     x[7, 0], x[7, 2], x[50, 1] = math.nan, math.inf, -math.inf
     return x, torch.zeros(100, dtype=torch.int64)
 
 
 ACCEPTED = (
-    "give (x, y) or (x, y, group) as a tuple of tensors or numpy arrays, an evenclip Dataset, "
-    "or a map-style torch dataset whose items are (x, y) or (x, y, group)"
+    "give (x, y) or (x, y, group) as a tuple of tensors or numpy arrays, an evenclip Dataset, or "
+    "a map-style torch dataset whose items are (x, y) or (x, y, group)"
 )
 NO_SAMPLES = "The dataset has 0 samples; training needs at least one: was everything filtered out?"
 
-REFUSED = {  # what is done -> the whole message
+REFUSED = {  # case -> attempt, error, whole message
     "zero samples": (lambda: Dataset(X[:0], Y[:0]), ValueError, NO_SAMPLES),
     "lengths": (
         lambda: Dataset(X, Y[:9], GROUP, NAMES),
@@ -94,8 +94,8 @@ REFUSED = {  # what is done -> the whole message
     "non-finite y": (
         lambda: Dataset(X, torch.full((N,), math.nan)),
         ValueError,
-        "y has 10 non-finite values in 10 of 10 rows (first: row 0); remove or impute them before "
-        "training.",
+        "y has 10 non-finite values in 10 of 10 rows (first: row 0); remove or impute them "
+        "before training.",
     ),
     "group not integer": (
         lambda: Dataset(X, Y, GROUP.float(), NAMES),
@@ -110,8 +110,8 @@ REFUSED = {  # what is done -> the whole message
     "negative group": (
         lambda: Dataset(X, Y, GROUP - 1, NAMES),
         ValueError,
-        "group has codes from -1 to 1 and group_names has 3 names, so codes must lie from 0 to 2; "
-        "add the missing names or correct the codes.",
+        "group has codes from -1 to 1 and group_names has 3 names, so codes must lie from 0 to "
+        "2; add the missing names or correct the codes.",
     ),
     "group without a name": (
         lambda: Dataset(X, Y, GROUP, NAMES[:2]),
@@ -122,8 +122,8 @@ REFUSED = {  # what is done -> the whole message
     "class without a name": (
         lambda: Dataset(X, Y + 1, class_names=("no", "yes")),
         ValueError,
-        "y has codes from 1 to 2 and class_names has 2 names, so codes must lie from 0 to 1; "
-        "add the missing names or correct the codes.",
+        "y has codes from 1 to 2 and class_names has 2 names, so codes must lie from 0 to 1; add "
+        "the missing names or correct the codes.",
     ),
     "two axes of groups": (
         lambda: Dataset(X, Y, GROUP[:, None], NAMES),
@@ -149,8 +149,7 @@ REFUSED = {  # what is done -> the whole message
         lambda: as_dataset((X, Y, np.array([10115, 90210] * 5))),
         ValueError,
         "group has 2 different codes from 10115 to 90210; without group_names they must be 0 to "
-        "K−1, "
-        "each in use: give group_names, or number the groups from 0.",
+        "K−1, each in use: give group_names, or number the groups from 0.",
     ),
     "unknown group": (
         lambda: as_dataset((X, Y, np.array(["a", "z"] * 5)), group_names=NAMES),
@@ -161,8 +160,7 @@ REFUSED = {  # what is done -> the whole message
         lambda: as_dataset((X, Y, np.array(["a", None] * 5, dtype=object))),
         TypeError,
         "group has dtype object and values that are not strings, such as missing ones; remove "
-        "them, "
-        "or give integers or strings only.",
+        "them, or give integers or strings only.",
     ),
     "strings as features": (
         lambda: as_dataset((np.array([["u"], ["v"]]), Y[:2])),
@@ -198,9 +196,8 @@ REFUSED = {  # what is done -> the whole message
     "a stream": (
         lambda: as_dataset(Endless()),
         TypeError,
-        "data is an Endless, an IterableDataset, which is read in its own order; Poisson sampling "
-        "draws every "
-        f"row independently at each step and needs random access: {ACCEPTED}.",
+        "data is an Endless, an IterableDataset, which is read in its own order; Poisson "
+        f"sampling draws every row independently at each step and needs random access: {ACCEPTED}.",
     ),
     "no length": (
         lambda: as_dataset(NoLength()),
@@ -270,7 +267,6 @@ def test_the_data_are_not_printed():
 )
 def test_take_is_indexing_in_memory_and_row_by_row(rows, form):
     x = {"tensor": X, "tuple": (X, X[:, 0]), "dict": {"u": X, "v": X[:, :2]}}[form]
-    parts = {"tensor": [X], "tuple": [X, X[:, 0]], "dict": [X, X[:, :2]]}[form]
     source = Rows([(nth(x, i), int(Y[i]), GROUP[i]) for i in range(N)])
     indices = torch.tensor(rows, dtype=torch.int64)
     for data in (Dataset(x, Y, GROUP, NAMES), as_dataset(source, group_names=NAMES)):
@@ -278,21 +274,21 @@ def test_take_is_indexing_in_memory_and_row_by_row(rows, form):
         assert data.K == 3
         taken = data.take(indices)
         assert type(taken.x) is type(x)
-        for got, whole in zip(leaves(taken.x), parts, strict=True):
+        for got, whole in zip(leaves(taken.x), leaves(x), strict=True):
             assert_same(got, whole[indices])
         assert_same(taken.y, Y[indices])
         assert_same(taken.group, GROUP[indices])
 
 
 def nth(x, i):
-    """Row i of features of any form."""
+    """Return row i of features of any form."""
     if isinstance(x, dict):
         return {key: leaf[i] for key, leaf in x.items()}
     return tuple(leaf[i] for leaf in x) if isinstance(x, tuple) else x[i]
 
 
 def leaves(x):
-    """The tensors in x."""
+    """Return the tensors in x."""
     return list(x.values()) if isinstance(x, dict) else list(x) if isinstance(x, tuple) else [x]
 
 
@@ -330,7 +326,7 @@ def test_conversions():
     assert_same(data.y, Y)
     assert_same(data.group, GROUP)
     assert data.group_names == ("0", "1", "2")
-    assert as_dataset((X.double(), Y)).x.dtype == torch.float64  # a tensor stays as it is
+    assert as_dataset((X.double(), Y)).x.dtype == torch.float64  # a tensor is unchanged
     assert as_dataset((Y.numpy(), Y)).x.dtype == torch.int64  # tokens stay tokens
     assert as_dataset((X, X[:, 0].double().numpy())).y.dtype == torch.float32  # a regression
 
@@ -396,7 +392,7 @@ def test_bytes_are_taken_as_floats_between_0_and_1(form):
             )
             assert_same(got, want)
         assert leaves(data.take(rows[:0]).x)[0].dtype is torch.float32
-    assert int(IMAGES.max()) == 234  # what was divided is not what is kept
+    assert int(IMAGES.max()) == 234  # the stored bytes are unchanged
 
 
 def test_training_on_bytes_is_training_on_floats():
@@ -404,8 +400,8 @@ def test_training_on_bytes_is_training_on_floats():
     x = torch.randint(256, (60, 1, 8, 8), generator=generator).to(torch.uint8)
     y, trained = torch.arange(60) % 2, []
     for kept in (x, x.float() / 255):
-        # One batch of everything: the streams mix in the bits of the data, and smaller batches
-        # would differ.
+        # One batch of all samples: the random streams depend on the bits of the data, so smaller
+        # batches would differ.
         result = evenclip.fit(
             cnn(1, 8, 2, seed=0),
             (kept, y, y),

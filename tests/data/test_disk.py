@@ -1,4 +1,4 @@
-"""Files that users bring: found, missing, wrong; and the sampling that every dataset shares."""
+"""Files that users provide (found, missing, wrong), and the sampling that all datasets share."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def test_a_data_directory_that_is_none_is_named(tmp_path, monkeypatch, given):
         data_directory(tmp_path / "absent" if given else None)
     assert str(caught.value) == (
         f"The data directory {tmp_path / 'absent'} ({'as given' if given else 'EVENCLIP_DATA'}) "
-        "is not a folder; name "
-        "one with --data-dir or the environment variable EVENCLIP_DATA."
+        "is not a folder; name one with --data-dir or the environment variable EVENCLIP_DATA."
     )
 
 
@@ -47,15 +46,13 @@ def test_a_missing_file_is_named_with_its_folder_and_its_source(tmp_path, monkey
         file.require(tmp_path, ORIGIN)
     assert str(caught.value) == (
         f"a/a.gz (or a/a.bin) is not in the data directory {tmp_path}; get it from {ORIGIN}, or "
-        "name another directory "
-        "with --data-dir or the environment variable EVENCLIP_DATA."
+        "name another directory with --data-dir or the environment variable EVENCLIP_DATA."
     )
     with pytest.raises(FileNotFoundError) as caught:
         File("a/a.gz").read(None, ORIGIN)
     assert str(caught.value) == (
         f"a/a.gz is needed and there is no data directory; get it from {ORIGIN}, put it into a "
-        "folder and name that "
-        "folder with --data-dir or the environment variable EVENCLIP_DATA."
+        "folder and name that folder with --data-dir or the environment variable EVENCLIP_DATA."
     )
 
 
@@ -77,8 +74,7 @@ def test_a_checksum_that_differs_is_a_sentence(tmp_path):
         File("a.bin", right).read(tmp_path, ORIGIN)
     assert str(caught.value) == (
         f"{tmp_path / 'a.bin'} has the SHA-256 {wrong[:12]}... and should have {right[:12]}...: "
-        "it is damaged or "
-        f"another version; get it again from {ORIGIN}."
+        f"it is damaged or another version; get it again from {ORIGIN}."
     )
 
 
@@ -93,7 +89,7 @@ def test_the_cache_directory_is_made(tmp_path, monkeypatch):
     monkeypatch.setenv("EVENCLIP_CACHE", str(tmp_path / "file" / "below"))
     with pytest.raises(
         OSError,
-        match=r"^The cache directory .*below cannot be made \(Not a directory\); name another",
+        match=r"^The cache directory .*below cannot be created \(Not a directory\); name another",
     ):
         cache_directory()
 
@@ -110,16 +106,13 @@ def test_balancing_keeps_each_record_with_the_ratio_of_the_sizes():
         kept[balanced(GROUP[:5500], 3, stream(seed, "test"))] += 1
     assert (kept[GROUP == 0] == runs).all()  # the smallest group, whole
     for code, rate in ((1, 1 / 8), (2, 1 / 2)):
-        each = kept[code == GROUP] / runs  # [record of the group]
-        assert each.mean() == pytest.approx(
-            rate, abs=5 * (rate * (1 - rate) / (runs * len(each))) ** 0.5
-        )
-        assert (
-            abs(each - rate).max() < 6 * (rate * (1 - rate) / runs) ** 0.5
-        )  # no record is favoured
+        shares = kept[code == GROUP] / runs  # [record of the group]
+        variance = rate * (1 - rate) / runs
+        assert shares.mean() == pytest.approx(rate, abs=5 * (variance / len(shares)) ** 0.5)
+        assert abs(shares - rate).max() < 6 * variance**0.5  # no record is favoured
 
 
-def test_nobody_is_left_of_groups_when_one_is_empty():
+def test_balancing_keeps_no_record_when_one_group_is_empty():
     assert len(balanced(GROUP, 4, stream(0, "test"))) == 0
 
 
@@ -152,7 +145,7 @@ def test_streams_differ_between_seeds_and_datasets():
 
 
 def test_paths_are_given_with_a_folder():
-    """Every dataset has a folder of its own."""
+    """Every dataset has its own folder."""
     from evenclip.data import SOURCES
 
     for source in SOURCES.values():

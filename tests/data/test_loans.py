@@ -1,4 +1,4 @@
-"""A table with every difficulty goes through compare, train and predict, as somebody types it."""
+"""A table with every difficulty passes through `compare`, `train` and `predict`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ COLUMNS = ["--target", "default", "--group", "sex", "--group", "region"]
 
 
 def loans(n=900, seed=0):
-    """Numbers with gaps, flags, rare and missing categories, dates, identifiers, a constant,
-    nothing at all.
+    """Return a table with every kind of column.
+
+    Numbers with gaps, flags, rare and missing categories, dates, identifiers, a constant, and an
+    empty column.
     """
     random = np.random.default_rng(seed)
-    sex, region = (
-        random.choice(["f", "m"], n),
-        random.choice(["north", "south", "west"], n, p=[0.5, 0.48, 0.02]),
-    )
+    sex = random.choice(["f", "m"], n)
+    region = random.choice(["north", "south", "west"], n, p=[0.5, 0.48, 0.02])
     income, age = random.lognormal(3, 0.6, n), random.integers(18, 90, n)
     repaid = (
         np.log(income) + 0.02 * (age - 40) + 0.5 * (sex == "m") + random.normal(0, 0.6, n) > 3.2
@@ -62,9 +62,8 @@ def table(tmp_path):
 @pytest.fixture
 def typed(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("EVENCLIP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        "os.sched_getaffinity", lambda pid: {0}, raising=False
-    )  # one process for all runs
+    # One process for all runs.
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0}, raising=False)
 
     def run(*arguments):
         try:
@@ -72,8 +71,8 @@ def typed(capsys, tmp_path, monkeypatch):
             code = 0
         except SystemExit as ended:
             code = ended.code or 0
-        said = capsys.readouterr()
-        return code, said.out, said.err
+        output = capsys.readouterr()
+        return code, output.out, output.err
 
     return run
 
@@ -97,27 +96,13 @@ def test_compare_train_and_predict(table, typed, tmp_path):
     judged = [
         row["privacy_cost"][g]["mean"] for g in plain["groups"] if g not in plain["small_groups"]
     ]
-    assert (
-        row["privacy_cost_gap"]["mean"] >= max(judged) - min(judged) - 1e-9
-    )  # a mean of gaps, not a gap of means
+    # The mean of gaps is at least the gap of means.
+    assert row["privacy_cost_gap"]["mean"] >= max(judged) - min(judged) - 1e-9
 
     status, out, err = typed(
-        "train",
-        table,
-        *COLUMNS,
-        "--epsilon",
-        3,
-        "--epochs",
-        2,
-        "--model",
-        "mlp:16",
-        "--unit",
-        "person",
-        "--exclude-group",
-        "--out",
-        tmp_path / "model",
-        "--json",
-    )
+        "train", table, *COLUMNS, "--epsilon", 3, "--epochs", 2, "--model", "mlp:16",
+        "--unit", "person", "--exclude-group", "--out", tmp_path / "model", "--json",
+    )  # fmt: skip
     assert status == 0, err
     facts = json.loads(out)
     assert 2.9 < facts["epsilon"] <= 3.0
@@ -138,9 +123,8 @@ def test_compare_train_and_predict(table, typed, tmp_path):
 
 
 def test_a_dataframe_is_compared_as_its_file_would_be(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "os.sched_getaffinity", lambda pid: {0}, raising=False
-    )  # one process for all runs
+    # One process for all runs.
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0}, raising=False)
     options = {
         "target": "default",
         "group": "sex",
@@ -151,15 +135,15 @@ def test_a_dataframe_is_compared_as_its_file_would_be(tmp_path, monkeypatch):
     }
     frame = loans(400)
     frame.to_parquet(tmp_path / "loans.parquet")
-    one = evenclip.compare(frame, ["dpsgd"], store=tmp_path / "one", lr=0.1, **options)
-    other = evenclip.compare(
-        tmp_path / "loans.parquet", ["dpsgd"], store=tmp_path / "other", lr=0.1, **options
+    of_frame, of_file = (
+        evenclip.compare(source, ["dpsgd"], store=tmp_path / store, lr=0.1, **options)
+        for source, store in ((frame, "frame"), (tmp_path / "loans.parquet", "file"))
     )
     assert (
-        one.to_json()["table"]["non-private"]["accuracy"]
-        == other.to_json()["table"]["non-private"]["accuracy"]
+        of_frame.to_json()["table"]["non-private"]["accuracy"]
+        == of_file.to_json()["table"]["non-private"]["accuracy"]
     )
-    assert one.groups == ("f", "m")
+    assert of_frame.groups == ("f", "m")
 
 
 BAD = {
@@ -170,7 +154,7 @@ BAD = {
     "no epsilon": (["--target", "default", "--group", "sex", "--epsilon", "-1"], "epsilon is -1.0"),
     "epsilon out of reach": (
         ["--target", "default", "--group", "sex", "--epsilon", "1e-9"],
-        "cannot be told from 0",
+        "cannot be distinguished from 0",
     ),
     "numeric group": (["--target", "default", "--group", "age"], "--group-bins"),
 }

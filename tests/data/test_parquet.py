@@ -1,5 +1,6 @@
-"""A Parquet file trains the model that the same rows in memory train, to the last bit, whatever the
-window; in bounded memory; and what cannot be trained on is refused in words.
+"""Parquet files: the same model as from rows in memory, bounded memory, and error messages.
+
+The models are equal to the last bit, for every window size.
 """
 
 from __future__ import annotations
@@ -7,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import threading
 from pathlib import Path
 
@@ -30,14 +30,12 @@ from evenclip import (
     fit,
     prepare,
 )
-from evenclip.data import Dataset, Parquet, as_dataset, parquet
+from evenclip.data import Dataset, Parquet, arrow, as_dataset, parquet
 from evenclip.data import schema as schemas
 from evenclip.data.dataset import Samples
-from evenclip.data.parquet import CHUNK
 from evenclip.data.streamed import Bits, Windows
 from evenclip.data.table import read
 
-MODULE = sys.modules["evenclip.data.parquet"]  # the function has the same name
 N = 403  # no multiple of a row group
 RULES = [
     NonPrivate(),
@@ -62,7 +60,7 @@ SCHEMA = {
 
 
 def people(n: int = N, seed: int = 0) -> pd.DataFrame:
-    """Every kind of column; values outside of the range, gaps, and a group of those who have none."""
+    """Return a table with every kind of column, values out of range, gaps and missing groups."""
     random = np.random.default_rng(seed)
     return pd.DataFrame(
         {
@@ -90,7 +88,7 @@ def numbers(n: int = N, features: int = 4) -> pd.DataFrame:
 def written(
     frame: pd.DataFrame, folder: Path, cuts: tuple[int, ...] = (), size: int = 37
 ) -> list[Path]:
-    """The rows in files cut at these places, with small row groups."""
+    """Write the rows to files, divided at `cuts`, with small row groups."""
     ends = [0, *cuts, len(frame)]
     paths = [folder / f"part{i}.parquet" for i in range(len(ends) - 1)]
     for path, start, end in zip(paths, ends, ends[1:], strict=False):
@@ -99,7 +97,7 @@ def written(
 
 
 def in_memory(data: Parquet, frame: pd.DataFrame) -> Dataset:
-    """The same rows by the encoder at once."""
+    """Encode the same rows at once, as a `Dataset`."""
     encoder = data.encoder
     group = encoder.group_of(frame) if encoder.group else None
     return Dataset(
@@ -113,9 +111,9 @@ def opened(paths, **more) -> Parquet:
 
 def model(data) -> nn.Module:
     torch.manual_seed(0)
-    some = data.take(torch.arange(1))
+    features = data.take(torch.arange(1)).x.shape[1]
     return nn.Sequential(
-        nn.Linear(some.x.shape[1], 5),
+        nn.Linear(features, 5),
         nn.Tanh(),
         nn.Dropout(0.2),
         nn.Linear(5, len(data.class_names)),
@@ -131,12 +129,12 @@ def trained(data, rule=None, **more):
     )
 
 
-def assert_identical(one, other) -> None:
-    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+def assert_identical(left, right) -> None:
+    for a, b in zip(left.model.parameters(), right.model.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert one.trace == other.trace
-    assert one.ledger == other.ledger
-    assert torch.equal(one.state, other.state)
+    assert left.trace == right.trace
+    assert left.ledger == right.ledger
+    assert torch.equal(left.state, right.state)
 
 
 def no_reader() -> bool:
@@ -160,11 +158,13 @@ def test_rows_by_index_are_those_of_the_table(tmp_path):
         [*range(36, 39), 299, 300],
     ):
         places = torch.tensor(list(indices), dtype=torch.int64)
-        one, other = data.take(places), same.take(places)
-        assert torch.equal(one.x, other.x)
-        assert torch.equal(one.y, other.y)
-        assert torch.equal(one.group, other.group)
-    with pytest.raises(IndexError, match=f"Rows 0 to {N} are asked for, and there are {N}."):
+        taken, expected = data.take(places), same.take(places)
+        assert torch.equal(taken.x, expected.x)
+        assert torch.equal(taken.y, expected.y)
+        assert torch.equal(taken.group, expected.group)
+    with pytest.raises(
+        IndexError, match=rf"^Rows 0 to {N} are requested; give rows from 0 to {N - 1}\.$"
+    ):
         data.take(torch.tensor([0, N]))
 
 
@@ -189,9 +189,12 @@ def test_chunks_of_what_was_read_are_chunks_of_what_is_in_memory(tmp_path):
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    memory=st.integers(1, 200_000), size=st.integers(1, N), cut=st.integers(1, N - 1), batch=st.integers(1, 60),
+    memory=st.integers(1, 200_000),
+    size=st.integers(1, N),
+    cut=st.integers(1, N - 1),
+    batch=st.integers(1, 60),
     seed=st.integers(0, 99),
-)  # fmt: skip
+)
 def test_neither_windows_nor_row_groups_nor_files_matter(tmp_path, memory, size, cut, batch, seed):
     frame = numbers()
     paths = written(frame, tmp_path, (cut,), size)
@@ -201,7 +204,7 @@ def test_neither_windows_nor_row_groups_nor_files_matter(tmp_path, memory, size,
 
 
 def test_the_tuple_of_arrays_trains_the_same(tmp_path):
-    """Numbers are taken as they are, so that a file is no other run than its arrays."""
+    """Numbers are used unscaled, so that a file and its arrays are the same run."""
     frame = numbers()
     data = parquet(written(frame, tmp_path), target="y", group="k", features=["x2", "x0"])
     arrays = (frame[["x2", "x0"]].to_numpy(), frame["y"].to_numpy(), frame["k"].to_numpy())
@@ -211,7 +214,7 @@ def test_the_tuple_of_arrays_trains_the_same(tmp_path):
     assert_identical(fit(linear, data, **given), fit(linear, arrays, **given))
 
 
-def test_what_was_an_index_is_a_column_as_others_are(tmp_path):
+def test_a_former_index_is_an_ordinary_column(tmp_path):
     frame, path = numbers(), tmp_path / "indexed.parquet"
     frame.astype({"y": "category", "k": "Int64"}).set_index("x1").to_parquet(
         path, row_group_size=50
@@ -221,15 +224,15 @@ def test_what_was_an_index_is_a_column_as_others_are(tmp_path):
 
 
 def test_a_chunk_of_the_file_is_smaller_than_a_row_group(tmp_path, monkeypatch):
-    monkeypatch.setattr(MODULE, "CHUNK", 10)
+    monkeypatch.setattr(arrow, "CHUNK", 10)
     frame = people()
     data = opened(written(frame, tmp_path, size=1000), memory=20_000)
     assert data.row_groups == 1
     assert_identical(trained(data), trained(in_memory(data, frame)))
 
 
-def test_one_record_more_is_another_run(tmp_path):
-    """Its noise must not cancel that of the neighbour."""
+def test_a_neighbouring_dataset_is_another_run(tmp_path):
+    """Its noise must differ, so that it does not cancel in the difference of the two runs."""
     (first,), frame = written(numbers(), tmp_path), numbers()
     frame.loc[N - 1, "x0"] += 1
     (tmp_path / "other").mkdir()
@@ -243,17 +246,17 @@ def test_one_record_more_is_another_run(tmp_path):
     assert not torch.equal(*[run.noise.of(0)["gradient"][:10] for run in runs])
 
 
-def test_digests_do_not_hang_on_where_they_are_cut():
+def test_digests_do_not_depend_on_how_rows_are_divided():
     random = torch.Generator().manual_seed(0)
     for shape in ((7, 3), (8, 3), (5, 1)):
         rows = torch.randn(shape, generator=random)
-        found = set()
+        sums = set()
         for size in (1, 2, 3, 8):
             bits = Bits(rows.numel() * 4)
             for part in torch.split(rows, size):
                 bits.add(part)
-            found.add(bits.sums)
-        assert len(found) == 1
+            sums.add(bits.sums)
+        assert len(sums) == 1
 
 
 def test_measured_as_in_memory(tmp_path):
@@ -275,8 +278,8 @@ def test_resuming_in_the_middle_of_a_window(tmp_path, after, rule):
     data = opened(written(frame, tmp_path), memory=60_000)
     whole = trained(data, rule)
 
-    def stop(found):
-        if found.t == after - 1:
+    def stop(step):
+        if step.t == after - 1:
             raise RuntimeError("stopped here")
 
     with pytest.raises(RuntimeError, match="stopped here"):
@@ -290,11 +293,11 @@ def test_resuming_in_the_middle_of_a_window(tmp_path, after, rule):
 
 
 def test_a_checkpoint_of_a_file_goes_on_in_memory(tmp_path):
-    """What is saved is where the run stands, not how far it has read."""
+    """A checkpoint saves the position of training, not how far the reader is ahead."""
     frame = people()
     data = opened(written(frame, tmp_path), memory=10**6)
     given = {"rule": DPSGDF(), "batch_size": 16, "epochs": 2, "lr": 0.2, "seed": 3}
-    runs = [prepare(model(data), each, **given) for each in (data, in_memory(data, frame))]
+    runs = [prepare(model(data), rows, **given) for rows in (data, in_memory(data, frame))]
     for t in (11, 40):
         for run in runs:
             with run.listening():
@@ -315,12 +318,12 @@ def test_a_checkpoint_of_a_file_goes_on_in_memory(tmp_path):
 
 
 def test_beyond_the_last_step_and_back(tmp_path):
-    """In a loop of one's own: further steps, and a restored checkpoint while rows are being read."""
+    """In a custom loop: further steps, and a checkpoint restored while rows are being read."""
     frame = people()
     data = opened(written(frame, tmp_path))
     runs = [
-        prepare(model(data), each, rule=DPSGDF(), batch_size=16, steps=4, seed=3)
-        for each in (data, in_memory(data, frame))
+        prepare(model(data), rows, rule=DPSGDF(), batch_size=16, steps=4, seed=3)
+        for rows in (data, in_memory(data, frame))
     ]
     for run in runs:
         with run.listening():
@@ -340,11 +343,10 @@ def test_beyond_the_last_step_and_back(tmp_path):
 
 
 def test_a_row_group_is_decoded_once_for_a_window(tmp_path, monkeypatch):
-    """As many passes as the rows of the epoch need windows, and no more."""
+    """There is one pass per window."""
     (path,) = written(numbers(), tmp_path, size=10)
-    data = parquet(
-        path, target="y", group="k", memory=2 * 104 * 100
-    )  # two windows of 100 rows of 104 bytes
+    # Two windows of 100 rows of 104 bytes.
+    data = parquet(path, target="y", group="k", memory=2 * 104 * 100)
     data.fingerprints()
     passes = []
     batches = Parquet._batches
@@ -362,15 +364,15 @@ def test_a_row_group_is_decoded_once_for_a_window(tmp_path, monkeypatch):
     assert sum(row["samples"] for row in run.trace.rows) / 100 <= len(passes) <= 12
 
 
-def test_windows_hold_two_at_most_and_deal_in_order():
+def test_at_most_two_windows_are_held_and_batches_come_in_order():
     batches = [torch.arange(i, i + size) for i, size in enumerate([3, 0, 4, 9, 1, 1, 1, 2, 1])]
     window_of = [0, 0, 1, 2, 3, 3, 3, 3, 4]
-    asked: list[int] = []
+    sizes: list[int] = []  # of the windows that were read
     read = threading.Condition()
 
     def read_rows(indices, stopped):
         with read:
-            asked.append(len(indices))
+            sizes.append(len(indices))
             read.notify()
         return Samples(indices.unsqueeze(1).float(), indices, None)
 
@@ -378,9 +380,10 @@ def test_windows_hold_two_at_most_and_deal_in_order():
     for batch, window in zip(batches, window_of, strict=True):
         assert torch.equal(feed.of(batch).y, batch)
         with read:
-            read.wait_for(lambda: len(asked) >= min(window + 2, 5))  # noqa: B023  # as far ahead as it may read
-            assert len(asked) <= window + 2
-    assert asked == [3, 4, 9, 5, 1]
+            # Wait until the feed has read as far ahead as it may.
+            read.wait_for(lambda: len(sizes) >= min(window + 2, 5))  # noqa: B023
+            assert len(sizes) <= window + 2
+    assert sizes == [3, 4, 9, 5, 1]
     with pytest.raises(IndexError, match="All batches that were to be read ahead are taken"):
         feed.of(batches[0])
     feed.close()
@@ -393,41 +396,41 @@ def test_windows_hold_two_at_most_and_deal_in_order():
 
 
 def test_an_epoch_of_any_length_is_added_up_in_parts(tmp_path, monkeypatch):
-    """The trace holds so many samples at most, and a checkpoint in between is exact."""
+    """The trace holds at most `AT_ONCE` samples, and a checkpoint in between is exact."""
     frame = people()
     data = in_memory(opened(written(frame, tmp_path)), frame)
     whole = trained(data)
     monkeypatch.setattr("evenclip.training.trace.AT_ONCE", 50)
-    parts = trained(data)
-    for one, other in zip(whole.trace, parts.trace, strict=True):
-        assert one["group_samples"] == other["group_samples"]
-        assert one["loss"] == other["loss"]
-        assert one["clip_fraction"] == other["clip_fraction"]
+    in_parts = trained(data)
+    for left, right in zip(whole.trace, in_parts.trace, strict=True):
+        assert left["group_samples"] == right["group_samples"]
+        assert left["loss"] == right["loss"]
+        assert left["clip_fraction"] == right["clip_fraction"]
 
-    def stop(found):
-        if found.t == 17:
+    def stop(step):
+        if step.t == 17:
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         trained(data, checkpoint=tmp_path / "saved", checkpoint_every=1, observers=[stop])
-    assert trained(data, checkpoint=tmp_path / "saved", resume=True).trace == parts.trace
+    assert trained(data, checkpoint=tmp_path / "saved", resume=True).trace == in_parts.trace
 
 
-# --- classes, groups, what is public ------------------------------------------------------------
+# --- classes, groups, public values -------------------------------------------------------------
 
 
 def test_what_epsilon_does_not_cover(tmp_path):
     (path,) = written(people(), tmp_path)
     checked = "a check that every row can be used, which only ever stops training"
     assert opened(path).uncovered == (checked,)
-    found = parquet(path, target="hired", group="sex", features=["income", "member"])
-    assert found.uncovered == (
+    data = parquet(path, target="hired", group="sex", features=["income", "member"])
+    assert data.uncovered == (
         checked,
         "the names of the classes of 'hired', which are those found in the data",
         "the names of the groups of 'sex', which are those found in the data",
     )
-    assert (found.class_names, found.group_names) == (("no", "yes"), ("f", "m", "missing"))
-    assert found.encoder.features == ("income", "member")
+    assert (data.class_names, data.group_names) == (("no", "yes"), ("f", "m", "missing"))
+    assert data.encoder.features == ("income", "member")
 
 
 def test_what_epsilon_does_not_cover_is_in_the_privacy_report(tmp_path):
@@ -438,18 +441,18 @@ def test_what_epsilon_does_not_cover_is_in_the_privacy_report(tmp_path):
     assert covered[-len(data.uncovered) :] == list(data.uncovered)
 
 
-def test_with_a_schema_no_row_is_looked_at_before_training(tmp_path, monkeypatch):
+def test_with_a_schema_no_row_is_read_before_training(tmp_path, monkeypatch):
     (path,) = written(people(), tmp_path)
-    monkeypatch.setattr(MODULE, "_batches", None)
+    monkeypatch.setattr(arrow, "batches_of", None)
     assert opened(path).class_names == ("no", "yes")
 
 
 def test_groups_are_combinations_and_bins(tmp_path):
     frame = people()
     (path,) = written(frame, tmp_path)
-    found = opened(path, group=["sex", "member"], exclude_group=True)
-    assert len(found.group_names) == 9
-    assert not [name for name in found.encoder.features if name.startswith(("sex", "member"))]
+    data = opened(path, group=["sex", "member"], exclude_group=True)
+    assert len(data.group_names) == 9
+    assert not [name for name in data.encoder.features if name.startswith(("sex", "member"))]
     bins = opened(path, group="age", group_bins=2)
     assert bins.group_names == ("< 40", "≥ 40", "missing")
     assert_identical(trained(bins), trained(in_memory(bins, frame)))
@@ -464,7 +467,7 @@ def test_groups_are_combinations_and_bins(tmp_path):
     )
 
 
-def test_values_outside_of_the_range_are_told(tmp_path):
+def test_values_outside_of_the_range_are_noted(tmp_path):
     frame = people()
     data = opened(written(frame, tmp_path, (200,)))
     outside = int(((frame["age"] < 20) | (frame["age"] > 60)).sum())
@@ -496,7 +499,7 @@ def refusal(error, call) -> str:
 
 
 def changed(tmp_path, column, row, value, first=100) -> Parquet:
-    """Two files; the value lies in the second, in a later row group."""
+    """Open two files; the changed value lies in the second, in a later row group."""
     frame = people()
     frame.loc[first + row - 1, column] = value
     return opened(written(frame, tmp_path, (first,)))
@@ -505,24 +508,36 @@ def changed(tmp_path, column, row, value, first=100) -> Parquet:
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("hired", None, "Column 'hired' has no value in row 90, and the schema says that none is "
-                        "missing; set "
-         '"missing": true, or fill it in.'),
-        ("hired", "perhaps", "Column 'hired' has the value 'perhaps', which is not among the "
-                             "schema's 'no', 'yes'; add "
-         'it to them, or set "other": true.'),
-        ("income", None, "Column 'income' has no value in row 90, and the schema says that none "
-                         "is missing; set "
-         '"missing": true, or fill it in.'),
-        ("income", np.inf, "Column 'income' has the value 'inf' in row 90, and the schema says it "
-                           "is a number; correct "
-         "the schema or the value."),
+        (
+            "hired",
+            None,
+            "Column 'hired' has no value in row 90, and the schema says that none is missing; set "
+            '"missing": true, or fill it in.',
+        ),
+        (
+            "hired",
+            "perhaps",
+            "Column 'hired' has the value 'perhaps', which is not among the schema's 'no', 'yes'; "
+            'add it to them, or set "other": true.',
+        ),
+        (
+            "income",
+            None,
+            "Column 'income' has no value in row 90, and the schema says that none is missing; set "
+            '"missing": true, or fill it in.',
+        ),
+        (
+            "income",
+            np.inf,
+            "Column 'income' has the value 'inf' in row 90, and the schema says it is a number; "
+            "correct the schema or the value.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_rows_that_do_not_fit_are_refused_by_file_and_row(
     tmp_path, monkeypatch, column, value, message
 ):
-    monkeypatch.setattr(MODULE, "CHUNK", 20)
+    monkeypatch.setattr(arrow, "CHUNK", 20)
     data = changed(tmp_path, column, 90, value)
     assert refusal(ValueError, lambda: trained(data)) == f"{tmp_path / 'part1.parquet'}: {message}"
 
@@ -532,16 +547,14 @@ def test_rows_without_target_or_numbers_and_no_schema(tmp_path):
     frame.loc[50, "y"] = None
     (path,) = written(frame, tmp_path)
     assert refusal(ValueError, lambda: trained(parquet(path, target="y", group="k"))) == (
-        f"{path}: Column 'y' has no value in row 51, which is no class of this encoder; it knows "
-        "'0', '1', '2'."
+        f"{path}: Column 'y' has no value in row 51; the classes of this encoder are '0', '1', '2'."
     )
     frame = numbers()
     frame.loc[52, "x1"] = np.nan
     (path,) = written(frame, tmp_path)
     assert refusal(ValueError, lambda: trained(parquet(path, target="y", group="k"))) == (
         f"{path}: Column 'x1' has no number in row 53 (missing, or infinite); leave such rows out "
-        "of the file, or give "
-        "a schema, which has an indicator for them."
+        "of the file, or give a schema, which has an indicator for them."
     )
     frame["y"] = None
     (path,) = written(frame, tmp_path)
@@ -570,9 +583,9 @@ def test_names(tmp_path):
         "The target 'hired' is among the features; leave it out of them."
     )
     assert refusal(ValueError, lambda: opened(path, schema=None)) == (
-        "Column 'id' is of type large_string, which is no number; give a schema, which says how "
-        "it becomes features "
-        "(`evenclip data schema` proposes one), or name the columns to learn from as features."
+        "Column 'id' has type large_string and is not a number; give a schema that says how to "
+        "encode it (`evenclip data schema` proposes one), or name the columns to learn from as "
+        "features."
     )
     less = {
         **SCHEMA,
@@ -587,13 +600,11 @@ def test_names(tmp_path):
     }
     assert refusal(ValueError, lambda: opened(path, schema=more)) == (
         f"The schema has the column 'height' and {path} does not; {there[:-1]}: add the column, "
-        "or take it out of the "
-        "schema."
+        "or take it out of the schema."
     )
     assert refusal(ValueError, lambda: parquet(path, target="income", features=["age"])) == (
         f"The target 'income' is a number with {N} different values; this is classification, with "
-        "at most 20 numbers "
-        "as classes: cut it into classes first (for example income > 50000)."
+        "at most 20 numbers as classes: cut it into classes first (for example income > 50000)."
     )
     assert refusal(
         ValueError,
@@ -601,7 +612,7 @@ def test_names(tmp_path):
     ).startswith("group_bins cuts 'age' at quantiles of all rows")
 
 
-def test_files_that_are_none(tmp_path):
+def test_invalid_files(tmp_path):
     assert refusal(FileNotFoundError, lambda: opened(tmp_path / "no.parquet")) == (
         f"{tmp_path / 'no.parquet'} is not there; give a file."
     )
@@ -611,7 +622,7 @@ def test_files_that_are_none(tmp_path):
     text = tmp_path / "text.parquet"
     text.write_text("a,b\n1,2\n")
     assert re.fullmatch(
-        rf"{text} is no Parquet file \(.+\); write it again\.",
+        rf"{text} is not a Parquet file \(.+\); write it again\.",
         refusal(ValueError, lambda: opened(text)),
     )
     assert refusal(TypeError, lambda: opened(3)) == (
@@ -622,20 +633,20 @@ def test_files_that_are_none(tmp_path):
 
 
 def test_files_that_differ(tmp_path):
-    one, other = tmp_path / "a.parquet", tmp_path / "b.parquet"
-    people().to_parquet(one)
-    people().astype({"income": "float32"}).to_parquet(other)
-    assert refusal(ValueError, lambda: opened([one, other])) == (
-        f"The files differ: column 'income' is double in {one} and float in {other}; write them "
-        "with one schema."
+    first, second = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    people().to_parquet(first)
+    people().astype({"income": "float32"}).to_parquet(second)
+    assert refusal(ValueError, lambda: opened([first, second])) == (
+        f"The files differ: column 'income' is double in {first} and float in {second}; write "
+        "them with one schema."
     )
-    people().drop(columns="sex").to_parquet(other)
-    assert refusal(ValueError, lambda: opened([one, other])).startswith(
-        f"There is no column 'sex' in {other};"
+    people().drop(columns="sex").to_parquet(second)
+    assert refusal(ValueError, lambda: opened([first, second])).startswith(
+        f"There is no column 'sex' in {second};"
     )
-    people().drop(columns="age").to_parquet(other)
-    assert refusal(ValueError, lambda: opened([one, other])) == (
-        f"The files differ: column 'age' is double in {one} and not there in {other}; write them "
+    people().drop(columns="age").to_parquet(second)
+    assert refusal(ValueError, lambda: opened([first, second])) == (
+        f"The files differ: column 'age' is double in {first} and missing in {second}; write them "
         "with one schema."
     )
 
@@ -644,8 +655,8 @@ def test_a_file_that_changes_while_it_is_trained_on(tmp_path):
     (path,) = written(people(), tmp_path)
     data = opened(path, memory=5000)
 
-    def change(found):
-        if found.t == 2:
+    def change(step):
+        if step.t == 2:
             os.utime(path, (1, 1))
 
     assert refusal(ValueError, lambda: trained(data, epochs=20, observers=[change])) == (
@@ -682,12 +693,11 @@ def test_a_table_that_does_not_fit_in_memory(tmp_path, monkeypatch):
     """`evenclip compare` and `evenclip train` read tables whole."""
     (path,) = written(people(), tmp_path)
     assert len(read(path)) == N
-    monkeypatch.setattr("evenclip.data.table._available", lambda: 20_000)
+    monkeypatch.setattr("evenclip.data.formats._available", lambda: 20_000)
     assert refusal(ValueError, lambda: read(path)) == (
         f"{path} has {N} rows, which take about 26 kB of memory as a table, and 20 kB are "
-        "available; train on it "
-        "without reading it whole, with evenclip.data.parquet and evenclip.fit, or take a sample "
-        "of its rows."
+        "available; train on it without reading it whole, with evenclip.data.parquet and "
+        "evenclip.fit, or take a sample of its rows."
     )
 
 
@@ -695,4 +705,4 @@ def test_the_schema_in_a_file(tmp_path):
     (path,) = written(people(), tmp_path)
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     assert opened(path, schema=tmp_path / "schema.json").encoder == opened(path).encoder
-    assert CHUNK > N
+    assert arrow.CHUNK > N

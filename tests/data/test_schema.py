@@ -1,6 +1,4 @@
-"""Schemas: what is proposed, what is refused in which words, and that nothing is fitted on data
-where there is one.
-"""
+"""Schemas: proposals, error messages, and that a schema leaves nothing to fit on the data."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from evenclip.data.table import read, table
 
 
 def refusal(error, attempt):
-    """What is said when this is attempted."""
+    """Return the message of the error that `attempt` raises."""
     with pytest.raises(error) as caught:
         attempt()
     return str(caught.value)
@@ -55,15 +53,15 @@ SCHEMA = {
 
 
 def changed(column, **changes):
-    found = copy.deepcopy(SCHEMA)
-    found["columns"].setdefault(column, {}).update(changes)
-    return found
+    schema = copy.deepcopy(SCHEMA)
+    schema["columns"].setdefault(column, {}).update(changes)
+    return schema
 
 
 def test_a_proposal_describes_the_rows_and_warns():
-    found = schemas.propose(rows())
+    proposed = schemas.propose(rows())
     ages = rows()["age"]
-    assert found["columns"] == {
+    assert proposed["columns"] == {
         "id": {
             "kind": "ignore",
             "reason": "looks like an identifier (whole numbers, all different)",
@@ -80,7 +78,7 @@ def test_a_proposal_describes_the_rows_and_warns():
         "sex": {"kind": "category", "values": ["f", "m"], "other": False, "missing": False},
         "hired": {"kind": "category", "values": ["no", "yes"], "other": False, "missing": False},
     }
-    assert found["warning"].startswith(
+    assert proposed["warning"].startswith(
         "Every range and value below was read from the data, which ε does not cover."
     )
 
@@ -94,15 +92,15 @@ def test_a_proposal_is_a_schema_that_fits(tmp_path):
 
 
 def test_with_a_schema_no_row_shapes_the_encoder():
-    one = table(rows(), target="hired", group="sex", schema=SCHEMA)
-    two = table(rows(seed=1).head(150), target="hired", group="sex", schema=SCHEMA, seed=5)
-    assert one.encoder == two.encoder
-    assert one.encoder.classes == ("yes", "no")
-    assert one.encoder.groups == ("m", "f", "d")
-    assert one.uncovered == (
+    made = table(rows(), target="hired", group="sex", schema=SCHEMA)
+    other = table(rows(seed=1).head(150), target="hired", group="sex", schema=SCHEMA, seed=5)
+    assert made.encoder == other.encoder
+    assert made.encoder.classes == ("yes", "no")
+    assert made.encoder.groups == ("m", "f", "d")
+    assert made.uncovered == (
         "a check that the rows fit the schema, which only ever stops training",
     )
-    assert "d" in one.small
+    assert "d" in made.small
 
 
 def test_ranges_go_to_minus_one_and_one():
@@ -135,12 +133,10 @@ def test_ranges_go_to_minus_one_and_one():
 
 
 def test_values_outside_of_the_range_are_counted():
-    found = table(rows(), target="hired", group="sex", schema=changed("age", range=[0, 30]))
+    made = table(rows(), target="hired", group="sex", schema=changed("age", range=[0, 30]))
     outside = int((rows()["age"] > 30).sum())
-    assert (
-        found.notes[0]
-        == f"{outside} values of 'age' lie outside of the schema's range and count as its nearer "
-        "end."
+    assert made.notes[0] == (
+        f"{outside} values of 'age' lie outside of the schema's range and count as its nearer end."
     )
 
 
@@ -183,44 +179,37 @@ UNFIT = {
     "column": (
         changed("wage", kind="number", range=[0, 1]),
         "The schema has the column 'wage' and the table does not; its columns are 'id', 'age', "
-        "'since', 'member', "
-        "'job', 'sex', 'hired': add the column, or take it out of the schema.",
+        "'since', 'member', 'job', 'sex', 'hired': add the column, or take it out of the schema.",
     ),
     "category": (
         changed("job", values=["miller", "smith"]),
         "Column 'job' has the value 'baker', which is not among the schema's 'miller', 'smith'; "
-        "add it to them, or set "
-        '"other": true.',
+        'add it to them, or set "other": true.',
     ),
     "class": (
         changed("hired", values=["yes", "perhaps"]),
-        "Column 'hired' has the value 'no', which is not among the schema's 'yes', 'perhaps'; add "
-        "it to them, or set "
-        '"other": true.',
+        "Column 'hired' has the value 'no', which is not among the schema's 'yes', 'perhaps'; "
+        'add it to them, or set "other": true.',
     ),
     "missing": (
         changed("job", missing=False),
         "Column 'job' has no value in row 1, and the schema says that none is missing; set "
-        '"missing": true, or fill '
-        "it in.",
+        '"missing": true, or fill it in.',
     ),
     "number": (
         changed("sex", kind="number", range=[0, 1], values=None),
         f"Column 'sex' has the value {rows()['sex'][0]!r} in row 1, and the schema says it is a "
-        "number; correct the "
-        "schema or the value.",
+        "number; correct the schema or the value.",
     ),
     "date": (
         changed("hired", kind="date", range=["2000-01-01", "2001-01-01"], values=None),
         f"Column 'hired' has the value {rows()['hired'][0]!r} in row 1, and the schema says it is "
-        "a date; correct the "
-        "schema or the value.",
+        "a date; correct the schema or the value.",
     ),
     "boolean": (
         changed("since", kind="boolean", range=None),
         f"Column 'since' has the value {rows()['since'][0]!r} in row 1, and the schema says it is "
-        "a boolean; correct "
-        "the schema or the value.",
+        "a boolean; correct the schema or the value.",
     ),
     "open groups": (
         changed("sex", other=True),
@@ -232,7 +221,7 @@ UNFIT = {
 @pytest.mark.parametrize("case", UNFIT)
 def test_rows_that_do_not_fit_are_explained(case):
     schema, message = UNFIT[case]
-    for entry in schema["columns"].values():  # None: a field that is taken away
+    for entry in schema["columns"].values():  # None marks a field to remove
         for field in [field for field, value in entry.items() if value is None]:
             del entry[field]
     assert (
@@ -243,8 +232,10 @@ def test_rows_that_do_not_fit_are_explained(case):
 
 KINDS = "number, date, boolean, category, ignore"
 WRONG = {
-    "no object": ([], 'The schema is no schema; it must be a JSON object with "columns": {name: '
-                      '{"kind": ...}}.'),
+    "no object": (
+        [],
+        'The schema is not valid; it must be a JSON object with "columns": {name: {"kind": ...}}.',
+    ),
     "version": (
         SCHEMA | {"evenclip_schema": 2},
         'The schema has "evenclip_schema": 2; this version of evenclip reads 1.',
@@ -253,42 +244,43 @@ WRONG = {
         changed("age", kind="numeric"),
         f"The schema, column 'age': the kind is 'numeric'; it must be one of {KINDS}.",
     ),
-    "no range": (changed("w", kind="number"), "The schema, column 'w': a number needs \"range\"; "
-                                              "add it."),
+    "no range": (
+        changed("w", kind="number"),
+        "The schema, column 'w': a number needs \"range\"; add it.",
+    ),
     "another field": (
         changed("age", values=["1"]),
         'The schema, column \'age\': a number has no "values"; it has "missing", "range".',
     ),
     "range": (
         changed("age", range=[9, 3]),
-        "The schema, column 'age': the range is [9, 3]; it must be a lower and a higher end, such "
-        "as [0, 100].",
+        "The schema, column 'age': the range is [9, 3]; it must be a lower and a higher end, "
+        "such as [0, 100].",
     ),
     "range of texts": (
         changed("age", range=["a", "b"]),
-        "The schema, column 'age': the range is [\"a\", \"b\"]; it must be a lower and a higher "
+        'The schema, column \'age\': the range is ["a", "b"]; it must be a lower and a higher '
         "end, such as [0, 100].",
     ),
     "range of dates": (
         changed("since", range=["then", "now"]),
-        "The schema, column 'since': the range is [\"then\", \"now\"]; it must be a lower and a "
-        "higher end, such as "
-        '["1990-01-01", "2030-12-31"].',
+        'The schema, column \'since\': the range is ["then", "now"]; it must be a lower and a '
+        'higher end, such as ["1990-01-01", "2030-12-31"].',
     ),
     "values": (
         changed("job", values=[1, 2]),
         "The schema, column 'job': the values are [1, 2]; they must be a list of texts, such as "
-        "[\"yes\", \"no\"].",
+        '["yes", "no"].',
     ),
     "value twice": (
         changed("job", values=["a", "a"]),
-        "The schema, column 'job': the value 'a' is there twice; list each once.",
+        "The schema, column 'job': the value 'a' is listed twice; list each once.",
     ),
     "missing": (
         changed("job", missing="no"),
         "The schema, column 'job': missing is 'no'; it must be true or false.",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -310,7 +302,7 @@ def test_a_file_that_is_no_schema_is_explained(tmp_path):
     )
     path.write_text('{"columns":\n oops}')
     assert refusal(ValueError, lambda: schemas.load(path)) == (
-        f"{path} is no JSON (line 2: Expecting value); correct it, or write a new schema with "
+        f"{path} is not JSON (line 2: Expecting value); correct it, or write a new schema with "
         "`evenclip data schema TABLE`."
     )
     path.write_bytes(b'{"columns": {"\xfc": {}}}')

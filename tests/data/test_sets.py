@@ -1,6 +1,4 @@
-"""Dutch, MNIST, digits and toy: the known counts, another reader than ours, what is sampled, what
-is refused.
-"""
+"""Dutch, MNIST, digits and toy: known counts, an independent reader, sampling, and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ MNIST = importlib.import_module("evenclip.data.mnist")
 
 
 def needs(*paths):
-    """The data directory, if it has these files."""
+    """Return the data directory if it has these files; skip the test otherwise."""
     directory = os.environ.get("EVENCLIP_DATA")
     if directory is None or not all((Path(directory) / path).exists() for path in paths):
         pytest.skip(f"needs {', '.join(paths)} in the folder EVENCLIP_DATA")
@@ -36,8 +34,8 @@ def needs(*paths):
 
 
 def assert_same(left, right):
-    for one, two in zip((left.x, left.y, left.group), (right.x, right.y, right.group), strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=0)
+    for name in ("x", "y", "group"):
+        torch.testing.assert_close(getattr(left, name), getattr(right, name), rtol=0, atol=0)
 
 
 # --- Dutch ---
@@ -45,7 +43,7 @@ def assert_same(left, right):
 
 @pytest.fixture(scope="module")
 def census():
-    """The rows of the file, by pandas."""
+    """Read the rows of the file with pandas."""
     path = needs("dutch/dutch_census_2001.arff") / "dutch" / "dutch_census_2001.arff"
     lines = path.read_text().splitlines()
     names = [line.split(" ")[1] for line in lines if line.startswith("@attribute")]
@@ -68,7 +66,7 @@ def test_dutch_has_the_known_counts(census):
 
 
 def test_dutch_rows_are_those_of_the_file(census):
-    """All 60,420 rows with class and group, as a multiset, one-hot encoded by pandas."""
+    """All 60,420 rows with class and group equal those one-hot encoded by pandas, as multisets."""
     splits = dutch(4)
     binary = {"sex", "prev_residence_place"}
     encoded = pd.get_dummies(census.drop(columns="occupation"), prefix_sep="=")
@@ -76,10 +74,8 @@ def test_dutch_rows_are_those_of_the_file(census):
     assert set(encoded.columns) == set(FEATURES)
     y, female = census["occupation"] == "2_1", census["sex"] == "2"
     expected = np.column_stack([encoded[list(FEATURES)], y, female]).astype(np.uint8)
-    found = np.concatenate([np.column_stack([d.x, d.y, d.group]) for d in splits[:2]]).astype(
-        np.uint8
-    )
-    assert sorted(map(bytes, found)) == sorted(map(bytes, expected))
+    rows = np.concatenate([np.column_stack([d.x, d.y, d.group]) for d in splits[:2]])
+    assert sorted(map(bytes, rows.astype(np.uint8))) == sorted(map(bytes, expected))
 
 
 def test_dutch_is_decided_by_its_seed(census):
@@ -102,8 +98,7 @@ def test_missing_dutch_says_where_to_get_it(tmp_path):
     assert str(caught.value) == (
         f"dutch/dutch_census_2001.arff is not in the data directory {tmp_path}; get it from "
         "https://github.com/tailequy/fairness_dataset, folder Dutch_census, or name another "
-        "directory with --data-dir "
-        "or the environment variable EVENCLIP_DATA."
+        "directory with --data-dir or the environment variable EVENCLIP_DATA."
     )
 
 
@@ -131,9 +126,7 @@ def test_mnist_has_the_known_counts(archive):
 
 
 def test_mnist_images_are_those_of_the_file(archive):
-    """The first image of the test set, by offset, and the training images in their order without
-    some eights.
-    """
+    """Compare a test image by its offset, and the training images in order without some eights."""
     train, test, _ = mnist(0)
     content = gzip.decompress((archive / "mnist" / "t10k-images-idx3-ubyte.gz").read_bytes())
     assert bytes(test.x[3].flatten().tolist()) == content[16 + 3 * 784 : 16 + 4 * 784]
@@ -164,10 +157,9 @@ def test_missing_mnist_names_both_forms(tmp_path):
         mnist(directory=tmp_path)
     assert str(caught.value) == (
         "mnist/train-images-idx3-ubyte.gz (or mnist/train-images-idx3-ubyte) is not in the data "
-        "directory "
-        f"{tmp_path}; get it from http://yann.lecun.com/exdb/mnist/ or "
-        "https://ossci-datasets.s3.amazonaws.com/mnist/, "
-        "or name another directory with --data-dir or the environment variable EVENCLIP_DATA."
+        f"directory {tmp_path}; get it from http://yann.lecun.com/exdb/mnist/ or "
+        "https://ossci-datasets.s3.amazonaws.com/mnist/, or name another directory with "
+        "--data-dir or the environment variable EVENCLIP_DATA."
     )
 
 
@@ -222,9 +214,9 @@ def test_damaged_archives_are_refused(tmp_path, damage):
 
 
 def test_idx_files_are_read_as_they_are_written(tmp_path):
-    found = MNIST._idx(HEAD + bytes(range(24)), tmp_path)
-    np.testing.assert_array_equal(found, np.arange(24).reshape(2, 3, 4))
-    found[0] = 0  # the array is its own
+    array = MNIST._idx(HEAD + bytes(range(24)), tmp_path)
+    np.testing.assert_array_equal(array, np.arange(24).reshape(2, 3, 4))
+    array[0] = 0  # the array owns its memory and can be written
 
 
 # --- digits ---
@@ -238,13 +230,13 @@ def test_digits_are_those_of_scikit_learn():
     known = {
         bytes(image.astype(np.uint8)): label for image, label in zip(pixels, labels, strict=True)
     }
-    assert len(known) == 1797  # no image is there twice, so that rows can be told apart
-    found = [
+    assert len(known) == 1797  # no image occurs twice, so that rows can be told apart
+    contents = [
         [bytes((16 * image).round().to(torch.uint8).flatten().tolist()) for image in d.x]
         for d in (train, test)
     ]
-    assert not set(found[0]) & set(found[1])
-    for data, images in zip((train, test), found, strict=True):
+    assert not set(contents[0]) & set(contents[1])
+    for data, images in zip((train, test), contents, strict=True):
         assert [known[image] for image in images] == data.y.tolist() == data.group.tolist()
         assert float(data.x.max()) == 1.0
     kept, tested = torch.bincount(train.y), torch.bincount(test.y)
@@ -268,7 +260,7 @@ def test_digits_are_decided_by_their_seed_and_thinned_at_the_rate():
 
 
 def test_the_best_accuracy_is_that_of_the_best_classifier():
-    """The rule u·x > 0 on many samples, and discriminant analysis, which is not told u."""
+    """Compare with the rule u·x > 0 on many samples, and with discriminant analysis without u."""
     separation = (2.0, 0.5)
     train, test, _ = toy(0, n=50_000, features=4, separation=separation)
     best = optimum(separation)
@@ -295,13 +287,13 @@ def test_training_approaches_the_optimum():
         result = evenclip.fit(model, train, rule=rule, lr=0.5, epochs=2, batch_size=250, seed=0)
         right = result.model(test.x).argmax(1) == test.y
         accuracy.append([float(right[test.group == k].double().mean()) for k in range(2)])
-    for found in accuracy:
+    for reached in accuracy:
         for k, best in enumerate(optimum()):
             error = (best * (1 - best) / int((test.group == k).sum())) ** 0.5
-            assert best - 4 * error - 0.01 < found[k] < best + 4 * error
+            assert best - 4 * error - 0.01 < reached[k] < best + 4 * error
 
 
-def test_toy_is_as_asked_for():
+def test_toy_follows_its_arguments():
     train, test, validation = toy(5, n=10_000, features=3, minority=0.3)
     assert (validation, train.x.shape, test.x.shape) == (None, (8000, 3), (2000, 3))
     group = torch.cat([train.group, test.group]).double()
@@ -322,7 +314,7 @@ def test_toy_is_as_asked_for():
         ({"separation": (1.0, -1.0)}, "separation is -1.0; it must be a finite number above 0."),
     ],
 )
-def test_toy_refuses_what_makes_no_sense(wrong, sentence):
+def test_toy_refuses_values_out_of_range(wrong, sentence):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         toy(**wrong)
     assert str(caught.value) == sentence

@@ -1,6 +1,4 @@
-"""Tables: a file with every difficulty, what comes out against pandas by another route, and what is
-refused.
-"""
+"""Tables: a file with every difficulty, compared with pandas; options; and error messages."""
 
 from __future__ import annotations
 
@@ -22,14 +20,14 @@ ROWS = 1200
 
 
 def refusal(error, attempt):
-    """What is said when this is attempted."""
+    """Return the message of the error that `attempt` raises."""
     with pytest.raises(error) as caught:
         attempt()
     return str(caught.value)
 
 
 def people(rows=ROWS, seed=7):
-    """A table with every difficulty, as pandas would have it before it is written."""
+    """Return a table with every difficulty, before it is written to a file."""
     stream = np.random.default_rng(seed)
     pick = stream.choice
     age = stream.integers(18, 90, rows)
@@ -79,14 +77,14 @@ def made(file):
 
 
 def raw_rows(made, dataset, frame):
-    """The rows of the file that a dataset holds, found by the identifier among its features."""
+    """Return the rows of the file that a dataset holds, by the identifier among its features."""
     column = next(column for column in made.encoder.columns if column.column == "id")
     at = made.encoder.features.index("id")
     ids = dataset.x[:, at].double() * column.scale + column.centre
     return frame.set_index("id", drop=False).loc[ids.round().long().tolist()]
 
 
-# --- what comes out -----------------------------------------------------------------------------
+# --- results ------------------------------------------------------------------------------------
 
 
 def test_every_kind_is_recognised(made):
@@ -111,8 +109,7 @@ def test_every_kind_is_recognised(made):
 def test_useless_columns_are_left_out_and_named(made):
     assert made.notes[1:4] == (
         "Column 'uuid' looks like an identifier (755 different values in 755 rows) and is not "
-        "used; to use it, keep "
-        "it.",
+        "used; to use it, keep it.",
         "Column 'unit' has one value only and is not used; to use it, keep it.",
         "Column 'nothing' has no values and is not used; to use it, keep it.",
     )
@@ -359,7 +356,7 @@ def test_a_numeric_group_is_cut_at_quantiles_of_all_rows_that_have_a_target(file
     ids=["bins", "unit"],
 )
 def test_groups_and_classes_are_the_same_for_every_seed(options):
-    """Results of several seeds stand in one table."""
+    """Results of several seeds share one table."""
     random = np.random.default_rng(0)
     frame = pd.DataFrame(
         {"person": np.arange(600) // 2, "x": random.normal(size=600), "v": random.normal(size=600)}
@@ -417,7 +414,7 @@ def test_one_row_per_person_is_kept():
             "y": np.arange(900) // 5 % 2,
         }
     )
-    frame.loc[:5, "person"] = None  # the first two persons are nobody
+    frame.loc[:5, "person"] = None  # removes the first two persons
     made = table(frame, target="y", group="g", unit="person", keep=["x"])
     column = made.encoder.columns[0]
     kept = torch.cat([part.x[:, 0] for part in made.splits]).double() * column.scale + column.centre
@@ -426,11 +423,11 @@ def test_one_row_per_person_is_kept():
     assert [column.column for column in made.encoder.columns] == ["x", "g"]
     assert made.notes[0] == (
         "One row for each of the 298 persons in 'person' is kept, 602 rows are left out, 6 of "
-        "them about nobody."
+        "them without a person."
     )
     assert made.uncovered[-1] == "the choice of one row for each person, by the column 'person'"
     assert made.unit == "person"
-    assert len(set((kept.round() % 3).tolist())) == 3  # not always the same one of the three
+    assert len(set((kept.round() % 3).tolist())) == 3  # each of the three rows is kept sometimes
     other = table(frame, target="y", group="g", unit="person", keep=["x"], seed=1)
     assert {
         round(float(v)) for v in other.splits.train.x[:, 0] * other.encoder.columns[0].scale
@@ -454,9 +451,9 @@ def test_a_given_test_set_is_the_test_set(file, tmp_path):
 
 def test_a_frame_and_its_file_give_the_same(file):
     frame = read(file)
-    one, two = (table(source, target="hired", group="sex") for source in (frame, file))
-    assert one.encoder == two.encoder
-    assert torch.equal(one.splits.train.x, two.splits.train.x)
+    of_frame, of_file = (table(source, target="hired", group="sex") for source in (frame, file))
+    assert of_frame.encoder == of_file.encoder
+    assert torch.equal(of_frame.splits.train.x, of_file.splits.train.x)
 
 
 @pytest.mark.parametrize("suffix", [".tsv", ".parquet", ".feather", ".txt"])
@@ -505,9 +502,9 @@ def test_frames_of_every_dtype():
     mixed = next(column for column in made.encoder.columns if column.column == "mixed")
     assert (mixed.values, mixed.missing) == (("1", "b"), True)
     assert (
-        "Column 'lists' holds values that are no numbers, texts or dates and is not used; to use "
-        "it, keep it." in (made.notes)
-    )
+        "Column 'lists' holds values that are not numbers, texts or dates and is not used; to use "
+        "it, keep it."
+    ) in made.notes
     assert "'strays' holds numbers and 'unknown', which count as missing." in made.notes
     assert made.encoder.groups == ("False", "True")
     assert Encoder.from_json(json.loads(json.dumps(made.encoder.to_json()))) == made.encoder
@@ -546,9 +543,8 @@ def test_new_rows_may_hold_anything(made, file):
     x = made.encoder.encode(frame)
     at = {name: made.encoder.features.index(name) for name in made.encoder.features}
     assert torch.isfinite(x).all()
-    assert (
-        sum(x[0, at[name]] for name in at if name.startswith("job=")) == 0
-    )  # training had no rare job
+    # The training rows have no rare job, so there is no indicator "other".
+    assert sum(x[0, at[name]] for name in at if name.startswith("job=")) == 0
     assert x[0, at["town=(other)"]] == 1
     assert (x[0, at["since"]], x[0, at["since=(missing)"]]) == (0, 1)
     assert (x[0, at["member"]], x[0, at["age"]], x[0, at["age=(missing)"]]) == (0.5, 0, 1)
@@ -561,25 +557,32 @@ def test_missing_columns_are_named(made, file):
         ValueError, lambda: made.encoder.encode(read(file).drop(columns=["age", "job"]))
     ) == (
         "The rows lack the columns 'age', 'job', which the model was trained with; add them "
-        "(empty where they are "
-        "unknown)."
+        "(empty where they are unknown)."
     )
 
 
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("hired", "maybe", "Column 'hired' has the value 'maybe' in row 3, which is no class of "
-                           "this encoder; it knows "
-         "'no', 'yes'."),
-        ("hired", None, "Column 'hired' has no value in row 3, which is no class of this encoder; "
-                        "it knows "
-         "'no', 'yes'."),
-        ("sex", "X", "Column 'sex' has the value 'X' in row 3, which is no group of this encoder; "
-                     "it knows "
-         "'Female', 'Male', 'missing'."),
+        (
+            "hired",
+            "maybe",
+            "Column 'hired' has the value 'maybe' in row 3; the classes of this encoder are 'no', "
+            "'yes'.",
+        ),
+        (
+            "hired",
+            None,
+            "Column 'hired' has no value in row 3; the classes of this encoder are 'no', 'yes'.",
+        ),
+        (
+            "sex",
+            "X",
+            "Column 'sex' has the value 'X' in row 3; the groups of this encoder are 'Female', "
+            "'Male', 'missing'.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_unknown_labels_are_named(made, column, value, message):
     rows = pd.DataFrame({"hired": ["no"] * 4, "sex": ["Male"] * 4})
     rows.loc[2, column] = value
@@ -638,15 +641,13 @@ FILES = {  # content, name -> the message after the path
         "name,n\nAnna,1\nJürgen,2\n".encode("latin1"),
         "t.csv",
         "is not UTF-8 (byte 15, in line 3); convert it, for example with `iconv -f LATIN1 -t "
-        "UTF-8 t.csv > utf8.csv`, "
-        "naming the encoding it was saved in.",
+        "UTF-8 t.csv > utf8.csv`, naming the encoding it was saved in.",
     ),
     "latin late": (
         b"name,n\n" + b"Anna,1\n" * 60000 + b"J\xfcrgen,2\n",
         "t.csv",
-        "is not UTF-8 (byte 420008, in line 60002); convert it, for example with `iconv -f LATIN1 "
-        "-t UTF-8 t.csv > "
-        "utf8.csv`, naming the encoding it was saved in.",
+        "is not UTF-8 (byte 420008, in line 60002); convert it, for example with `iconv -f "
+        "LATIN1 -t UTF-8 t.csv > utf8.csv`, naming the encoding it was saved in.",
     ),
     "suffix": (
         b"x",
@@ -657,16 +658,14 @@ FILES = {  # content, name -> the message after the path
     "ragged": (
         b"a,b\n1,2\n3,4,5\n",
         "t.csv",
-        "is no table (Expected 2 fields in line 3, saw 3); every line must have as many fields as "
-        "the header, and "
-        "texts with separators in them must be quoted.",
+        "is not a table (Expected 2 fields in line 3, saw 3); every line must have as many fields "
+        "as the header, and texts with separators in them must be quoted.",
     ),
     "more fields than names": (
         b"a,b\n1,2,3\n3,4,5\n",
         "t.csv",
-        "is no table (The first row has more fields than the header); every line must have as "
-        "many fields as the "
-        "header, and texts with separators in them must be quoted.",
+        "is not a table (The first row has more fields than the header); every line must have as "
+        "many fields as the header, and texts with separators in them must be quoted.",
     ),
 }
 
@@ -678,14 +677,14 @@ def test_files_that_are_refused(tmp_path, case):
     assert refusal(ValueError, lambda: read(path)) == f"{path} {message}"
 
 
-def test_no_parquet_is_said_so(tmp_path):
+def test_a_file_of_another_format_is_refused(tmp_path):
     for name in ("Parquet", "Feather"):
         path = written(tmp_path, b"not at all", f"t.{name.lower()}")
-        with pytest.raises(ValueError, match=rf"is no {name} file \(.+\); write it again\.$"):
+        with pytest.raises(ValueError, match=rf"is not a {name} file \(.+\); write it again\.$"):
             read(path)
 
 
-def test_no_file_is_said_so(tmp_path):
+def test_a_missing_file_is_named(tmp_path):
     assert (
         refusal(FileNotFoundError, lambda: table(tmp_path / "none.csv", target="y", group="g"))
         == f"{tmp_path / 'none.csv'} is not there; give a file."
@@ -742,8 +741,7 @@ REFUSED = {
     "number as target": (
         {"target": "n"},
         "The target 'n' is a number with 40 different values; this is classification, with at "
-        "most 20 numbers as "
-        "classes: cut it into classes first (for example income > 50000).",
+        "most 20 numbers as classes: cut it into classes first (for example income > 50000).",
     ),
     "one class": (
         {"source": small(income="lo")},
@@ -760,8 +758,7 @@ REFUSED = {
     "number as group": (
         {"group": "n"},
         "The group column 'n' is a number with 40 different values; give group_bins "
-        "(--group-bins), the number of "
-        "groups to cut it into.",
+        "(--group-bins), the number of groups to cut it into.",
     ),
     "one bin": (
         {"group": "n", "group_bins": 1},

@@ -1,4 +1,4 @@
-"""Data for training: the form they enter in, one file for each dataset, and a catalogue of them."""
+"""Datasets for training: the common form, one module per dataset, and a catalogue."""
 
 from evenclip.data.adult import adult
 from evenclip.data.catalogue import SOURCES, File, Source, data_directory

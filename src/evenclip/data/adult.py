@@ -2,30 +2,31 @@
 
 | | |
 |---|---|
-| samples | 48,842; 45,222 without missing values; about 29,390 after balancing, 80 % of them for training |
+| samples | 48,842; 45,222 of them complete; about 29,390 after balancing, of which 80 % train |
 | features | 98: 5 standardised numbers, 2 binary values, 91 indicators of 6 categories |
 | classes | 2: at most 50K (0), more than 50K (1) |
 | groups | 2, sex: Female (0), Male (1); 14,695 and 30,527 before balancing |
 | | or 2, race: non-white (0), white (1); 6,319 and 38,903 |
 | | or 4, age: 17-29, 30-44, 45-59, 60-90; 13,045, 17,893, 11,038 and 3,246 |
-| source | Becker, B. and Kohavi, R. (1996). Adult. UCI Machine Learning Repository. doi:10.24432/C5XW20 |
-| licence | CC BY 4.0; the copy in this package has its two files joined and compressed, values unchanged |
+| source | Becker, B. and Kohavi, R. (1996). Adult. UCI ML Repository. doi:10.24432/C5XW20 |
+| licence | CC BY 4.0; this package joins and compresses the two files and changes no value |
 
-**Caveat.** An extract of a 1994 survey, with sex and race as its form had them and a threshold on
-income that is arbitrary and old: good for comparing methods, wrong for conclusions about people
-(Ding, Hardt, Miller and Schmidt 2021, "Retiring Adult"). The features contain the group.
+**Caveat.** The data are an extract of a 1994 survey. Sex and race are recorded as its form had
+them, and the income threshold is arbitrary and old. Use them to compare methods, not to draw
+conclusions about people (Ding, Hardt, Miller and Schmidt 2021, "Retiring Adult"). The features
+contain the group.
 
-Prepared as in the paper (App. B, "Dataset preprocessing"), which names sex, binary race and binned
-age as usual choices and takes sex. Race stays binary when it is the group: of five races the
-smallest has 353 people, and balancing would leave 1,765 rows. The bins of age are ours: public,
-about fifteen years wide. The two binary features are 1 for the smaller group, as in the paper's
-code: it matters, DPSGD's training loss of males being 0.79 so (0.78 printed) and 0.89 the other way
-round.
+The preparation follows the paper (App. B, "Dataset preprocessing"). The paper names sex, binary
+race and binned age as usual choices and takes sex. Race stays binary when it is the group: of five
+races the smallest has 353 people, and balancing would leave 1,765 rows. The age bins are our
+choice: public, about fifteen years wide. The two binary features are 1 for the smaller group, as in
+the paper's code. The coding matters: DPSGD's training loss of males is 0.79 with it (0.78 printed)
+and 0.89 with the opposite one.
 
-Differs from the paper's code: there, scaling and categories are found on training and test rows
-together; here the categories are fixed public lists and the scaling is fitted on the training rows.
-Neither the scaling nor the balancing probability is covered by ε. The paper's text has 14,000 of
-each sex; its ε is that of the 14,695 here.
+Difference from the paper's code: the paper fits scaling and categories on training and test rows
+together. Here the categories are fixed public lists and the scaling is fitted on the training rows.
+ε covers neither the scaling nor the balancing probability. The paper's text has 14,000 of each sex;
+its ε is that of the 14,695 here.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ RACES = ("Amer-Indian-Eskimo", "Asian-Pac-Islander", "Black", "Other", "White")
 SEXES = ("Female", "Male")
 INCOMES = ("<=50K", ">50K")
 
-# Public lists, so that the number of features does not depend on the rows: Holand-Netherlands has
-# only one. Never-worked is not among them, since all its rows miss the occupation.
+# Public lists, so that the number of features does not depend on the rows (Holand-Netherlands has
+# only one). Never-worked is left out because none of its rows has an occupation.
 CATEGORIES = {
     "workclass": (
         "Federal-gov",
@@ -200,35 +201,35 @@ GROUPS = {
 }
 """The protected attributes that can be chosen, and their groups."""
 
-_TEXT = "S32"  # longer than any value that is known: what is cut off is none of them
-AGES = (30, 45, 60)  # the lowest age of each bin but the first
+_TEXT = "S32"  # longer than every known value, so that a truncated value is never a known one
+AGES = (30, 45, 60)  # lowest age of each bin after the first
 
 
 class Table(NamedTuple):
     """The rows without missing values, before balancing, splitting and scaling."""
 
-    numbers: NDArray[np.float64]  # [row, 5], as recorded
-    indicators: NDArray[np.float32]  # [row, 93], the other features, final
+    numbers: NDArray[np.float64]  # [row, 5], unscaled
+    indicators: NDArray[np.float32]  # [row, 93], the other features, in their final form
     income: NDArray[np.int64]  # [row]
     groups: dict[str, NDArray[np.int64]]  # protected attribute -> [row], codes in `GROUPS`
 
 
 def adult(seed: int = 0, *, directory: str | Path | None = None, group: str = "sex") -> Splits:
-    """Training and test rows of Adult, balanced between the groups and split 80/20.
+    """Load Adult, balanced between the groups and split 80/20 into training and test rows.
 
-    Each row is kept with probability (size of the smallest group ÷ size of its own) before the
-    split: every female, and 14,695/30,527 of the males. The numbers are standardised by mean and
-    standard deviation of the training rows. The features are the same 98 whatever the group is.
+    Before the split, each row is kept with probability (size of the smallest group ÷ size of its
+    own group): every female, and 14,695/30,527 of the males. The numbers are standardised by mean
+    and standard deviation of the training rows. The 98 features are the same for every `group`.
 
     Args:
-        seed: decides which rows are kept and which are trained on.
+        seed: determines which rows are kept and which are used for training.
         directory: a folder with UCI's own adult/adult.data and adult/adult.test. By default the
-            copy in this package, which gives the same data.
+            copy in this package is used; it holds the same data.
         group: the protected attribute, "sex", "race" or "age".
 
     Raises:
         FileNotFoundError: the directory lacks one of the two files.
-        ValueError: a negative seed, an attribute that is not offered, or a file that is not UCI's.
+        ValueError: the seed is negative, the attribute is unknown, or a file is not UCI's.
 
     >>> train, test, _ = adult()
     >>> list(train.x.shape[1:]), train.group_names, 0.49 < train.group.double().mean() < 0.51
@@ -247,10 +248,9 @@ def adult(seed: int = 0, *, directory: str | Path | None = None, group: str = "s
 
 
 def _dataset(table: Table, rows: NDArray[np.int64], group: str) -> Dataset:
-    """These rows as tensors."""
-    x = np.concatenate(
-        [table.numbers[rows].astype(np.float32), table.indicators[rows]], axis=1
-    )  # [row, 98]
+    """Return some rows of the table as a `Dataset`."""
+    numbers = table.numbers[rows].astype(np.float32)
+    x = np.concatenate([numbers, table.indicators[rows]], axis=1)  # [row, 98]
     return Dataset(
         torch.from_numpy(x),
         torch.from_numpy(table.income[rows]),
@@ -263,31 +263,29 @@ def _dataset(table: Table, rows: NDArray[np.int64], group: str) -> Dataset:
 
 @lru_cache(maxsize=1)
 def _embedded() -> Table:
-    """The copy in this package; read once, because studies ask for many seeds."""
+    """Read the copy in this package; cached, because studies load it with many seeds."""
     packed = resources.files("evenclip.data").joinpath("files", "adult.csv.xz").read_bytes()
     return _table(lzma.decompress(packed).decode().splitlines()[1:])
 
 
 def _files(directory: str | Path) -> list[bytes]:
-    """UCI's two files, training file first."""
+    """Read UCI's two files, training file first."""
     origin = f"{ORIGIN} (without a directory, the copy in this package is used)"
     return [file.read(directory, origin) for file in ORIGINALS]
 
 
 @lru_cache(maxsize=1)
 def _original(*files: bytes) -> Table:
-    """The same from these, without comments and full stops."""
+    """Parse the contents of UCI's files; comments and trailing full stops are removed."""
     rows = [row for file in files for row in file.decode().splitlines()]
     return _table(row.rstrip(".") for row in rows if row and not row.startswith("|"))
 
 
 def _table(lines: Iterable[str]) -> Table:
-    """The complete rows, with every category encoded."""
+    """Encode the rows without missing values."""
     complete = [line.replace(", ", ",") for line in lines if "?" not in line]
     kinds = [(column, np.float64 if column in NUMBERS else _TEXT) for column in COLUMNS]
-    values = np.loadtxt(
-        complete, dtype=kinds, delimiter=",", comments=None
-    )  # four times as quick as csv
+    values = np.loadtxt(complete, dtype=kinds, delimiter=",", comments=None)  # faster than csv
     white = _codes("race", values["race"], RACES) == RACES.index("White")
     sex = _codes("sex", values["sex"], SEXES)
     one_hot = [
@@ -296,23 +294,22 @@ def _table(lines: Iterable[str]) -> Table:
     ]
     numbers = np.column_stack([values[column] for column in NUMBERS])
     age = np.digitize(numbers[:, NUMBERS.index("age")], AGES)
+    indicators = np.column_stack([~white, sex == SEXES.index("Female"), *one_hot])
     return Table(
         numbers=numbers,
-        indicators=np.column_stack([~white, sex == SEXES.index("Female"), *one_hot]).astype(
-            np.float32
-        ),
+        indicators=indicators.astype(np.float32),
         income=_codes("income", values["income"], INCOMES),
         groups={"sex": sex, "race": white.astype(np.int64), "age": age.astype(np.int64)},
     )
 
 
 def _codes(column: str, values: NDArray[np.bytes_], names: Sequence[str]) -> NDArray[np.int64]:
-    """The position of each value in `names`."""
+    """Return the position of each value in `names`."""
     known = np.array(names, dtype=_TEXT)
     order = np.argsort(known)
     codes: NDArray[np.int64] = order[np.searchsorted(known[order], values).clip(max=len(names) - 1)]
-    strange = values[known[codes] != values]
-    if len(strange):
-        value = strange[0].decode("latin1")
+    unknown = values[known[codes] != values]
+    if len(unknown):
+        value = unknown[0].decode("latin1")
         raise ValueError(f"{column} has the value {value!r}, unknown in Adult; is this UCI's file?")
     return codes

@@ -1,7 +1,7 @@
-"""All datasets by name: what each is, where it comes from, whether it is here, and how to load it.
+"""The catalogue of datasets: description, origin, required files and loader of each, by name.
 
 SOURCES["adult"].load(seed=0)                  training and test data
-SOURCES["mnist"].missing(data_directory())     the files that are not here
+SOURCES["mnist"].missing(data_directory())     files that the data directory lacks
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ NUMBER = (
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset that can be asked for by name.
+    """A dataset of the catalogue.
 
     Attributes:
-        name: what it is asked for by.
-        title: what it is about, in a few words.
+        name: key in the catalogue.
+        title: short description.
         rows: number of records before any sampling.
         groups: names of the groups.
-        licence: of the data.
-        origin: where they can be had.
-        files: what must be in the data directory; empty where nothing has to be brought.
+        licence: licence of the data.
+        origin: where to get the data.
+        files: files that the data directory must hold; empty if none are needed.
         load: load(seed, directory=None, **options) -> Splits; the options are those of the
             dataset's function.
         pair: the two groups whose gap is reported; None: the pair with the largest gap.
         uncovered: each access to the data that ε does not cover, as a sentence.
-        incomplete: what files that are there lack, as half a sentence, or None; given the data
-            directory.
+        incomplete: function of the data directory that returns what the existing files lack, as
+            half a sentence, or None if they are complete.
         fixed_test: whether the test records are the same for every seed.
         attributes: the protected attributes that `group` chooses among; empty: the groups are
             fixed.
-        options: names of further options of `load` that a comparison takes.
-        model: description of the model that fits it, see `evenclip.sweep.describe`; None: that of
-            tables.
+        options: names of further options of `load` that a comparison accepts.
+        model: description of the default model, see `evenclip.sweep.describe`; None: the default
+            model of tables.
     """
 
     name: str
@@ -77,27 +77,26 @@ class Source:
     model: Mapping[str, Any] | None = None
 
     def missing(self, directory: Path | None) -> tuple[File, ...]:
-        """The files that are not in the data directory."""
+        """Return the files that the data directory lacks."""
         return tuple(file for file in self.files if file.find(directory) is None)
 
     def lacks(self, directory: Path | None) -> str | None:
-        """What hinders loading, as half a sentence; None if nothing does."""
+        """Return why the dataset cannot be loaded, as half a sentence; None if it can."""
         absent = self.missing(directory)
         if absent:
-            return (
-                f"{', '.join(file.path for file in absent)} "
-                f"{'is' if len(absent) == 1 else 'are'} missing"
-            )
+            paths = ", ".join(file.path for file in absent)
+            return f"{paths} {'is' if len(absent) == 1 else 'are'} missing"
         return None if self.incomplete is None or directory is None else self.incomplete(directory)
 
     def here(self, directory: Path | None) -> bool:
-        """Whether it can be loaded."""
+        """Return whether the dataset can be loaded."""
         return self.lacks(directory) is None
 
 
 def _load_adult(seed: int = 0, directory: str | Path | None = None, **options: Any) -> Splits:
-    """Adult from UCI's files where the directory has them, else from the copy in this package: the
-    same data.
+    """Load Adult from UCI's files if the directory has them, else from the packaged copy.
+
+    Both hold the same data.
     """
     place = data_directory(directory)
     originals = all(file.find(place) for file in ORIGINALS)
@@ -117,17 +116,17 @@ def _load_celeba(seed: int = 0, directory: str | Path | None = None, **options: 
 
 
 def _load_digits(seed: int = 0, directory: str | Path | None = None) -> Splits:
-    """Digits; they come with scikit-learn, and no directory is looked into."""
+    """Load the digits; scikit-learn holds them, so the directory is ignored."""
     return digits(seed)
 
 
 def _load_toy(seed: int = 0, directory: str | Path | None = None, **options: Any) -> Splits:
-    """Toy; it is made, and no directory is looked into."""
+    """Generate the toy data; the directory is ignored."""
     return toy(seed, **options)
 
 
 def _celeba_lacks(directory: Path) -> str | None:
-    """How many images a copy of CelebA lacks."""
+    """Return how many images a copy of CelebA lacks, as half a sentence; None if none."""
     absent = images_missing(directory)
     return f"{absent:,} of {IMAGES:,} images are missing" if absent > 0 else None
 
@@ -146,8 +145,8 @@ _LISTED = (
         uncovered=(
             "The mean and the standard deviation that five features are scaled by are those of "
             "the training records.",
-            "The probability of keeping a record, which balances the groups, is computed from the "
-            "sizes of the groups.",
+            "The probability of keeping a record, which balances the groups, is computed from "
+            "the sizes of the groups.",
             NUMBER,
         ),
         attributes=tuple(GROUPS),
@@ -214,7 +213,7 @@ _LISTED = (
         rows=2_000,
         groups=("majority", "minority"),
         licence="none needed",
-        origin="made when it is asked for",
+        origin="generated from the seed",
         files=(),
         load=_load_toy,
         pair=None,

@@ -1,15 +1,15 @@
-"""The one form in which data enter training: rows of (x, y, group), taken by index.
+"""Datasets for training: rows of (x, y, group), selected by index.
 
-Poisson sampling may draw any row at any step, so everything here has a length and random access:
+Poisson sampling may draw any row at any step, so every dataset has a length and random access:
 
     len(data)           number of samples n
-    data.K              number of groups, 1 where there is no group
-    data.take(indices)  those rows as Samples(x, y, group)
+    data.K              number of groups, 1 without groups
+    data.take(indices)  these rows as Samples(x, y, group)
 
-`Dataset` holds tensors and is strict; `MapDataset` reads its rows from a torch dataset when they
-are needed, as `evenclip.data.parquet` does from files; `as_dataset` makes one of the first two from
-what users have. Images may be kept as bytes, a quarter of the memory: `take` gives uint8 features
-as float32 in [0, 1].
+`Dataset` holds tensors and validates them. `MapDataset` reads its rows from a torch dataset on
+demand, as `evenclip.data.parquet` does from files. `as_dataset` converts arrays and torch datasets
+to one of the first two. Images may be stored as bytes, in a quarter of the memory: `take` returns
+uint8 features as float32 in [0, 1].
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
+from evenclip.data import validation
 from evenclip.data.streamed import Bits, Feed, Streamed, fingerprint
+from evenclip.data.validation import describe, remedy
 
 __all__ = ["Dataset", "Inputs", "MapDataset", "Samples", "Splits", "as_dataset"]
 
 Inputs: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
-"""What a model takes: a tensor [sample, ...]; a tuple or dict of such tensors where it has several inputs."""
+"""Input of a model: a tensor [sample, ...], or a tuple or dict of them for several inputs."""
 
 ACCEPTED = (
-    "give (x, y) or (x, y, group) as a tuple of tensors or numpy arrays, an evenclip Dataset, "
-    "or a map-style torch dataset whose items are (x, y) or (x, y, group)"
+    "give (x, y) or (x, y, group) as a tuple of tensors or numpy arrays, an evenclip Dataset, or "
+    "a map-style torch dataset whose items are (x, y) or (x, y, group)"
 )
-NO_SAMPLES = "The dataset has 0 samples; training needs at least one: was everything filtered out?"
 
 
 class Samples(NamedTuple):
-    """Some rows of a dataset, or all of them."""
+    """Rows of a dataset."""
 
     x: Inputs  # [sample, ...]
     y: Tensor  # [sample]
     group: Tensor | None  # [sample] int64
 
     def take(self, indices: Tensor) -> Samples:
-        """The rows at `indices` [row] int64, bytes as floats."""
+        """Return the rows at `indices` [row] int64, with bytes as floats."""
         group = None if self.group is None else self.group.index_select(0, indices)
         return Samples(_each(_taken, self.x, indices), self.y.index_select(0, indices), group)
 
     def cut(self, start: int, end: int) -> Samples:
-        """The rows from one to before another, not copied."""
+        """Return the rows from `start` to before `end`, as views."""
         group = None if self.group is None else self.group[start:end]
-        return Samples(
-            _each(Tensor.narrow, self.x, 0, start, end - start), self.y[start:end], group
-        )
+        x = _each(Tensor.narrow, self.x, 0, start, end - start)
+        return Samples(x, self.y[start:end], group)
 
     def to(self, device: torch.device | str) -> Samples:
-        """The same rows on a device."""
+        """Return the same rows on a device."""
         group = None if self.group is None else self.group.to(device)
         return Samples(_each(Tensor.to, self.x, device), self.y.to(device), group)
 
@@ -69,17 +69,18 @@ class Dataset:
 
     Attributes:
         x: features [sample, ...], or a tuple or dict of such tensors for a model with several
-            inputs. Where they are uint8, `take` gives them as float32, divided by 255; other dtypes
-            it leaves alone.
-        y: targets [sample], or whatever shape the loss takes.
+            inputs. `take` returns uint8 features as float32, divided by 255, and leaves other
+            dtypes unchanged.
+        y: targets [sample], or any other shape that the loss accepts.
         group: each sample's group [sample] int64, a position in `group_names`; None without groups.
-        group_names: the groups, public: a group without any sample is listed too.
-        class_names: the classes, public; empty where y is no class or the classes have no names.
-        name: for reports.
+        group_names: public names of all groups, including groups without samples.
+        class_names: public names of the classes; empty if y is not a class or classes are unnamed.
+        name: name for reports.
 
     Raises:
-        ValueError: no samples, lengths that differ, non-finite values, or a code without a name.
-        TypeError: something that is not a tensor, or codes that are not int64.
+        ValueError: there are no samples, lengths differ, values are non-finite, or a code has no
+            name.
+        TypeError: a value is not a tensor, or codes are not int64.
 
     >>> data = Dataset(torch.eye(3), torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]), ("a", "b"))
     >>> len(data), data.K
@@ -97,56 +98,57 @@ class Dataset:
 
     def __post_init__(self) -> None:
         tensors = _named(self.x, self.y, self.group)
-        _check_lengths(tensors)
+        validation.check_lengths(tensors)
         for name, tensor in tensors.items():
-            _check_finite(name, tensor)
-        _check_groups(self.group, self.group_names)
-        _check_classes(self.y, self.class_names)
+            validation.check_finite(name, tensor)
+        validation.check_groups(self.group, self.group_names)
+        validation.check_classes(self.y, self.class_names)
 
     def __len__(self) -> int:
         return len(self.y)
 
     @property
     def K(self) -> int:
-        """Number of groups; 1 where there is no group."""
+        """Number of groups; 1 without groups."""
         return max(1, len(self.group_names))
 
     def take(self, indices: Tensor) -> Samples:
-        """The rows at `indices` [row] int64 on the dataset's device, bytes as floats; there may be
-        none.
+        """Return the rows at `indices` [row] int64, with bytes as floats.
+
+        `indices` is on the dataset's device and may be empty.
         """
         return Samples(self.x, self.y, self.group).take(indices)
 
     def to(self, device: torch.device | str) -> Dataset:
-        """The same data on a device."""
+        """Return the same data on a device."""
         x, y, group = Samples(self.x, self.y, self.group).to(device)
         return dataclasses.replace(self, x=x, y=y, group=group)
 
 
 @dataclass(frozen=True, eq=False)
 class MapDataset(Streamed):
-    """Samples that a map-style torch dataset reads when they are needed; nothing is kept in memory.
+    """Samples that a map-style torch dataset reads on demand; nothing is kept in memory.
 
     A row is (x, y) or (x, y, group), converted as `as_dataset` converts arrays, so that `take`
-    gives what a `Dataset` of the same rows gives. Rows are checked when they are read; non-finite
-    features are let through, because stopping in the middle of training helps nobody.
+    returns the same rows as a `Dataset`. Rows are checked when they are read. Non-finite features
+    are accepted, because an error in the middle of training would not help.
 
     Attributes:
-        source: has a length and gives row i as source[i].
-        group_names: as in `Dataset`; must be given where rows have a group, since finding them
-            would mean reading everything.
+        source: dataset with a length; row i is source[i].
+        group_names: as in `Dataset`; required if rows have a group, because finding the names would
+            mean reading all rows.
         class_names: as in `Dataset`.
-        name: for reports.
-        device: where `take` puts the rows.
-        uncovered: looks at the data before this that ε does not cover, each a phrase for the
-            privacy report.
-        labels: number of labels that the model knows, and the one that its loss ignores; None: not
-            known yet.
+        name: name for reports.
+        device: device of the rows that `take` returns.
+        uncovered: earlier accesses to the data that ε does not cover, as phrases for the privacy
+            report.
+        labels: number of the model's outputs, and the label that its loss ignores; None: not known
+            yet.
 
     Raises:
-        ValueError: no samples, rows of another form, rows that cannot be read, or groups without
-            names.
-        TypeError: a source without a length, or a value that is no number.
+        ValueError: there are no samples, rows have another form or cannot be read, or groups have
+            no names.
+        TypeError: the source has no length, or a value is not a number.
     """
 
     source: torch_data.Dataset[Any] = field(repr=False)
@@ -159,7 +161,7 @@ class MapDataset(Streamed):
 
     def __post_init__(self) -> None:
         if len(self) == 0:
-            raise ValueError(NO_SAMPLES)
+            raise ValueError(validation.NO_SAMPLES)
         self.take(torch.tensor([0]))
 
     def __len__(self) -> int:
@@ -171,52 +173,45 @@ class MapDataset(Streamed):
         return len(self.source)
 
     def take(self, indices: Tensor) -> Samples:
-        """The rows at `indices` [row] int64, collated; there may be none."""
-        found = self.read(indices.tolist()).to(self.device)
-        return found._replace(x=_each(_floats, found.x))
+        """Return the rows at `indices` [row] int64, collated; `indices` may be empty."""
+        samples = self.read(indices.tolist()).to(self.device)
+        return samples._replace(x=_each(_floats, samples.x))
 
     def read(self, rows: list[int]) -> Samples:
-        """The same on the CPU and with bytes left as they are, which is how other processes send
-        them.
-        """
-        if not rows:  # the shapes of no rows are those of one row, cut to length 0
+        """Return the rows on the CPU with bytes unchanged, as other processes send them."""
+        if not rows:  # the shapes of an empty batch are those of one row, cut to length 0
             return self.read([0]).cut(0, 0)
         columns = torch_data.default_collate([_item(self.source, i) for i in rows])
         x = tuple(columns[0]) if isinstance(columns[0], list) else columns[0]
         samples = Samples(x, _whole(columns[1]), _whole(columns[2]) if len(columns) == 3 else None)
-        _check_groups(samples.group, self.group_names)
-        _check_classes(samples.y, self.class_names)
+        validation.check_groups(samples.group, self.group_names)
+        validation.check_classes(samples.y, self.class_names)
         if self.labels is not None:
-            _check_labels(samples.y, rows, *self.labels)
+            validation.check_labels(samples.y, rows, *self.labels)
         return samples
 
     def to(self, device: torch.device | str) -> MapDataset:
-        """The same data, whose rows are put on a device when they are taken."""
+        """Return the same data; `take` puts the rows on the device."""
         return dataclasses.replace(self, device=device)
 
     def labelled(self, outputs: int, ignored: int) -> MapDataset:
-        """The same data; a row whose label the model has no output for is refused when it is read."""
+        """Return the same data; reading a label without an output of the model raises an error."""
         return dataclasses.replace(self, labels=(outputs, ignored))
 
     def fingerprints(self) -> list[str]:
-        """Of the first few rows: finding those of all would mean reading everything."""
-        return [
-            _fingerprint(tensor) for tensor in _tensors(self.take(torch.arange(min(16, len(self)))))
-        ]
+        """Return the fingerprints of the first rows; using all would mean reading everything."""
+        first = self.take(torch.arange(min(16, len(self))))
+        return [_fingerprint(tensor) for tensor in _tensors(first)]
 
     def ahead(self, batches: Iterator[Tensor], readers: int) -> Feed:
-        """The rows of these batches, read by so many processes; by this one when they are asked for
-        if there are 0.
-        """
-        from evenclip.data.readers import Processes, Untimely
+        """Return a feed of these batches, read by `readers` processes, or on demand if 0."""
+        from evenclip.data.readers import OnDemand, Processes
 
-        return Processes(self, batches, readers) if readers else Untimely(self)
+        return Processes(self, batches, readers) if readers else OnDemand(self)
 
 
 class Splits(NamedTuple):
-    """A dataset cut up: what is trained on, what is reported on, and what settings may be chosen
-    on.
-    """
+    """A dataset split into rows for training, for reporting, and for choosing settings."""
 
     train: Dataset
     test: Dataset
@@ -224,24 +219,24 @@ class Splits(NamedTuple):
 
 
 def as_dataset(data: Any, *, group_names: Sequence[str] = ()) -> Dataset | Streamed:
-    """What users have, in the form that training takes.
+    """Convert tensors, numpy arrays or a torch dataset to a dataset for training.
 
-    Floating numpy arrays become torch's default dtype; tensors and integer features stay as they
-    are. Integers and booleans in y and group become int64, strings become codes: positions in
-    `group_names`, or else in their own sorted list. Arrays are copied, tensors are not. A
+    Floating numpy arrays are converted to torch's default dtype; tensors and integer features are
+    unchanged. Integers and booleans in y and group become int64. Strings become codes: positions in
+    `group_names`, or else in the sorted list of the strings. Arrays are copied, tensors are not. A
     `TensorDataset` becomes a `Dataset`, any other torch dataset a `MapDataset`.
 
     Args:
         data: (x, y) or (x, y, group) of tensors or numpy arrays, where x may be a tuple or dict of
-            them; a `Dataset` or `MapDataset`; or a map-style torch dataset with such rows. What
-            `evenclip.data.parquet` opened is left as it is.
-        group_names: the groups, public. Without them those of an array are read from the data,
-            which ε does not cover: its sorted strings, or "0" to "K−1" for codes that are all in
-            use.
+            them; a `Dataset` or `MapDataset`; or a map-style torch dataset with such rows. A
+            dataset of `evenclip.data.parquet` is returned unchanged.
+        group_names: public names of the groups. Without them, the names of an array's groups are
+            read from the data, and ε does not cover that: the sorted strings, or "0" to "K−1" for
+            codes that are all in use.
 
     Raises:
-        TypeError: anything else; the message lists what is accepted.
-        ValueError: data that `Dataset` refuses, or groups that `group_names` does not name.
+        TypeError: `data` is anything else; the message lists the accepted forms.
+        ValueError: `Dataset` refuses the data, or `group_names` lacks a group.
 
     >>> data = as_dataset((np.eye(3), np.array([True, False, True]), np.array(["m", "f", "f"])))
     >>> data.y, data.group, data.group_names
@@ -256,22 +251,21 @@ def as_dataset(data: Any, *, group_names: Sequence[str] = ()) -> Dataset | Strea
         return as_dataset(data.tensors, group_names=names)
     if isinstance(data, torch_data.IterableDataset):
         raise TypeError(
-            f"data is {_describe(data)}, an IterableDataset, which is read in its own order; "
-            "Poisson "
-            "sampling draws every row independently at each step and needs random access: "
-            f"{ACCEPTED}."
+            f"data is {describe(data)}, an IterableDataset, which is read in its own order; "
+            "Poisson sampling draws every row independently at each step and needs random "
+            f"access: {ACCEPTED}."
         )
     if isinstance(data, torch_data.Dataset):
         return MapDataset(data, group_names=names)
     if isinstance(data, tuple) and len(data) in (2, 3):
         return _from_arrays(*data, group_names=names)
-    raise TypeError(f"data is {_describe(data)}; {ACCEPTED}.{_remedy(data)}")
+    raise TypeError(f"data is {describe(data)}; {ACCEPTED}.{remedy(data)}")
 
 
 def _from_arrays(
     x: Any, y: Any, group: Any = None, *, group_names: tuple[str, ...] = ()
 ) -> Dataset:
-    """The `Dataset` of tensors or arrays."""
+    """Build a `Dataset` from tensors or arrays."""
     y, class_names = _coded("y", y, ())
     if group is not None:
         group, group_names = _coded("group", group, group_names)
@@ -280,21 +274,19 @@ def _from_arrays(
 
 
 def _numbered(group: Tensor) -> tuple[str, ...]:
-    """The names "0" to "K−1" of groups that have no others."""
-    found = np.unique(group.cpu().numpy()).tolist()
-    if group.is_floating_point() or found == list(
-        range(len(found))
-    ):  # `Dataset` will refuse floats
-        return tuple(str(code) for code in found)
+    """Return the names "0" to "K−1" for groups without names."""
+    codes = np.unique(group.cpu().numpy()).tolist()
+    if group.is_floating_point() or codes == list(range(len(codes))):  # `Dataset` refuses floats
+        return tuple(str(code) for code in codes)
     raise ValueError(
-        f"group has {len(found)} different codes from {found[0]} to {found[-1]}; without "
-        "group_names they "
-        "must be 0 to K−1, each in use: give group_names, or number the groups from 0."
+        f"group has {len(codes)} different codes from {codes[0]} to {codes[-1]}; without "
+        "group_names they must be 0 to K−1, each in use: give group_names, or number the groups "
+        "from 0."
     )
 
 
 def _inputs(x: Any) -> Inputs:
-    """The features as tensors."""
+    """Convert the features to tensors."""
     if isinstance(x, dict):
         return {key: _tensor(f"x[{key!r}]", value) for key, value in x.items()}
     if isinstance(x, tuple):
@@ -303,32 +295,27 @@ def _inputs(x: Any) -> Inputs:
 
 
 def _coded(name: str, values: Any, names: tuple[str, ...]) -> tuple[Tensor, tuple[str, ...]]:
-    """Targets or groups as a tensor, and their names; strings without names are sorted to make
-    them.
-    """
+    """Return targets or groups as a tensor, and their names; by default the sorted strings."""
     if not isinstance(values, np.ndarray) or values.dtype.kind not in "UOT":
         return _whole(_tensor(name, values)), names
     if not all(isinstance(value, str) for value in values.flat):
         raise TypeError(
             f"{name} has dtype {values.dtype} and values that are not strings, such as missing "
-            "ones; remove "
-            "them, or give integers or strings only."
+            "ones; remove them, or give integers or strings only."
         )
-    found, codes = np.unique(values.astype(str), return_inverse=True)
-    names = names or tuple(found.tolist())
-    unknown = [value for value in found.tolist() if value not in names]
+    distinct, codes = np.unique(values.astype(str), return_inverse=True)
+    names = names or tuple(distinct.tolist())
+    unknown = [value for value in distinct.tolist() if value not in names]
     if unknown:
         raise ValueError(
             f"{name} has the value {unknown[0]!r}, which is not one of {names}; add it to them."
         )
-    positions = np.array(
-        [names.index(value) for value in found.tolist()], dtype=np.int64
-    )  # [found value]
-    return torch.from_numpy(positions[codes]), names
+    positions = [names.index(value) for value in distinct.tolist()]
+    return torch.from_numpy(np.array(positions, dtype=np.int64)[codes]), names
 
 
 def _item(source: Any, i: int) -> tuple[Inputs | Tensor, ...]:
-    """One row of a torch dataset."""
+    """Read one row of a torch dataset."""
     try:
         item = source[i]
     except Exception as error:
@@ -340,23 +327,23 @@ def _item(source: Any, i: int) -> tuple[Inputs | Tensor, ...]:
 
 
 def _row(item: Any) -> tuple[Inputs | Tensor, ...]:
-    """One item of a torch dataset with its parts as tensors."""
+    """Convert the elements of an item to tensors."""
     if not isinstance(item, tuple | list) or len(item) not in (2, 3):
         raise ValueError(
-            f"An item of the dataset is {_describe(item)}; it must be (x, y) or (x, y, group)."
+            f"An item of the dataset is {describe(item)}; it must be (x, y) or (x, y, group)."
         )
     return _inputs(item[0]), _tensor("y", item[1]), *(_tensor("group", group) for group in item[2:])
 
 
 def _tensor(name: str, value: Any) -> Tensor:
-    """A tensor as it is; numbers and numpy arrays copied, floating ones to torch's default dtype."""
+    """Return a tensor; numpy arrays are copied, floating ones to torch's default dtype."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, bool | int | float):
         return torch.tensor(value)
     if not isinstance(value, np.ndarray | np.generic):
         raise TypeError(
-            f"{name} is {_describe(value)}; give a tensor or a numpy array.{_remedy(value)}"
+            f"{name} is {describe(value)}; give a tensor or a numpy array.{remedy(value)}"
         )
     if value.dtype.kind not in "fiub":
         raise TypeError(f"{name} has dtype {value.dtype}; encode it as numbers before training.")
@@ -366,12 +353,12 @@ def _tensor(name: str, value: Any) -> Tensor:
 
 
 def _whole(values: Tensor) -> Tensor:
-    """Integers and booleans as int64, with which losses and group counts index; floats as they are."""
+    """Convert integers and booleans to int64, for use as indices; floats are unchanged."""
     return values if values.is_floating_point() else values.long()
 
 
 def _each(function: Callable[..., Tensor], x: Inputs, *arguments: Any) -> Inputs:
-    """`function(tensor, *arguments)` of every tensor in x."""
+    """Apply `function(tensor, *arguments)` to every tensor in x."""
     if isinstance(x, Tensor):
         return function(x, *arguments)
     if isinstance(x, dict):
@@ -380,142 +367,29 @@ def _each(function: Callable[..., Tensor], x: Inputs, *arguments: Any) -> Inputs
 
 
 def _taken(values: Tensor, indices: Tensor) -> Tensor:
-    """Some rows of features."""
+    """Return some rows of features, with bytes as floats."""
     return _floats(values.index_select(0, indices))
 
 
 def _floats(values: Tensor) -> Tensor:
-    """Bytes as float32 in [0, 1]; anything else as it is."""
+    """Convert bytes to float32 in [0, 1]; other dtypes are unchanged."""
     return values if values.dtype is not torch.uint8 else values.to(torch.float32).div_(255)
 
 
 def _tensors(samples: Samples) -> list[Tensor]:
-    """All of them, in one order."""
-    found = list(_named(*samples).values())
-    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+    """Return all tensors of the samples, in a fixed order."""
+    return [tensor for tensor in _named(*samples).values() if isinstance(tensor, Tensor)]
 
 
 def _fingerprint(tensor: Tensor) -> str:
-    """A line that changes with every bit, wherever and on however many threads it is made."""
+    """Return a line that depends on every bit, but not on the device or the number of threads."""
     bits = Bits(tensor.numel() * tensor.element_size())
     bits.add(tensor)
     return fingerprint(tensor.dtype, tensor.shape, bits)
 
 
 def _named(x: Any, y: Any, group: Any) -> dict[str, Any]:
-    """Everything that should be a tensor, by the name it has in messages."""
+    """Return everything that should be a tensor, by its name in error messages."""
     items = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, tuple) else ()
     leaves = {f"x[{key!r}]": leaf for key, leaf in items} or {"x": x}
     return {**leaves, "y": y} if group is None else {**leaves, "y": y, "group": group}
-
-
-def _check_lengths(tensors: dict[str, Any]) -> None:
-    """Raise unless all are tensors with one row per sample, and there is a sample."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"{name} is {_describe(tensor)}; Dataset holds tensors: use as_dataset."
-            )
-        if tensor.ndim == 0:
-            raise ValueError(f"{name} is a single number; it must have one row per sample.")
-    lengths = {name: len(tensor) for name, tensor in tensors.items()}
-    if len(set(lengths.values())) > 1:
-        listed = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-        raise ValueError(f"The numbers of rows differ: {listed}; give one row per sample in each.")
-    if lengths["y"] == 0:
-        raise ValueError(NO_SAMPLES)
-
-
-def _check_finite(name: str, values: Tensor) -> None:
-    """Raise if there is a NaN or an infinity, saying how many and where."""
-    # A finite sum has finite terms: one pass, and no mask of the size of the data. An infinite one
-    # may be an overflow, hence the second look.
-    if not values.is_floating_point() or torch.isfinite(values.sum()):
-        return
-    bad = ~torch.isfinite(values)
-    rows = bad.reshape(len(bad), -1).any(1).nonzero().flatten()  # [row that has one]
-    if len(rows):
-        raise ValueError(
-            f"{name} has {int(bad.sum())} non-finite values in {len(rows)} of {len(values)} rows "
-            f"(first: row {int(rows[0])}); remove or impute them before training."
-        )
-
-
-def _check_groups(group: Tensor | None, group_names: tuple[str, ...]) -> None:
-    """Raise unless there are both groups and names for them, or neither."""
-    if group is None and not group_names:
-        return
-    if group is None:
-        raise ValueError(
-            f"group_names is {group_names} but there is no group; give both or neither."
-        )
-    if group.ndim != 1:
-        raise ValueError(
-            f"group has shape {list(group.shape)}; it must be [sample], one code for each."
-        )
-    if group.dtype != torch.int64:
-        raise TypeError(
-            f"group has dtype {group.dtype}; it must hold int64 codes, positions in group_names."
-        )
-    if not group_names:
-        raise ValueError(
-            "There is a group but no group_names; give the public names of all groups."
-        )
-    _check_codes("group", group, "group_names", group_names)
-
-
-def _check_classes(y: Tensor, class_names: tuple[str, ...]) -> None:
-    """Raise if y holds codes that have no name, where the classes have names."""
-    if class_names and not y.is_floating_point():
-        _check_codes("y", y, "class_names", class_names)
-
-
-def _check_labels(y: Tensor, rows: list[int], outputs: int, ignored: int) -> None:
-    """Raise for a class label that the model has no output for."""
-    if y.is_floating_point():
-        return
-    wrong = ((y < 0) | (y >= outputs)) & (y != ignored)
-    if wrong.any():
-        place = wrong.nonzero()[0]
-        raise ValueError(
-            f"Item {rows[int(place[0])]} of the dataset has the label {int(y[tuple(place)])} and "
-            "the model has "
-            f"{outputs} outputs, for the labels 0 to {outputs - 1}; number the classes from 0, or "
-            "give the model more "
-            "outputs."
-        )
-
-
-def _check_codes(name: str, codes: Tensor, names_field: str, names: tuple[str, ...]) -> None:
-    """Raise unless the codes are positions in the names, and the names differ."""
-    if len(set(names)) < len(names):
-        raise ValueError(f"{names_field} is {names}; each name may appear only once.")
-    lowest, highest = (int(code) for code in codes.aminmax())
-    if lowest < 0 or highest >= len(names):
-        raise ValueError(
-            f"{name} has codes from {lowest} to {highest} and {names_field} has {len(names)} "
-            "names, so codes "
-            f"must lie from 0 to {len(names) - 1}; add the missing names or correct the codes."
-        )
-
-
-def _describe(value: Any) -> str:
-    """What was given, in words."""
-    kind = type(value).__name__
-    article = "an" if kind[0] in "aeiouAEIOU" else "a"
-    return (
-        f"{article} {kind} of {len(value)}"
-        if isinstance(value, tuple | list)
-        else f"{article} {kind}"
-    )
-
-
-def _remedy(value: Any) -> str:
-    """What to do with the usual wrong things; known by name, because pandas is not imported here."""
-    remedies = {
-        "DataFrame": " Encode the columns of a DataFrame as numbers and pass their .to_numpy().",
-        "Series": " Pass the .to_numpy() of a Series.",
-        "DataLoader": " Pass the .dataset of a DataLoader.",
-        "list": " Pass numpy.array(...) of a list.",
-    }
-    return remedies.get(type(value).__name__, "")

@@ -1,18 +1,18 @@
-"""Digits: which digit is this, on images small enough to come with scikit-learn, where eights are
-few?
+"""Digits: which digit does a small image show, where the training set has few eights?
 
 | | |
 |---|---|
-| samples | 1,797, 80 % of them for training, less nine tenths of the eights among these |
+| samples | 1,797, 80 % of them for training, without nine tenths of the training eights |
 | features | images [1, 8, 8] with values 0 to 16, scaled to [0, 1] |
 | classes | 10, the digits |
 | groups | 10, the digits again; 2 and 8 are compared |
-| source | Alpaydin, E. and Kaynak, C. (1998), https://archive.ics.uci.edu/dataset/80, test part, as in scikit-learn |
-| licence | see that page; scikit-learn redistributes it |
+| source | Alpaydin, E. and Kaynak, C. (1998), https://archive.ics.uci.edu/dataset/80, test part |
+| licence | see that page; scikit-learn redistributes the data |
 
-**Caveat.** A handful of eights to train on (about 13), and of the order of 35 to test on: for
-trying things out, not for conclusions. Not in the paper; MNIST's protocol (each 8 of the training
-set kept with probability 0.09) on data that need no download.
+**Caveat.** There are about 13 training and 35 test eights: use the data for trying things out, not
+for conclusions. The dataset is not in the paper. It applies MNIST's protocol (each 8 of the
+training set is kept with probability 0.09) to data that scikit-learn includes, so that nothing has
+to be downloaded.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ RARE, KEPT = 8, 0.09  # as in MNIST
 
 
 def digits(seed: int = 0) -> Splits:
-    """Training and test images, split 80/20, with few eights to train on.
+    """Load training and test images, split 80/20, with few eights in the training set.
 
     Args:
-        seed: decides which images are trained on and which eights are kept among them.
+        seed: determines the training images and which eights are kept among them.
 
     Raises:
         ImportError: scikit-learn is not installed.
-        ValueError: a negative seed.
+        ValueError: the seed is negative.
 
     >>> train, test, _ = digits()
     >>> list(train.x.shape[1:]), len(test), int((train.y == 8).sum()) < 30
@@ -61,7 +61,7 @@ def digits(seed: int = 0) -> Splits:
 
 
 def _dataset(x: NDArray[np.float32], y: NDArray[np.int64]) -> Dataset:
-    """As tensors; the group is the class."""
+    """Return the images as a `Dataset` whose groups are the classes."""
     classes = torch.from_numpy(y)
     return Dataset(
         torch.from_numpy(x), classes, classes, group_names=DIGITS, class_names=DIGITS, name="digits"

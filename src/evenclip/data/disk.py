@@ -1,8 +1,9 @@
-"""Files that users bring: where they are, which are missing, and whether they are the right ones.
+"""Files that users provide: the data directory, the cache directory, and checksums.
 
-The data directory has one folder for each dataset (mnist/, dutch/, ...). It is named by the caller
-(`--data-dir` on the command line) or by the environment variable EVENCLIP_DATA. What takes long to
-make from the files is kept in a cache directory: EVENCLIP_CACHE, or else ~/.cache/evenclip.
+The data directory has one folder for each dataset (mnist/, dutch/, ...). The caller gives it
+(`--data-dir` on the command line), or the environment variable EVENCLIP_DATA names it. Results that
+take long to compute from the files are stored in a cache directory: EVENCLIP_CACHE, or else
+~/.cache/evenclip.
 """
 
 from __future__ import annotations
@@ -22,10 +23,9 @@ class File:
     """A file, or a folder of files, that a dataset is read from.
 
     Attributes:
-        path: where it is in the data directory, such as "dutch/dutch_census_2001.arff".
-        sha256: of its content, as hexadecimal digits; None where the content is checked in another
-            way.
-        also: other places where it is accepted, such as the same file unpacked.
+        path: path in the data directory, such as "dutch/dutch_census_2001.arff".
+        sha256: digest of the content, as hexadecimal digits; None if it is checked elsewhere.
+        also: other accepted paths, such as that of the unpacked file.
     """
 
     path: str
@@ -33,53 +33,51 @@ class File:
     also: tuple[str, ...] = ()
 
     def find(self, directory: Path | None) -> Path | None:
-        """Where it is; None where it is not there."""
+        """Return the file's full path, or None if it does not exist."""
         if directory is None:
             return None
-        places = [directory / path for path in (self.path, *self.also)]
-        return next((place for place in places if place.exists()), None)
+        candidates = [directory / path for path in (self.path, *self.also)]
+        return next((path for path in candidates if path.exists()), None)
 
     def require(self, directory: str | Path | None, origin: str) -> Path:
-        """Where it is.
+        """Return the file's full path.
 
         Args:
             directory: the data directory, as the caller gave it.
-            origin: where the file can be had, for the message.
+            origin: where to get the file, for the error message.
 
         Raises:
-            FileNotFoundError: it is not there.
+            FileNotFoundError: the file does not exist.
         """
-        place = data_directory(directory)
-        found = self.find(place)
-        if found is not None:
-            return found
-        if place is None:
+        folder = data_directory(directory)
+        path = self.find(folder)
+        if path is not None:
+            return path
+        if folder is None:
             raise FileNotFoundError(
                 f"{self} is needed and there is no data directory; get it from {origin}, put it "
-                "into a folder and "
-                f"name that folder with {TWO_WAYS}."
+                f"into a folder and name that folder with {TWO_WAYS}."
             )
         raise FileNotFoundError(
-            f"{self} is not in the data directory {place}; get it from {origin}, or name another "
-            "directory with "
-            f"{TWO_WAYS}."
+            f"{self} is not in the data directory {folder}; get it from {origin}, or name another "
+            f"directory with {TWO_WAYS}."
         )
 
     def read(self, directory: str | Path | None, origin: str) -> bytes:
-        """Its content, once that is known to be the right one.
+        """Return the file's content after comparing its digest.
 
         Raises:
-            FileNotFoundError: it is not there.
-            ValueError: its content is another one.
+            FileNotFoundError: the file does not exist.
+            ValueError: the digest differs.
         """
         path = self.require(directory, origin)
         content = path.read_bytes()
-        found = hashlib.sha256(content).hexdigest()
-        if self.sha256 not in (None, found):
+        digest = hashlib.sha256(content).hexdigest()
+        if self.sha256 not in (None, digest):
             raise ValueError(
-                f"{path} has the SHA-256 {found[:12]}... and should have "
-                f"{str(self.sha256)[:12]}...: it is damaged or "
-                f"another version; get it again from {origin}."
+                f"{path} has the SHA-256 {digest[:12]}... and should have "
+                f"{str(self.sha256)[:12]}...: it is damaged or another version; get it again from "
+                f"{origin}."
             )
         return content
 
@@ -88,16 +86,13 @@ class File:
 
 
 def data_directory(given: str | Path | None = None) -> Path | None:
-    """The directory that is given, else the one that EVENCLIP_DATA names, else None.
+    """Return the given directory, else the one that EVENCLIP_DATA names, else None.
 
     Raises:
-        FileNotFoundError: there is no such directory.
+        FileNotFoundError: the directory does not exist.
     """
-    named, how = (
-        (given, "as given")
-        if given is not None
-        else (os.environ.get("EVENCLIP_DATA") or None, "EVENCLIP_DATA")
-    )
+    named = given if given is not None else os.environ.get("EVENCLIP_DATA") or None
+    how = "as given" if given is not None else "EVENCLIP_DATA"
     if named is None:
         return None
     path = Path(named).expanduser()
@@ -109,20 +104,18 @@ def data_directory(given: str | Path | None = None) -> Path | None:
 
 
 def cache_directory() -> Path:
-    """Where decoded images are kept; made if need be.
+    """Return the directory for decoded images; it is created if necessary.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the directory cannot be created.
     """
-    path = Path(
-        os.environ.get("EVENCLIP_CACHE") or Path.home() / ".cache" / "evenclip"
-    ).expanduser()
+    named = os.environ.get("EVENCLIP_CACHE") or Path.home() / ".cache" / "evenclip"
+    path = Path(named).expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(
-            f"The cache directory {path} cannot be made ({error.strerror}); name another one with "
-            "the environment "
-            "variable EVENCLIP_CACHE."
+            f"The cache directory {path} cannot be created ({error.strerror}); name another one "
+            "with the environment variable EVENCLIP_CACHE."
         ) from None
     return path

@@ -6,17 +6,17 @@
 | features | 59: sex, previous residence, 57 indicators of 9 categories; nothing is scaled |
 | classes | 2, occupation: low-level (0; 5_4_9 in the file), high-level (1; 2_1) |
 | groups | 2, sex: Male (0; code 1 in the file, 30,147), Female (1; code 2, 30,273) |
-| source | Van der Laan (2000); the file of Le Quy et al., github.com/tailequy/fairness_dataset, Dutch_census |
+| source | Van der Laan (2000); file of Le Quy et al., github.com/tailequy/fairness_dataset |
 | licence | none stated; the data are from Statistics Netherlands through IPUMS |
 
-**Caveat.** People of 15 and more, with work, and without the middle-level occupations (codes 3, 6,
-7, 8), as App. B of the paper has it: the two classes are further apart than occupations are. The
-features contain the group.
+**Caveat.** The data hold working people aged 15 and over, without the middle-level occupations
+(codes 3, 6, 7, 8), as in App. B of the paper. The two classes are therefore further apart than
+occupations are. The features contain the group.
 
-Prepared as in the paper (App. B, "Dataset preprocessing"). Differs from the paper's code: there the
-categories are found on training and test rows together; here they are a fixed list, of the values
-that this one file has, which leaves out 12 that its header announces. The sexes are balanced as
-they come.
+The preparation follows the paper (App. B, "Dataset preprocessing"). Difference from the paper's
+code: the paper finds the categories on training and test rows together. Here they are a fixed list
+of the values in this file; 12 values that its header declares do not occur. The sexes are balanced
+in the original data.
 """
 
 from __future__ import annotations
@@ -74,16 +74,15 @@ FEATURES = (
 
 
 def dutch(seed: int = 0, *, directory: str | Path | None = None) -> Splits:
-    """Training and test rows of Dutch, split 80/20.
+    """Load Dutch, split 80/20 into training and test rows.
 
     Args:
-        seed: decides which rows are trained on.
-        directory: the data directory, with dutch/dutch_census_2001.arff; by default that of
-            EVENCLIP_DATA.
+        seed: determines the training rows.
+        directory: the data directory, with dutch/dutch_census_2001.arff; by default EVENCLIP_DATA.
 
     Raises:
-        FileNotFoundError: the file is not there.
-        ValueError: a negative seed, or another file.
+        FileNotFoundError: the file does not exist.
+        ValueError: the seed is negative, or the file is another one.
     """
     numbers = stream(seed, "dutch")
     columns = _columns(FILE.read(directory, ORIGIN).decode())
@@ -92,7 +91,7 @@ def dutch(seed: int = 0, *, directory: str | Path | None = None) -> Splits:
 
 
 def _dataset(columns: dict[str, NDArray[np.str_]], rows: NDArray[np.int64]) -> Dataset:
-    """These rows as tensors."""
+    """Return some rows as a `Dataset`."""
     features = [
         columns[name][rows] == value for name, value in (feature.split("=") for feature in FEATURES)
     ]
@@ -107,7 +106,7 @@ def _dataset(columns: dict[str, NDArray[np.str_]], rows: NDArray[np.int64]) -> D
 
 
 def _columns(text: str) -> dict[str, NDArray[np.str_]]:
-    """The columns of an ARFF file by name, [row] each."""
+    """Parse the columns [row] of an ARFF file, by name."""
     head, _, body = text.partition("@data")
     names = [line.split()[1] for line in head.splitlines() if line.startswith("@attribute")]
     rows = [row for row in csv.reader(body.splitlines()) if row]

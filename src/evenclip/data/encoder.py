@@ -1,15 +1,16 @@
-"""The encoder: from the raw rows of a table to features, classes and groups. It is saved with the
-model.
+"""The encoder: from raw rows of a table to features, classes and groups.
 
-Fitted on the training rows alone, or made from a schema without looking at any row:
+It is saved with the model. It is fitted on the training rows alone, or made from a schema without
+reading any row:
 
-* numbers and dates are standardised by mean and standard deviation, and held within ±100 of these;
+* numbers and dates are standardised by mean and standard deviation and clipped to ±100 standard
+  deviations;
 * a category keeps the values with at least max(10, 0.1 %) of the rows, at most 50 of them; the
   others share "other";
-* columns that say nothing or name the row (see `columns.useless`) are left out.
+* columns without information and identifiers (see `columns.useless`) are left out.
 
-The names of classes and groups are labels rather than features: those of all rows are taken, so
-that a group that has test rows only is in every table.
+The names of classes and groups are labels, not features. They are taken from all rows, so that a
+group that has only test rows is in every table.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import difflib
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,62 +28,32 @@ from torch import Tensor
 
 from evenclip.data import columns
 from evenclip.data.columns import Category, Column, Date, Flag, Number, listed
+from evenclip.data.labels import JOIN, MISSING, Codes, Labels, ordered
 
 if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = ["JOIN", "MISSING", "Encoder", "Labels", "fit_columns"]
 
-BOUND = 100.0  # standard deviations; a stray value in a new row must not become infinite
+BOUND = 100.0  # standard deviations; keeps the features of outliers finite
 MOST_CATEGORIES = 50
 RARE_ROWS, RARE_SHARE = 10, 0.001
-MOST_VALUES = 20  # of a number that is a class or a group
-JOIN = " × "
-MISSING = "missing"
-
-Codes = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Labels:
-    """The classes of the target, or the groups of one protected column.
-
-    Attributes:
-        column: where they stand.
-        names: the labels.
-        edges: the values at which a number passes from one label to the next; None where labels are
-            values.
-    """
-
-    column: str
-    names: tuple[str, ...]
-    edges: tuple[float, ...] | None = None
-
-    def of(self, series: pd.Series) -> Codes:
-        """Each value's position in `names`; −1 where it is missing or has none.  # [row]"""
-        position = {name: code for code, name in enumerate(self.names)}
-        if self.edges is None:
-            codes, names = columns.factor(series)
-            places = [position.get(name, -1) for name in names]
-            return np.array([*places, position.get(MISSING, -1)], dtype=np.int64)[codes]
-        values = columns.numbers(series)
-        codes = np.searchsorted(self.edges, values, side="right").astype(np.int64)
-        codes[np.isnan(values)] = position.get(MISSING, -1)
-        return codes
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """How the raw rows of one table become what a model takes. Plain values only; `to_json` writes
-    all of them.
+    """The encoding of a table's raw rows as features, classes and groups.
+
+    It holds plain values only; `to_json` writes all of them.
 
     Attributes:
-        columns: how each used column becomes features, in the order of the features.
+        columns: the encoding of each used column, in the order of the features.
         target: the classes.
         group: the labels of each protected column.
         groups: the groups: the labels of the one column, or of several joined by " × ".
 
-    >>> encoder = Encoder((Number("age", 40.0, 20.0, 100.0, False),), Labels("y", ("no", "yes")), (), ())
+    >>> age = Number("age", 40.0, 20.0, 100.0, False)
+    >>> encoder = Encoder((age,), Labels("y", ("no", "yes")), (), ())
     >>> import pandas as pd
     >>> encoder.encode(pd.DataFrame({"age": [20, 40, None]})).tolist()
     [[-1.0], [0.0], [0.0]]
@@ -108,18 +78,17 @@ class Encoder:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The columns that hold categories: to be read as text, so that 01 stays 01."""
+        """The columns that hold categories; read them as text, so that 01 stays 01."""
         return tuple(column.column for column in self.columns if isinstance(column, Category))
 
     def encode(self, frame: pd.DataFrame, rows: Codes | None = None) -> Tensor:
-        """The features of these rows, or of those at the positions `rows`.  # [row, feature]
-        float32
+        """Return the features [row, feature] float32 of all rows, or of the positions `rows`.
 
-        Other columns are ignored. Values that training has not seen are held within bounds or have
-        no indicator.
+        Other columns are ignored. Numbers are clipped to their bounds; unknown categories have the
+        indicator "other" or none.
 
         Raises:
-            ValueError: a column is not there.
+            ValueError: a column is missing.
         """
         self._check_columns(frame, [column.column for column in self.columns])
         widths = [len(column.features) for column in self.columns]
@@ -130,22 +99,22 @@ class Encoder:
         return torch.from_numpy(out)
 
     def target_of(self, frame: pd.DataFrame, rows: Codes | None = None, first: int = 1) -> Tensor:
-        """Each row's class; `first` numbers the first row in messages.  # [row] int64
+        """Return each row's class [row] int64; `first` is the first row's number in messages.
 
         Raises:
-            ValueError: the column is not there, a value is missing or is no class.
+            ValueError: the column is missing, or a value is missing or not a class.
         """
         self._check_columns(frame, [self.target.column])
         series = _taken(frame, self.target.column, rows)
         codes = self.target.of(series)
-        _check_known(codes, series, "class", self.classes, first)
+        _check_known(codes, series, "classes", self.classes, first)
         return torch.from_numpy(codes)
 
     def group_of(self, frame: pd.DataFrame, rows: Codes | None = None, first: int = 1) -> Tensor:
-        """Each row's group; `first` numbers the first row in messages.  # [row] int64
+        """Return each row's group [row] int64; `first` is the first row's number in messages.
 
         Raises:
-            ValueError: a column is not there, or a row belongs to no group.
+            ValueError: a column is missing, or a row belongs to no group.
         """
         self._check_columns(frame, [labels.column for labels in self.group])
         codes = np.zeros(len(frame) if rows is None else len(rows), dtype=np.int64)
@@ -153,7 +122,7 @@ class Encoder:
         for labels in self.group:
             series = _taken(frame, labels.column, rows)
             part = labels.of(series)
-            _check_known(part, series, "group", labels.names, first)
+            _check_known(part, series, "groups", labels.names, first)
             names = [
                 f"{name}{JOIN}{label}" if name else label
                 for name in names
@@ -171,7 +140,7 @@ class Encoder:
         return torch.from_numpy(codes)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values, from which `from_json` makes the same encoder."""
+        """Return the encoder as plain values, for `from_json`."""
         return {
             "columns": [column.to_json() for column in self.columns],
             "target": _labels_to_json(self.target),
@@ -181,7 +150,7 @@ class Encoder:
 
     @staticmethod
     def from_json(plain: dict[str, Any]) -> Encoder:
-        """The encoder that `to_json` wrote."""
+        """Return the encoder that `to_json` wrote."""
         return Encoder(
             tuple(columns.from_json(column) for column in plain["columns"]),
             _labels_from_json(plain["target"]),
@@ -194,8 +163,8 @@ class Encoder:
         if absent:
             raise ValueError(
                 f"The rows lack {'the column' if len(absent) == 1 else 'the columns'} "
-                f"{listed(absent, 20)}, which the "
-                "model was trained with; add them (empty where they are unknown)."
+                f"{listed(absent, 20)}, which the model was trained with; add them (empty where "
+                "they are unknown)."
             )
 
 
@@ -205,10 +174,11 @@ class Encoder:
 def fit_columns(
     frame: pd.DataFrame, rows: Codes, names: Sequence[str], keep: Collection[str]
 ) -> tuple[list[Column], list[str]]:
-    """How these columns become features, by the training rows alone; and notes on those that are
-    left out.
+    """Fit the encoding of columns on the training rows alone.
+
+    Return the encoded columns, and notes on those that are left out.
     """
-    found: list[Column] = []
+    fitted: list[Column] = []
     notes: list[str] = []
     for name in names:
         series = _taken(frame, name, rows)
@@ -218,89 +188,21 @@ def fit_columns(
             reason = _without_information(column) if name not in keep else None
             notes += [] if note is None else [note]
         if reason is None:
-            found.append(column)
+            fitted.append(column)
         else:
             notes.append(f"Column {name!r} {reason} and is not used; to use it, keep it.")
-    return found, notes
-
-
-def fit_labels(
-    series: pd.Series, bins: int | None, entry: dict[str, Any] | None
-) -> tuple[Labels, str | None]:
-    """The groups of a protected column, and what ε does not cover in them.
-
-    From all rows: groups are what results are reported for, and must be the same whatever the split
-    is.
-    """
-    name = str(series.name)
-    if entry is not None and entry["kind"] in ("category", "boolean"):
-        public = entry["values"] if entry["kind"] == "category" else ["False", "True"]
-        return Labels(name, _with_missing(public, entry.get("missing", True))), None
-    ranged = entry is not None and entry["kind"] == "number" and bins is not None
-    if ranged or (columns.kind_of(series).name == "number" and series.nunique() > MOST_VALUES):
-        return _fitted_bins(series, bins, entry)
-    codes, names = columns.factor(series)
-    found = _with_missing(ordered(names), bool((codes < 0).any()))
-    return Labels(
-        name, found
-    ), f"the names of the groups of {name!r}, which are those found in the data"
-
-
-def _fitted_bins(
-    series: pd.Series, bins: int | None, entry: dict[str, Any] | None
-) -> tuple[Labels, str | None]:
-    """A number cut into groups: at quantiles of the rows, or evenly over the public range."""
-    name, values = str(series.name), columns.numbers(series)
-    if bins is None:
-        raise ValueError(
-            f"The group column {name!r} is a number with {series.nunique()} different values; "
-            "give group_bins "
-            "(--group-bins), the number of groups to cut it into."
-        )
-    if entry is not None and entry["kind"] == "number":
-        low, high = entry["range"]
-        edges, missing, uncovered = (
-            np.linspace(low, high, bins + 1)[1:-1],
-            entry.get("missing", True),
-            None,
-        )
-    else:
-        edges = np.unique(np.nanquantile(values, np.arange(1, bins) / bins))
-        missing = bool(np.isnan(values).any())
-        uncovered = f"the values that cut {name!r} into groups, which are quantiles of all rows"
-    return Labels(
-        name, _with_missing(_bin_names(edges.tolist()), missing), tuple(edges.tolist())
-    ), uncovered
-
-
-def _with_missing(names: Sequence[str], missing: bool) -> tuple[str, ...]:
-    """The names, and last the one of those who have none."""
-    found = [name for name in names if name != MISSING]
-    return (*found, MISSING) if missing or len(found) < len(names) else tuple(found)
-
-
-def ordered(names: Iterable[str]) -> list[str]:
-    """The names sorted, by value where all are numbers.
-
-    >>> ordered(["10", "9", "-1"]), ordered(["b", "10", "9"])
-    (['-1', '9', '10'], ['10', '9', 'b'])
-    """
-    found = list(names)
-    try:
-        return sorted(found, key=float)
-    except ValueError:
-        return sorted(found)
+    return fitted, notes
 
 
 def nearest(name: str, names: Iterable[Any]) -> str:
-    """`; did you mean 'income'?`, where there is such a column."""
+    """Return `; did you mean 'income'?` for a similar name, or `;` if there is none."""
     known = {str(other).casefold(): str(other) for other in names}
     close = difflib.get_close_matches(name.casefold(), known, n=1)
     return f"; did you mean {known[close[0]]!r}?" if close else ";"
 
 
 def _fitted(series: pd.Series, name: str) -> tuple[Column, str | None]:
-    """How one column becomes features, and what the reader should know."""
+    """Fit the encoding of one column; return it with a note for reports."""
     kind = columns.kind_of(series)
     match kind.name:
         case "boolean":
@@ -310,77 +212,66 @@ def _fitted(series: pd.Series, name: str) -> tuple[Column, str | None]:
             return Number(name, *_moments(values), BOUND, bool(np.isnan(values).any())), kind.note
         case "date":
             values = columns.days(series, kind.format)
-            return Date(
-                name, kind.format, *_moments(values), BOUND, bool(np.isnan(values).any())
-            ), kind.note
+            missing = bool(np.isnan(values).any())
+            return Date(name, kind.format, *_moments(values), BOUND, missing), kind.note
     return _fitted_category(series, name)
 
 
 def _fitted_category(series: pd.Series, name: str) -> tuple[Column, str | None]:
-    """The frequent values; a note where many are not."""
+    """Fit a category: keep the frequent values, with a note if there are too many of them."""
     codes, names = columns.factor(series)
     counts = np.bincount(codes[codes >= 0], minlength=len(names))
     least = max(RARE_ROWS, math.ceil(RARE_SHARE * len(series)))
     frequent = sum(int(count) >= least for count in counts)
-    common = [
-        names[code] for code in np.argsort(-counts, kind="stable")[: min(frequent, MOST_CATEGORIES)]
-    ]
+    by_count = np.argsort(-counts, kind="stable")
+    common = [names[code] for code in by_count[: min(frequent, MOST_CATEGORIES)]]
     other = len(common) < len(names)
     note = None
     if frequent > MOST_CATEGORIES:
         note = (
-            f"Column {name!r} has {frequent} frequent values; the {MOST_CATEGORIES} most "
-            "frequent are used."
+            f"Column {name!r} has {frequent} frequent values; the {MOST_CATEGORIES} most frequent "
+            "are used."
         )
     return Category(name, tuple(ordered(common)), other, bool((codes < 0).any())), note
 
 
 def _without_information(column: Column) -> str | None:
-    """Why a category whose values are all rare is of no use."""
+    """Return why a category is not used if all its values are rare, or None."""
     if isinstance(column, Category) and not column.values and not (column.other and column.missing):
         return f"has only rare values (fewer than {RARE_ROWS} training rows each)"
     return None
 
 
 def _moments(values: NDArray[np.float64]) -> tuple[float, float]:
-    """Mean and standard deviation of what is there; 0 and 1 where nothing is, and a deviation of 1
-    for a constant.
+    """Return mean and standard deviation of the values that are not missing.
+
+    They are 0 and 1 if there are none; the deviation of a constant is 1.
     """
     values = values[~np.isnan(values)]
     largest = float(np.abs(values).max(initial=0.0))
     if largest == 0:
         return 0.0, 1.0
-    scaled = values / largest  # squares of numbers such as 1e200 are infinite
+    scaled = values / largest  # avoids overflow: the square of 1e200 is infinite
     mean, deviation = float(scaled.mean()) * largest, float(scaled.std()) * largest
     return mean, deviation if values.min() < values.max() and deviation > 0 else 1.0
 
 
-def _bin_names(edges: list[float]) -> list[str]:
-    """The names of the groups between these values."""
-    if not edges:
-        return ["all"]
-    texts = [f"{edge:.6g}" for edge in edges]
-    texts = texts if len(set(texts)) == len(texts) else [repr(edge) for edge in edges]
-    between = [f"{low} to < {high}" for low, high in pairwise(texts)]
-    return [f"< {texts[0]}", *between, f"≥ {texts[-1]}"]
-
-
 def _taken(frame: pd.DataFrame, name: str, rows: Codes | None) -> pd.Series:
-    """A column, or some rows of it; one at a time, so that the table is never copied."""
+    """Return a column, or some rows of it; one column at a time, to avoid copying the table."""
     return frame[name] if rows is None else frame[name].iloc[rows]
 
 
 def _check_known(
     codes: Codes, series: pd.Series, what: str, names: Sequence[str], first: int
 ) -> None:
-    """Raise for a row that has no label."""
+    """Raise if a row has no label; `what` is "classes" or "groups"."""
     if (codes < 0).any():
         row = int(np.flatnonzero(codes < 0)[0])
         value = None if series.isna().iloc[row] else columns.text(series.iloc[row])
+        given = "no value" if value is None else f"the value {value!r}"
         raise ValueError(
-            f"Column {str(series.name)!r} has "
-            f"{'no value' if value is None else f'the value {value!r}'} in row "
-            f"{row + first}, which is no {what} of this encoder; it knows {listed(names, 20)}."
+            f"Column {str(series.name)!r} has {given} in row {row + first}; the {what} of this "
+            f"encoder are {listed(names, 20)}."
         )
 
 

@@ -1,9 +1,9 @@
-"""MNIST: which digit is this, where the training set has few eights?
+"""MNIST: which digit does an image show, where the training set has few eights?
 
 | | |
 |---|---|
-| samples | 60,000 for training, of which about 54,676 are left; 10,000 for testing |
-| features | images [1, 28, 28], kept as bytes, taken as floats in [0, 1] |
+| samples | 60,000 for training, of which about 54,676 are kept; 10,000 for testing |
+| features | images [1, 28, 28], stored as bytes, returned as floats in [0, 1] |
 | classes | 10, the digits |
 | groups | 10, the digits again; 2 and 8 are compared |
 | source | LeCun, Y., Cortes, C. and Burges, C., "The MNIST database of handwritten digits" |
@@ -12,7 +12,7 @@
 **Caveat.** The protected group is the label itself: a study of small classes, not of people.
 
 As in the paper (App. B): in the training set each 8 is kept with probability 0.09 (about 530 of
-5,851); the test set is left alone. The probability is a constant, which costs no privacy.
+5,851); the test set is unchanged. The probability is a constant, so it costs no privacy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ORIGIN = "http://yann.lecun.com/exdb/mnist/ or https://ossci-datasets.s3.amazona
 DIGITS = tuple("0123456789")
 RARE, KEPT = 8, 0.09  # App. B: "class 8 is sampled with probability 9%"
 
-MD5 = {  # of the unpacked files, since every packing has another
+MD5 = {  # of the unpacked files, because archives of the same file differ
     "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
     "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
     "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
@@ -47,16 +47,16 @@ FILES = {name: File(f"mnist/{name}.gz", also=(f"mnist/{name}",)) for name in MD5
 
 
 def mnist(seed: int = 0, *, directory: str | Path | None = None) -> Splits:
-    """MNIST with its own split, and few eights to train on.
+    """Load MNIST with its own split and few eights in the training set.
 
     Args:
-        seed: decides which eights are kept.
+        seed: determines which eights are kept.
         directory: the data directory, with the four idx files in mnist/, as .gz or unpacked; by
-            default that of EVENCLIP_DATA.
+            default EVENCLIP_DATA.
 
     Raises:
-        FileNotFoundError: a file is not there.
-        ValueError: a negative seed, or a file that is damaged.
+        FileNotFoundError: a file does not exist.
+        ValueError: the seed is negative, or a file is damaged.
     """
     numbers = stream(seed, "mnist")
     x, y = _part("train", directory)
@@ -65,13 +65,13 @@ def mnist(seed: int = 0, *, directory: str | Path | None = None) -> Splits:
 
 
 def _part(name: str, directory: str | Path | None) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Images [sample, 1, 28, 28] and labels [sample] of one of the two parts."""
+    """Read images [sample, 1, 28, 28] and labels [sample] of the training or the test set."""
     images = _array(f"{name}-images-idx3-ubyte", directory)
     return images[:, None], _array(f"{name}-labels-idx1-ubyte", directory).astype(np.int64)
 
 
 def _dataset(x: NDArray[np.uint8], y: NDArray[np.int64]) -> Dataset:
-    """As tensors; the group is the class."""
+    """Return the images as a `Dataset` whose groups are the classes."""
     classes = torch.from_numpy(y)
     return Dataset(
         torch.from_numpy(x), classes, classes, group_names=DIGITS, class_names=DIGITS, name="mnist"
@@ -79,22 +79,21 @@ def _dataset(x: NDArray[np.uint8], y: NDArray[np.int64]) -> Dataset:
 
 
 def _array(name: str, directory: str | Path | None) -> NDArray[np.uint8]:
-    """The array in a file, once its content is known to be MNIST's."""
+    """Read the array in a file and compare its digest with MNIST's."""
     path = FILES[name].require(directory, ORIGIN)
     content = _unpacked(path)
-    found = _idx(content, path)
+    array = _idx(content, path)
     digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if digest != MD5[name]:
         raise ValueError(
             f"{path} has the MD5 {digest} when unpacked and should have {MD5[name]}: it is "
-            "damaged or another dataset; "
-            f"get it again from {ORIGIN}."
+            f"damaged or another dataset; get it again from {ORIGIN}."
         )
-    return found
+    return array
 
 
 def _unpacked(path: Path) -> bytes:
-    """The content of a file that may be packed."""
+    """Read a file and decompress it if its suffix is .gz."""
     content = path.read_bytes()
     if path.suffix != ".gz":
         return content
@@ -107,8 +106,9 @@ def _unpacked(path: Path) -> bytes:
 
 
 def _idx(content: bytes, path: Path) -> NDArray[np.uint8]:
-    """The array of bytes in the idx format: two zeros, type 8, number of axes, their lengths (4
-    bytes each), data.
+    """Parse an array of bytes in the idx format.
+
+    The format is: two zeros, type 8, number of axes, their lengths (4 bytes each), data.
     """
     axes = content[3] if content[:3] == b"\x00\x00\x08" and len(content) > 3 else 0
     start = 4 + 4 * axes
@@ -120,8 +120,7 @@ def _idx(content: bytes, path: Path) -> NDArray[np.uint8]:
     if len(content) - start != math.prod(shape):
         raise ValueError(
             f"{path} holds {len(content) - start:,} bytes of data and its header announces "
-            f"{math.prod(shape):,}: was "
-            f"the download cut short? Get it again from {ORIGIN}."
+            f"{math.prod(shape):,}: was the download cut short? Get it again from {ORIGIN}."
         )
-    # A copy: tensors must not look into memory that cannot be written.
+    # Copied, because tensors must not share read-only memory.
     return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape).copy()

@@ -1,8 +1,7 @@
-"""Processes that read the items of a map-style torch dataset ahead: for items that take Python long
-to make.
+"""Processes that prefetch the items of a map-style torch dataset, for slow items.
 
-Not torch's `DataLoader`: that a worker was killed it tells by an exception in whatever line
-training has come to.
+torch's `DataLoader` is not used, because it reports a killed worker by an exception at an arbitrary
+line of training.
 """
 
 from __future__ import annotations
@@ -31,85 +30,84 @@ from evenclip.data.streamed import check_same
 if TYPE_CHECKING:
     from evenclip.data.dataset import MapDataset, Samples
 
-__all__ = ["Processes", "Untimely"]
+__all__ = ["OnDemand", "Processes"]
 
 AHEAD = 2  # batches that each process reads ahead
-WATCHED = 1.0  # seconds between two looks at whether the process that trains is still there
+POLL = 1.0  # seconds between two checks that the training process is alive
 
 
-class Untimely:
-    """A feed that reads a batch when it is asked for it."""
+class OnDemand:
+    """A feed that reads each batch when it is requested."""
 
     def __init__(self, data: MapDataset) -> None:
         self._data = data
 
     def of(self, batch: Tensor) -> Samples:
-        """Its rows."""
+        """Return the rows of a batch."""
         return self._data.take(batch)
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing; there is nothing to stop."""
 
 
 class Processes:
-    """A feed whose batches so many processes read, each a whole one.
+    """A feed whose batches are read by `readers` processes, each batch by one of them.
 
-    Batches come in their order, whoever has read them. An error is raised where its batch is asked
-    for.
+    Batches are returned in order. An error is raised when its batch is requested.
     """
 
     def __init__(self, data: MapDataset, batches: Iterator[Tensor], readers: int) -> None:
         self._device, self._batches, self._readers = data.device, batches, readers
-        # A copy of this process has the dataset already, also one that cannot be pickled.
+        # A forked process inherits the dataset, even one that cannot be pickled.
         forked = "fork" in multiprocessing.get_all_start_methods()
         context = multiprocessing.get_context("fork" if forked else None)
         self._pool = ProcessPoolExecutor(
             readers, mp_context=context, initializer=_begin, initargs=(data.to("cpu"), os.getpid())
         )
-        self._asked: deque[tuple[Tensor, Future[Any]]] = deque()
-        self._ask()
+        self._pending: deque[tuple[Tensor, Future[Any]]] = deque()
+        self._submit()
 
     def of(self, batch: Tensor) -> Samples:
-        """The rows of the next batch."""
-        if not self._asked:
+        """Return the rows of the next batch."""
+        if not self._pending:
             raise IndexError("All batches that were to be read ahead are taken; ask for new ones.")
-        read, future = self._asked.popleft()
+        read, future = self._pending.popleft()
         check_same(batch, read)
         try:
-            found = future.result()
-            self._ask()
+            packed = future.result()
+            self._submit()
         except BrokenProcessPool as error:
             raise RuntimeError(
                 f"A process that reads the dataset has ended before its time ({error}) If it ran "
-                "out of memory, take "
-                f"fewer than {self._readers} readers."
+                f"out of memory, take fewer than {self._readers} readers."
             ) from error
-        if isinstance(found, Exception):
-            raise found
-        samples: Samples = tree_map_only(_Packed, _Packed.tensor, found)
+        if isinstance(packed, Exception):
+            raise packed
+        samples: Samples = tree_map_only(_Packed, _Packed.tensor, packed)
         return samples.to(self._device)
 
     def close(self) -> None:
-        """The processes end, after the batch that each has begun."""
-        self._asked.clear()
+        """Stop the processes after their current batches."""
+        self._pending.clear()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _ask(self) -> None:
-        """For batches, until enough are under way."""
-        while len(self._asked) < AHEAD * self._readers:
+    def _submit(self) -> None:
+        """Submit batches until `AHEAD` per process are pending."""
+        while len(self._pending) < AHEAD * self._readers:
             batch = next(self._batches, None)
             if batch is None:
                 return
-            self._asked.append((batch, self._pool.submit(_read, batch.tolist())))
+            self._pending.append((batch, self._pool.submit(_read, batch.tolist())))
 
 
-# --- in the processes that read -----------------------------------------------------------------
+# --- in the reading processes -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class _Packed:
-    """A tensor as bytes on its way to another process: torch would send a file descriptor, and
-    these are few.
+    """A tensor as bytes, for transfer to another process.
+
+    torch would send a file descriptor per tensor, and their number is limited.
     """
 
     content: NDArray[np.uint8]
@@ -117,16 +115,17 @@ class _Packed:
     shape: torch.Size
 
     def tensor(self) -> Tensor:
-        """What was packed."""
+        """Return the tensor."""
         return torch.from_numpy(self.content).view(self.dtype).reshape(self.shape)
 
 
-_data: list[MapDataset] = []  # that this process reads
+_data: list[MapDataset] = []  # the dataset that this process reads
 
 
 def _begin(data: MapDataset, trainer: int) -> None:
-    """What a reader does first. Ctrl-C is for the process that trains, which takes the step to its
-    end and saves.
+    """Initialise a reading process.
+
+    It ignores Ctrl-C: the training process handles it, finishes its step and saves.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -135,32 +134,27 @@ def _begin(data: MapDataset, trainer: int) -> None:
 
 
 def _watch(trainer: int) -> None:
-    """End with the process that trains, also if it was killed and could tell nobody."""
+    """Exit when the training process ends, even if it was killed."""
     while os.getppid() == trainer:
-        time.sleep(WATCHED)
+        time.sleep(POLL)
     os._exit(1)
 
 
 def _read(rows: list[int]) -> Samples | Exception:
-    """A batch, or what is wrong with it; where it went wrong, for whoever wrote the dataset, is in
-    a note.
+    """Return a batch, or the error that reading it raised.
+
+    A note on the error holds its traceback, for the author of the dataset.
     """
     try:
-        found: Samples = tree_map_only(Tensor, _packed, _data[-1].read(rows))
-        return found
+        packed: Samples = tree_map_only(Tensor, _packed, _data[-1].read(rows))
+        return packed
     except (ValueError, TypeError) as error:
-        told = (
-            type(error)(str(error))
-            if type(error) in (ValueError, TypeError)
-            else ValueError(str(error))
-        )
-        told.add_note("".join(traceback.format_exception(error)))
-        return told
+        kind = type(error) if type(error) in (ValueError, TypeError) else ValueError
+        copy = kind(str(error))
+        copy.add_note("".join(traceback.format_exception(error)))
+        return copy
 
 
 def _packed(tensor: Tensor) -> _Packed:
-    return _Packed(
-        tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy(),
-        tensor.dtype,
-        tensor.shape,
-    )
+    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return _Packed(content, tensor.dtype, tensor.shape)

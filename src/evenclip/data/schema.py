@@ -1,5 +1,4 @@
-"""Schemas: ranges and categories that are public knowledge, so that preparing a table looks at no
-data.
+"""Schemas: public ranges and categories, with which a table is encoded without reading its rows.
 
 A schema is a JSON file:
 
@@ -11,11 +10,11 @@ A schema is a JSON file:
        "job":    {"kind": "category", "values": ["baker", "miller"], "other": true},
        "id":     {"kind": "ignore"}}}
 
-`range` goes to [−1, 1], and what lies outside counts as its nearer end. `missing` (true unless
-given) says whether values may be missing, and gives them an indicator. `other` (false unless given)
-gives one to all values that are not listed; without it such a value in the data is refused. Columns
-that the schema does not name are not used. The values of the target and of the group, listed here,
-are the public names of classes and groups.
+`range` is mapped to [−1, 1]; values outside count as its nearer end. `missing` (default true) says
+whether values may be missing, and gives them an indicator. `other` (default false) gives one
+indicator to all values that are not listed; without it such a value in the data is refused. Columns
+that the schema does not name are not used. The listed values of the target and of the group are the
+public names of classes and groups.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ __all__ = ["check", "column", "count_outside", "load", "note_outside", "propose"
 VERSION = 1
 WARNING = (
     "Every range and value below was read from the data, which ε does not cover. Replace them by "
-    "what is publicly "
-    "known (the range of the form's field, the list of the register), and then remove this line."
+    "what is publicly known (the range of the form's field, the list of the register), and then "
+    "remove this line."
 )
-MOST_VALUES = 50  # that are proposed; the others are "other"
+MOST_VALUES = 50  # proposed values of a category; the others are "other"
 
-# What an entry may hold, and must, besides its kind.
+# Required and optional fields of an entry, by kind.
 FIELDS = {
     "number": ({"range"}, {"missing"}),
     "date": ({"range"}, {"format", "missing"}),
@@ -55,10 +54,9 @@ FIELDS = {
 
 
 def propose(frame: pd.DataFrame) -> dict[str, Any]:
-    """A first schema, to be edited: kinds, ranges and categories as these rows have them.
+    """Propose a schema for editing, with the kinds, ranges and categories of the given rows.
 
-    Columns without information and columns that look like identifiers are proposed to be ignored,
-    with the reason.
+    Columns without information and columns that look like identifiers are ignored, with the reason.
 
     >>> import pandas as pd
     >>> propose(pd.DataFrame({"age": [20, 60], "sex": ["f", "m"]}))["columns"]["age"]
@@ -69,11 +67,11 @@ def propose(frame: pd.DataFrame) -> dict[str, Any]:
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The schema in a file, checked.
+    """Read and validate the schema in a file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is no schema; the message says where and what to do.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is not a schema; the message says where and what to do.
     """
     file = Path(path)
     if not file.is_file():
@@ -84,30 +82,28 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         return validated(json.loads(file.read_text(encoding="utf-8")), str(file))
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{file} is no JSON (line {error.lineno}: {error.msg}); correct it, or write a new "
-            "schema with "
-            "`evenclip data schema TABLE`."
+            f"{file} is not JSON (line {error.lineno}: {error.msg}); correct it, or write a new "
+            "schema with `evenclip data schema TABLE`."
         ) from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 (byte {error.start}); save it as UTF-8.") from error
 
 
 def validated(schema: Any, name: str = "The schema") -> dict[str, Any]:
-    """The schema itself, if it is one.
+    """Return the schema if it is valid.
 
     Raises:
-        ValueError: if it is none; `name` is what the message calls it.
+        ValueError: the schema is invalid; the message refers to it as `name`.
     """
     if not isinstance(schema, dict) or not isinstance(schema.get("columns"), dict):
         raise ValueError(
-            f'{name} is no schema; it must be a JSON object with "columns": '
+            f'{name} is not valid; it must be a JSON object with "columns": '
             f'{{name: {{"kind": ...}}}}.'
         )
     if schema.get("evenclip_schema") != VERSION:
         raise ValueError(
             f'{name} has "evenclip_schema": {json.dumps(schema.get("evenclip_schema"))}; this '
-            "version of evenclip "
-            f"reads {VERSION}."
+            f"version of evenclip reads {VERSION}."
         )
     for key, entry in schema["columns"].items():
         _check_entry(f"{name}, column {key!r}:", entry)
@@ -115,11 +111,10 @@ def validated(schema: Any, name: str = "The schema") -> dict[str, Any]:
 
 
 def check(schema: dict[str, Any], frame: pd.DataFrame) -> tuple[str, ...]:
-    """Raise unless these rows fit the schema; what the reader should know about those that do.
+    """Raise unless the rows fit the schema; return notes on values outside of their range.
 
     Raises:
-        ValueError: a column that is not there, a value of another kind or outside of the
-            categories.
+        ValueError: a column is missing, or a value has another kind or is not among the categories.
     """
     here = {str(name): name for name in frame.columns}
     used = {
@@ -138,23 +133,21 @@ def check(schema: dict[str, Any], frame: pd.DataFrame) -> tuple[str, ...]:
 
 
 def count_outside(name: str, entry: dict[str, Any], series: pd.Series, first: int = 1) -> int:
-    """Raise unless the values fit the entry; how many lie outside of its range. `first` numbers the
-    first row.
+    """Raise unless the values fit the entry; return how many lie outside of its range.
+
+    `first` is the first row's number in messages.
 
     Raises:
-        ValueError: a value of another kind, outside of the categories, or missing where none may
-            be.
+        ValueError: a value has another kind, is not among the categories, or is missing although
+            the entry allows no missing values.
     """
     kind, absent = entry["kind"], series.isna().to_numpy()
     outside = 0
     if kind == "category":
         codes, names = columns.factor(series)
         absent = codes < 0
-        unknown = (
-            []
-            if entry.get("other", False)
-            else [value for value in names if value not in entry["values"]]
-        )
+        unlisted = [value for value in names if value not in entry["values"]]
+        unknown = [] if entry.get("other", False) else unlisted
         if unknown:
             raise ValueError(
                 f"Column {name!r} has the value {unknown[0]!r}, which is not among the schema's "
@@ -167,42 +160,36 @@ def count_outside(name: str, entry: dict[str, Any], series: pd.Series, first: in
             row = int(np.flatnonzero(wrong)[0])
             raise ValueError(
                 f"Column {name!r} has the value {columns.text(series.iloc[row])!r} in row "
-                f"{row + first}, and the "
-                f"schema says it is a {kind}; correct the schema or the value."
+                f"{row + first}, and the schema says it is a {kind}; correct the schema or the "
+                "value."
             )
         outside = _outside(entry, values) if "range" in entry else 0
     if absent.any() and not entry.get("missing", True):
         row = int(np.flatnonzero(absent)[0])
         raise ValueError(
             f"Column {name!r} has no value in row {row + first}, and the schema says that none is "
-            "missing; "
-            'set "missing": true, or fill it in.'
+            'missing; set "missing": true, or fill it in.'
         )
     return outside
 
 
 def note_outside(name: str, count: int) -> str:
-    """What the reader should know about values outside of the range."""
+    """Return a note on values outside of the range."""
     return (
         f"{count} values of {name!r} lie outside of the schema's range and count as its nearer end."
     )
 
 
 def column(name: str, entry: dict[str, Any]) -> Column:
-    """How a column of this entry becomes features."""
+    """Return the encoding of a column with this entry."""
     missing = entry.get("missing", True)
     match entry["kind"]:
         case "number":
             return Number(name, *_halves(*entry["range"]), bound=1.0, missing=missing)
         case "date":
             low, high = _range(entry)
-            return Date(
-                name,
-                entry.get("format", columns.ISO),
-                *_halves(low, high),
-                bound=1.0,
-                missing=missing,
-            )
+            form = entry.get("format", columns.ISO)
+            return Date(name, form, *_halves(low, high), bound=1.0, missing=missing)
         case "boolean":
             return Flag(name, missing)
         case "category":
@@ -214,7 +201,7 @@ def column(name: str, entry: dict[str, Any]) -> Column:
 
 
 def _proposed(series: pd.Series) -> dict[str, Any]:
-    """One column's entry."""
+    """Propose the entry of one column."""
     reason = columns.useless(series)
     if reason is not None:
         return {"kind": "ignore", "reason": reason}
@@ -226,13 +213,10 @@ def _proposed(series: pd.Series) -> dict[str, Any]:
             return {"kind": "number", "range": ends, "missing": bool(np.isnan(values).any())}
         case "date":
             values = columns.days(series, kind.format)
-            first, last = (
-                str(np.datetime64(math.floor(day), "D"))
-                for day in (np.nanmin(values), np.nanmax(values))
-            )
+            days = (np.nanmin(values), np.nanmax(values))
             return {
                 "kind": "date",
-                "range": [first, last],
+                "range": [str(np.datetime64(math.floor(day), "D")) for day in days],
                 "format": kind.format,
                 "missing": bool(np.isnan(values).any()),
             }
@@ -258,7 +242,7 @@ def _plain(value: float) -> float | int:
 
 
 def _check_entry(where: str, entry: Any) -> None:
-    """Raise unless this is an entry."""
+    """Raise unless the entry is valid."""
     if not isinstance(entry, dict) or entry.get("kind") not in FIELDS:
         kind = entry.get("kind") if isinstance(entry, dict) else entry
         raise ValueError(f"{where} the kind is {kind!r}; it must be one of {', '.join(FIELDS)}.")
@@ -279,7 +263,7 @@ def _check_entry(where: str, entry: Any) -> None:
 
 
 def _check_range(where: str, entry: dict[str, Any]) -> None:
-    """Raise unless there are two ends, the lower one first."""
+    """Raise unless the range has two ends, the lower one first."""
     example = "[0, 100]" if entry["kind"] == "number" else '["1990-01-01", "2030-12-31"]'
     try:
         low, high = _range(entry)
@@ -289,29 +273,25 @@ def _check_range(where: str, entry: dict[str, Any]) -> None:
     if not right:
         raise ValueError(
             f"{where} the range is {json.dumps(entry['range'])}; it must be a lower and a higher "
-            "end, such as "
-            f"{example}."
+            f"end, such as {example}."
         )
 
 
 def _check_values(where: str, values: Any) -> None:
-    """Raise unless these are different texts."""
-    if (
-        not isinstance(values, list)
-        or not values
-        or not all(isinstance(value, str) and value for value in values)
-    ):
+    """Raise unless the values are a list of distinct texts."""
+    texts = isinstance(values, list) and all(isinstance(value, str) and value for value in values)
+    if not texts or not values:
         raise ValueError(
             f'{where} the values are {values!r}; they must be a list of texts, such as ["yes", '
             '"no"].'
         )
     twice = [value for i, value in enumerate(values) if value in values[:i]]
     if twice:
-        raise ValueError(f"{where} the value {twice[0]!r} is there twice; list each once.")
+        raise ValueError(f"{where} the value {twice[0]!r} is listed twice; list each once.")
 
 
 def _range(entry: dict[str, Any]) -> tuple[float, float]:
-    """The ends as numbers; those of dates in days since 1970, the last day included."""
+    """Return the ends as numbers; those of dates in days since 1970, including the last day."""
     low, high = entry["range"]
     if entry["kind"] == "number":
         if isinstance(low, str | bool) or isinstance(high, str | bool):
@@ -322,7 +302,7 @@ def _range(entry: dict[str, Any]) -> tuple[float, float]:
 
 
 def _halves(low: float, high: float) -> tuple[float, float]:
-    """Centre and scale that take the range to [−1, 1]."""
+    """Return the centre and scale that map the range to [−1, 1]."""
     return (float(low) + float(high)) / 2, (float(high) - float(low)) / 2
 
 
@@ -336,11 +316,9 @@ def _quoted(fields: set[str]) -> str:
 def _values(kind: str, entry: dict[str, Any], series: pd.Series) -> columns.Values:
     if kind == "number":
         return columns.numbers(series)
-    return (
-        columns.days(series, entry.get("format", columns.ISO))
-        if kind == "date"
-        else columns.flags(series)
-    )
+    if kind == "date":
+        return columns.days(series, entry.get("format", columns.ISO))
+    return columns.flags(series)
 
 
 def _outside(entry: dict[str, Any], values: columns.Values) -> int:

@@ -1,9 +1,9 @@
-"""Data that are read when they are needed, because they need not fit in memory.
+"""Datasets that are read on demand, because they need not fit in memory.
 
-Poisson batches are drawn by index, from a stream that looks at no data; so the batches of steps to
-come are known as early as one likes. `Streamed.ahead` is given them in their order and reads in
-front of training; what comes out is what `take` would have given, whoever reads and however far
-ahead.
+Poisson batches are drawn by index, from a random stream that does not depend on the data, so the
+batches of future steps are known in advance. `Streamed.ahead` takes them in order and prefetches
+their rows. The rows are those that `take` returns, independent of the reader and of how far ahead
+it reads.
 """
 
 from __future__ import annotations
@@ -22,78 +22,81 @@ if TYPE_CHECKING:
 
 __all__ = ["Bits", "Feed", "Streamed", "Windows", "check_same", "fingerprint"]
 
-PART = 2**20  # words of a digest that are looked at together
+PART = 2**20  # words that are added to a digest at once
 
 
 class Feed(Protocol):
-    """The rows of one batch after the other, read ahead."""
+    """The rows of consecutive batches, read ahead."""
 
     def of(self, batch: Tensor) -> Samples:
-        """The rows of the next batch, which must be this one; to be taken from, since bytes may be
-        bytes still.
+        """Return the rows of the next batch, which must be `batch`.
+
+        uint8 features may still be bytes; `Samples.take` converts them.
         """
 
     def close(self) -> None:
-        """Nothing more is read; threads and processes end."""
+        """Stop reading, and end threads and processes."""
 
 
 class Streamed(abc.ABC):
-    """Samples that are read when they are needed; otherwise as a `Dataset` has them."""
+    """Samples that are read on demand, with the interface of `Dataset`."""
 
     group_names: tuple[str, ...]
     class_names: tuple[str, ...]
     name: str
     device: torch.device | str
-    uncovered: tuple[
-        str, ...
-    ]  # looks at the data that ε does not cover, each a phrase for the privacy report
+    # Accesses to the data that ε does not cover, as phrases for the privacy report.
+    uncovered: tuple[str, ...]
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
 
     @property
     def K(self) -> int:
-        """Number of groups; 1 where there is no group."""
+        """Number of groups; 1 without groups."""
         return max(1, len(self.group_names))
 
     @abc.abstractmethod
     def take(self, indices: Tensor) -> Samples:
-        """The rows at `indices` [row] int64 on the CPU, put on the dataset's device; there may be
-        none.
+        """Return the rows at `indices` [row] int64 on the dataset's device.
+
+        `indices` is on the CPU and may be empty.
         """
 
     @abc.abstractmethod
     def to(self, device: torch.device | str) -> Self:
-        """The same data, whose rows are put on a device when they are taken."""
+        """Return the same data; `take` puts the rows on the device."""
 
     @abc.abstractmethod
     def labelled(self, outputs: int, ignored: int) -> Self:
-        """The same data for a model with so many outputs: a row with another label is refused when
-        it is read, but for the label that the loss ignores.
+        """Return the same data for a model with `outputs` outputs.
+
+        Reading a row with another label raises an error, except for the label that the loss
+        ignores.
         """
 
     @abc.abstractmethod
     def fingerprints(self) -> Sequence[str]:
-        """What tells these data from others, a line for each tensor; secret."""
+        """Return a line for each tensor that distinguishes the data from others; secret."""
 
     @abc.abstractmethod
     def ahead(self, batches: Iterator[Tensor], readers: int) -> Feed:
-        """The rows of these batches; `readers` processes may read them, where that helps."""
+        """Return a feed of these batches; `readers` processes may read them."""
 
 
 # --- reading many batches at once ---------------------------------------------------------------
 
 
 class Windows:
-    """A feed that reads many batches at once, the next ones while those before are trained on, in a
-    thread.
+    """A feed that reads windows of many batches in a thread, while earlier ones are trained on.
 
-    At most two windows are in memory: the one in use, and the one that is read meanwhile.
+    At most two windows are in memory: the one in use, and the next one.
 
     Args:
-        read: the rows at some indices, in their order; asks now and then whether it should go on.
-        batches: what will be asked for.
-        rows: most rows of a window; a batch that is larger is a window of its own.
+        read: read(indices, stopped) returns the rows at the indices, in their order; it calls
+            stopped() regularly and ends when that is true.
+        batches: the batches that will be requested.
+        rows: largest number of rows in a window; a larger batch is a window by itself.
     """
 
     def __init__(
@@ -109,12 +112,12 @@ class Windows:
         )
         self._window: list[Tensor] = []
         self._samples: Samples | None = None
-        self._next, self._row = 0, 0  # batch of the window, and its first row there
+        self._next, self._row = 0, 0  # next batch of the window, and its first row
         self._thread = threading.Thread(target=self._fill, name="evenclip reader", daemon=True)
         self._thread.start()
 
     def of(self, batch: Tensor) -> Samples:
-        """The rows of the next batch, as views of the window."""
+        """Return the rows of the next batch, as views of the window."""
         if self._next == len(self._window):
             self._turn()
         check_same(batch, self._window[self._next])
@@ -123,26 +126,26 @@ class Windows:
         return self._samples.cut(start, self._row)
 
     def close(self) -> None:
-        """The thread ends, at the next chunk that it reads."""
+        """End the thread, at the next chunk that it reads."""
         self._stopped.set()
         self._room.release()
         self._thread.join()
         self._window, self._samples, self._next = [], None, 0
 
     def _turn(self) -> None:
-        """On to the next window."""
+        """Move on to the next window."""
         if self._samples is not None:
-            self._window, self._samples = [], None  # before the next but one takes its place
+            self._window, self._samples = [], None  # freed before another window is read
             self._room.release()
-        found = self._ready.get()
-        if isinstance(found, BaseException):
-            self._ready.put(found)  # whoever asks again is told again
-            raise found
-        self._window, self._samples = found
+        window = self._ready.get()
+        if isinstance(window, BaseException):
+            self._ready.put(window)  # raised again by the next call
+            raise window
+        self._window, self._samples = window
         self._next, self._row = 0, 0
 
     def _fill(self) -> None:
-        """What the thread does."""
+        """Read windows; runs in the thread."""
         try:
             for window in _grouped(self._batches, self._rows):
                 self._room.acquire()
@@ -152,12 +155,12 @@ class Windows:
             self._ready.put(
                 IndexError("All batches that were to be read ahead are taken; ask for new ones.")
             )
-        except BaseException as error:  # it is raised where the rows are asked for
+        except BaseException as error:  # raised where the rows are requested
             self._ready.put(error)
 
 
 def _grouped(batches: Iterator[Tensor], rows: int) -> Iterator[list[Tensor]]:
-    """Batches in their order, as many together as have at most so many rows, but one at least."""
+    """Group consecutive batches into windows of at most `rows` rows, at least one batch each."""
     window: list[Tensor] = []
     held = 0
     for batch in batches:
@@ -170,27 +173,24 @@ def _grouped(batches: Iterator[Tensor], rows: int) -> Iterator[list[Tensor]]:
         yield window
 
 
-def check_same(asked: Tensor, read: Tensor) -> None:
-    """Raise where rows would go to another batch: the model would be trained on records that were
-    not drawn.
-    """
-    if not torch.equal(asked, read):
+def check_same(drawn: Tensor, read: Tensor) -> None:
+    """Raise if another batch was read: training would use records that were not drawn."""
+    if not torch.equal(drawn, read):
         raise AssertionError(
-            f"A batch of {len(asked)} records was drawn and another, of {len(read)}, was read "
-            "ahead; the sampler was "
-            "moved while rows were being read: leave `listening` and enter it again."
+            f"A batch of {len(drawn)} records was drawn and another, of {len(read)}, was read "
+            "ahead; the sampler was moved while rows were being read: leave `listening` and "
+            "enter it again."
         )
 
 
-# --- what tells data from others ----------------------------------------------------------------
+# --- fingerprints -------------------------------------------------------------------------------
 
 
 class Bits:
-    """Two sums over the bits of a tensor, plain and by place, of which rows come one part after the
-    other.
+    """Plain and position-weighted sums over the bits of a tensor whose rows are added in parts.
 
-    Whole numbers, so that neither their order nor where they are cut matters. `size` is the
-    tensor's, in bytes.
+    The sums are integers, so they depend neither on the order of summation nor on how the rows are
+    divided. `size` is the size of the whole tensor in bytes.
 
     >>> whole, parts = Bits(24), Bits(24)
     >>> whole.add(torch.arange(3))
@@ -201,26 +201,21 @@ class Bits:
 
     def __init__(self, size: int) -> None:
         self._word = torch.int64 if size % 8 == 0 else torch.uint8
-        self._plain, self._placed, self._at = (
-            torch.zeros((), dtype=torch.int64),
-            torch.zeros((), dtype=torch.int64),
-            0,
-        )
-        self._rest = torch.zeros(0, dtype=torch.uint8)  # bytes that make no whole word yet
+        self._plain = torch.zeros((), dtype=torch.int64)
+        self._placed = torch.zeros((), dtype=torch.int64)
+        self._at = 0
+        self._rest = torch.zeros(0, dtype=torch.uint8)  # bytes of an incomplete word
 
     def add(self, rows: Tensor) -> None:
-        """Rows that follow those before."""
-        found = rows.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        """Add the rows that follow the previous ones."""
+        words = rows.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         if self._word is torch.int64:
-            found = torch.cat([self._rest, found]) if len(self._rest) else found
-            whole = found.numel() // 8 * 8
-            self._rest = found[whole:].clone()
-            found = (
-                found[:whole].view(torch.int64)
-                if found.storage_offset() % 8 == 0
-                else _aligned(found[:whole])
-            )
-        for part in torch.split(found, PART):
+            words = torch.cat([self._rest, words]) if len(self._rest) else words
+            whole = words.numel() // 8 * 8
+            self._rest = words[whole:].clone()
+            aligned = words.storage_offset() % 8 == 0
+            words = words[:whole].view(torch.int64) if aligned else _aligned(words[:whole])
+        for part in torch.split(words, PART):
             self._plain += part.sum(dtype=torch.int64)
             places = torch.arange(part.numel()).add_(self._at).mul_(2).add_(1)
             self._placed += places.mul_(part).sum()
@@ -228,15 +223,15 @@ class Bits:
 
     @property
     def sums(self) -> tuple[int, int]:
-        """Plain, and by place."""
+        """The plain and the position-weighted sum."""
         return int(self._plain), int(self._placed)
 
 
-def _aligned(found: Tensor) -> Tensor:
-    """Bytes that begin in the middle of a word, as words."""
-    return found.clone().view(torch.int64)
+def _aligned(content: Tensor) -> Tensor:
+    """View bytes that begin in the middle of a word as words, after copying them."""
+    return content.clone().view(torch.int64)
 
 
 def fingerprint(dtype: torch.dtype, shape: Sequence[int], bits: Bits) -> str:
-    """A line about one tensor."""
+    """Return the fingerprint of a tensor: dtype, shape and sums over its bits."""
     return f"{dtype} {list(shape)} {bits.sums}"

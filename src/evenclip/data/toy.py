@@ -1,5 +1,4 @@
-"""Toy: two groups of synthetic people, one easier to classify than the other, and the best accuracy
-known exactly.
+"""Toy: two synthetic groups, one easier to classify, with a best accuracy that is known exactly.
 
 | | |
 |---|---|
@@ -7,20 +6,21 @@ known exactly.
 | features | 10, normal |
 | classes | 2, "no" and "yes", equally likely in both groups |
 | groups | 2: majority (0), minority (1; each sample with probability 0.2) |
-| source | made here, from the seed; nobody's data |
+| source | generated from the seed; no real people |
 | licence | that of this package |
 
-Of a sample of group k and class y, with s = 2y − 1 and the unit vector u = (1, ..., 1)/√d, the
-features are
+A sample of group k and class y, with s = 2y − 1 and the unit vector u = (1, ..., 1)/√d, has the
+features
 
-    x = s·δ_k·u + N(0, I),
+    x = s·δ_k·u + N(0, I).
 
-two normal clouds at distance 2δ_k. The classes are equally likely, so the best classifier of either
-group says "yes" where u·x > 0, whatever δ_k is: there the density of its cloud is the larger one.
+The two classes are normal clouds at distance 2δ_k. They are equally likely, so for every δ_k the
+best classifier of either group predicts "yes" where u·x > 0: there the density of "yes" is larger.
 As s·(u·x) ~ N(δ_k, 1), it is right with probability P(N(δ_k, 1) > 0) = Φ(δ_k). One linear model is
-best for both groups at once, so what a trained model loses against `optimum`, it loses to training.
+optimal for both groups at once, so the gap between a trained model and `optimum` is due to
+training.
 
-**Caveat.** The groups differ in size and difficulty only. Not in the paper.
+**Caveat.** The groups differ in size and difficulty only. The dataset is not in the paper.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ def toy(
     minority: float = 0.2,
     separation: tuple[float, float] = SEPARATION,
 ) -> Splits:
-    """Training and test samples, split 80/20.
+    """Generate training and test samples, split 80/20.
 
     Args:
-        seed: decides everything that is random.
-        n: number of samples, training and test together; at least 10.
+        seed: determines all random numbers.
+        n: number of training and test samples together; at least 10.
         features: number of features d.
-        minority: probability that a sample is of the minority.
+        minority: probability that a sample belongs to the minority.
         separation: δ of the majority and of the minority, half the distance of the two classes.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
 
     >>> train, test, _ = toy()
     >>> list(train.x.shape), len(test), train.group_names
@@ -73,12 +73,10 @@ def toy(
     numbers = stream(seed, "toy")
     group = (numbers.random(n) < minority).astype(np.int64)  # [sample]
     y = numbers.integers(2, size=n)  # [sample]
-    shift = (
-        (2 * y - 1) * np.array(separation)[group] / math.sqrt(features)
-    )  # [sample], along every axis
-    x = (shift[:, None] + numbers.standard_normal((n, features))).astype(
-        np.float32
-    )  # [sample, features]
+    # The shift along every axis, [sample].
+    shift = (2 * y - 1) * np.array(separation)[group] / math.sqrt(features)
+    noise = numbers.standard_normal((n, features))
+    x = (shift[:, None] + noise).astype(np.float32)  # [sample, features]
     train, test = cut(np.arange(n), numbers)
     return Splits(
         _dataset(x[train], y[train], group[train]), _dataset(x[test], y[test], group[test])
@@ -86,8 +84,7 @@ def toy(
 
 
 def optimum(separation: tuple[float, float] = SEPARATION) -> tuple[float, float]:
-    """The best accuracy that any classifier can have on the majority and on the minority, Φ(δ)
-    each, in [0, 1].
+    """Return the best possible accuracy on the majority and on the minority, Φ(δ) each.
 
     >>> [round(accuracy, 4) for accuracy in optimum()]  # Φ(1.5) and Φ(0.75)
     [0.9332, 0.7734]
@@ -97,7 +94,7 @@ def optimum(separation: tuple[float, float] = SEPARATION) -> tuple[float, float]
 
 
 def _dataset(x: NDArray[np.float32], y: NDArray[np.int64], group: NDArray[np.int64]) -> Dataset:
-    """As tensors."""
+    """Return the arrays as a `Dataset`."""
     return Dataset(
         torch.from_numpy(x),
         torch.from_numpy(y),
