@@ -1,4 +1,4 @@
-"""The other route to every number here: one sample at a time through ordinary autograd.
+"""Reference values for the gradient tests: one sample at a time through ordinary autograd.
 
 With `--import-mode=importlib` test files cannot import each other, so the helpers are fixtures of
 session scope (which hypothesis allows beside `@given`).
@@ -15,7 +15,7 @@ RTOL = 1e-9  # two orders of the same float64 operations
 
 @pytest.fixture(scope="session")
 def numbers():
-    """`numbers(seed, *shape)`: standard normal, float64, from a generator of their own."""
+    """`numbers(seed, *shape)`: standard normal numbers, float64, from their own generator."""
 
     def draw(seed, *shape):
         return torch.randn(
@@ -37,9 +37,7 @@ def tokens():
 
 @pytest.fixture(scope="session")
 def made():
-    """`made(seed, make)`: a float64 module; what was drawn before does not matter, and no parameter
-    is left at 0.
-    """
+    """`made(seed, make)`: a float64 module, independent of earlier draws; no parameter is 0."""
 
     def make_it(seed, make):
         with torch.random.fork_rng(devices=[]):
@@ -55,27 +53,25 @@ def made():
 
 @pytest.fixture(scope="session")
 def alone():
-    """`alone(model, loss, x, y)`: each sample's gradient, from a batch of that one.  # [sample,
-    parameter]
-    """
+    """`alone(model, loss, x, y)`: gradients from batches of one.  # [sample, parameter]"""
 
     def gradients(model, loss, x, y):
         parameters = [p for p in model.parameters() if p.requires_grad]
         rows = []
         for i in range(len(y)):
-            one = tree_map(lambda t, i=i: t[i : i + 1], x)
+            batch = tree_map(lambda t, i=i: t[i : i + 1], x)
             output = (
-                model(**one)
-                if isinstance(one, dict)
-                else model(*one)
-                if isinstance(one, tuple)
-                else model(one)
+                model(**batch)
+                if isinstance(batch, dict)
+                else model(*batch)
+                if isinstance(batch, tuple)
+                else model(batch)
             )
             value = loss(output, y[i : i + 1]).sum()
-            found = torch.autograd.grad(value, parameters, allow_unused=True)
+            gradients = torch.autograd.grad(value, parameters, allow_unused=True)
             filled = [
                 torch.zeros_like(p) if g is None else g
-                for p, g in zip(parameters, found, strict=True)
+                for p, g in zip(parameters, gradients, strict=True)
             ]
             rows.append(
                 torch.cat([g.to_dense().flatten() if g.is_sparse else g.flatten() for g in filled])
@@ -87,9 +83,7 @@ def alone():
 
 @pytest.fixture(scope="session")
 def layer_alone():
-    """`layer_alone(module, a, delta)`: name -> gradient of ⟨module(a_i), δ_i⟩ for every sample i
-    alone.
-    """
+    """`layer_alone(module, a, delta)`: name -> gradient of ⟨module(a_i), δ_i⟩ for each sample i."""
 
     def gradients(module, a, delta):
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -104,11 +98,12 @@ def layer_alone():
 
 @pytest.fixture(scope="session")
 def same_layer():
-    """`same_layer(found, expected)`: a LayerGradient is {name: [sample, *parameter]}, asked in all
-    three ways.
+    """`same_layer(actual, expected)`: compare a LayerGradient with {name: [sample, *parameter]}.
+
+    Norms, weighted sums and per-sample gradients are compared.
     """
 
-    def compare(found, expected):
+    def compare(actual, expected):
         n = len(next(iter(expected.values())))
         scale = max(
             1.0, *(float(g.abs().max()) for g in expected.values())
@@ -119,35 +114,36 @@ def same_layer():
             .sum(dim=0)
             .sqrt()
         )
-        torch.testing.assert_close(found.square_norms().sqrt(), norms, **close)
-        torch.testing.assert_close(found.per_sample(), expected, **close)
+        torch.testing.assert_close(actual.square_norms().sqrt(), norms, **close)
+        torch.testing.assert_close(actual.per_sample(), expected, **close)
         for weights in weightings(n):
             total = {name: torch.tensordot(weights, g, dims=1) for name, g in expected.items()}
-            torch.testing.assert_close(found.weighted_sum(weights), total, **close)
+            torch.testing.assert_close(actual.weighted_sum(weights), total, **close)
 
     return compare
 
 
 @pytest.fixture(scope="session")
 def same():
-    """`same(found, expected)`: a PerSample is these gradients [sample, parameter], asked in all
-    three ways.
+    """`same(actual, expected)`: compare a PerSample with gradients [sample, parameter].
+
+    Norms, weighted sums and per-sample gradients are compared.
     """
 
-    def compare(found, expected, rtol=RTOL):
+    def compare(actual, expected, rtol=RTOL):
         close = {"rtol": rtol, "atol": rtol * float(expected.abs().max()), "check_dtype": False}
-        torch.testing.assert_close(found.norms(), expected.double().norm(dim=1), **close)
-        torch.testing.assert_close(found.per_sample(), expected, **close)
+        torch.testing.assert_close(actual.norms(), expected.double().norm(dim=1), **close)
+        torch.testing.assert_close(actual.per_sample(), expected, **close)
         for weights in weightings(len(expected)):
             torch.testing.assert_close(
-                found.weighted_sum(weights), weights @ expected.double(), **close
+                actual.weighted_sum(weights), weights @ expected.double(), **close
             )
 
     return compare
 
 
 def weightings(n):
-    """Weights of n samples: positive, with zeros and negative ones, all zero."""
+    """Return three weight vectors of n samples: positive; zeros and negative values; all zero."""
     some = torch.linspace(0.2, 1.7, n, dtype=torch.float64)
     signs = torch.tensor([(-1.0, 0.0, 1.0)[i % 3] for i in range(n)], dtype=torch.float64)
     return some, some.flip(0) * signs, torch.zeros(n, dtype=torch.float64)

@@ -1,6 +1,4 @@
-"""A batch passes in blocks where its activations are large: right in every kind of graph, and
-nothing large is kept.
-"""
+"""Large activations pass in blocks: correct in every graph, and nothing large is kept."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ N, CLASSES = 5, 3
 
 
 class Branches(nn.Module):
-    """Two convolutions of the same input, one after both, and a way round."""
+    """Two convolutions of the same input, a third after both, and a skip connection."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +35,7 @@ class Branches(nn.Module):
 
 
 class Unused(nn.Module):
-    """One convolution whose output goes nowhere, one that only the other's output depends on."""
+    """A convolution whose output is not used, and one that feeds only that convolution."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +67,7 @@ class Twice(nn.Module):
 
 
 class Pair(nn.Module):
-    """Somebody's own layer, with two outputs."""
+    """A custom layer with two outputs."""
 
     def __init__(self):
         super().__init__()
@@ -87,8 +85,8 @@ class TwoOutputs(nn.Module):
         self.layer, self.own = nn.Conv1d(2, CLASSES, 2), Pair()
 
     def forward(self, x):
-        one, other = self.own(self.layer(x).mean(dim=2))
-        return one + other
+        first, second = self.own(self.layer(x).mean(dim=2))
+        return first + second
 
 
 def chain(*middle):
@@ -129,7 +127,7 @@ MODELS = {  # how it is made, one sample's input
 
 @pytest.fixture
 def taken(made, numbers, tokens, monkeypatch):
-    """`taken(name, rows)`: the model, its tape for so many samples at a time, x and y."""
+    """`taken(name, rows)`: the model, its tape with blocks of `rows` samples, x and y."""
 
     def build(name, rows):
         make, shape = MODELS[name]
@@ -157,11 +155,11 @@ def taken(made, numbers, tokens, monkeypatch):
 def test_in_every_kind_of_graph(name, rows, taken, alone, same):
     model, tape, x, y = taken(name, rows)
     with tape.listening():
-        found = tape(x, y)
-    assert isinstance(found, _Blocks)
-    assert max(found._sizes) <= rows
-    assert sum(found._sizes) == N
-    same(found, alone(model, F.cross_entropy, x, y))
+        gradients = tape(x, y)
+    assert isinstance(gradients, _Blocks)
+    assert max(gradients._sizes) <= rows
+    assert sum(gradients._sizes) == N
+    same(gradients, alone(model, F.cross_entropy, x, y))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -169,9 +167,9 @@ def test_masked(name, taken, alone, same):
     model, tape, x, y = taken(name, 2)
     keep = torch.tensor([True, False, True, True, False])
     with tape.listening():
-        found = tape(x, y).masked(keep)
-    assert isinstance(found, _Blocks)
-    same(found, torch.where(keep.unsqueeze(1), alone(model, F.cross_entropy, x, y), 0.0))
+        gradients = tape(x, y).masked(keep)
+    assert isinstance(gradients, _Blocks)
+    same(gradients, torch.where(keep.unsqueeze(1), alone(model, F.cross_entropy, x, y), 0.0))
 
 
 def test_blocks_are_of_nearly_equal_size(taken):
@@ -187,7 +185,7 @@ def test_where_it_fits_a_batch_passes_whole(taken):
 
 
 def test_a_model_of_many_parameters_passes_in_larger_blocks(made, numbers, tokens, monkeypatch):
-    """Its parameters would be read, and their gradient added up, once a block."""
+    """A large layer's parameters would be read, and their gradients added, once per block."""
     monkeypatch.setattr(module, "_BLOCK", 1)  # one sample at a time
     model, x, y = made(0, lambda: nn.Linear(20, 50)), numbers(1, N, 20), tokens(2, 50, N)
     for worth, rows in ((0, 1), (1, 21), (10, 210)):  # 1050 parameters, 50 numbers
@@ -213,13 +211,13 @@ def test_inputs_by_name_and_in_tuples_are_cut_alike(
     for x in ((a, b), {"b": b, "a": a}):
         tape = plan(model, F.cross_entropy, x, y)
         with tape.listening():
-            found = tape(x, y)
-        assert isinstance(found, _Blocks)
-        same(found, alone(model, F.cross_entropy, x, y))
+            gradients = tape(x, y)
+        assert isinstance(gradients, _Blocks)
+        same(gradients, alone(model, F.cross_entropy, x, y))
 
 
 def test_a_layer_that_nothing_goes_into_or_comes_out_of(made, numbers, tokens, alone, same):
-    """Called without a tensor, and nothing that it returns has a gradient."""
+    """The layer is called without a tensor, and its outputs have no gradient."""
 
     class Aside(nn.Module):
         def __init__(self):
@@ -244,26 +242,24 @@ def test_a_layer_that_nothing_goes_into_or_comes_out_of(made, numbers, tokens, a
 
 
 def test_nothing_large_is_kept(taken):
-    """Of what goes into the convolutions and comes out of them, nothing outlives its block but the
-    batch.
-    """
+    """Inputs and outputs of convolutions are freed with their block, except the batch itself."""
     model, tape, x, y = taken("saved by what follows", 3)
     seen, batch, alive = [], x.clone(), []
 
-    def look(layer, args, output):
+    def record(layer, args, output):
         if layer is model[0]:  # the next block has begun
             gc.collect()
             alive.extend(ref() for ref in seen if ref() is not None)
         seen.extend([weakref.ref(output), *([] if layer is model[0] else [weakref.ref(args[0])])])
         output.register_hook(lambda delta: seen.append(weakref.ref(delta)))
 
-    handles = [m.register_forward_hook(look) for m in model if isinstance(m, nn.Conv2d)]
+    handles = [m.register_forward_hook(record) for m in model if isinstance(m, nn.Conv2d)]
     with tape.listening():
-        found = tape(batch, y)
+        gradients = tape(batch, y)
     for handle in handles:
         handle.remove()
     gc.collect()
-    assert isinstance(found, _Blocks)
+    assert isinstance(gradients, _Blocks)
     assert len(seen) == 10
     assert not alive
     assert not [ref() for ref in seen if ref() is not None]

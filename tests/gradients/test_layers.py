@@ -1,6 +1,4 @@
-"""Every layer that has a formula, over shapes and options that hypothesis makes up, against one
-sample at a time.
-"""
+"""Every layer with a formula, over shapes and options from hypothesis, against single samples."""
 
 from __future__ import annotations
 
@@ -140,8 +138,8 @@ def trainable(module):
 @given(data=st.data())
 def test_every_layer_with_a_formula(kind, data, drawn, layer_alone, same_layer):
     module, a, delta = drawn(kind, data)
-    found = formula(module)(module, a, delta, trainable(module))
-    same_layer(found, layer_alone(module, a, delta))
+    gradients = formula(module)(module, a, delta, trainable(module))
+    same_layer(gradients, layer_alone(module, a, delta))
 
 
 @uneven
@@ -162,8 +160,9 @@ def test_every_way_through_a_convolution(kind, data, drawn, layer_alone, same_la
 @settings(few, max_examples=30)
 @given(data=st.data())
 def test_no_sample_of_a_convolution_notices_another_in_any_way(kind, data, drawn):
-    """To the last bit, whatever is in the other; in float32, where a CPU takes the samples as
-    groups of channels.
+    """The result is equal to the last bit for any other sample in the batch.
+
+    In float32 a CPU treats the samples as channel groups.
     """
     module, a, delta = drawn(kind, data)
     module, a, delta = module.float(), a.float(), delta.float()
@@ -205,12 +204,12 @@ def test_nor_in_the_kernels_for_many_channels(channels, number, numbers):
 def test_a_convolution_in_float32(kind, data, drawn, layer_alone):
     module, a, delta = drawn(kind, data)
     expected = layer_alone(module, a, delta)
-    found = convolution.gradient(
+    gradients = convolution.gradient(
         module.float(), a.float(), delta.float(), trainable(module)
     ).per_sample()
     for name, each in expected.items():
         torch.testing.assert_close(
-            found[name].double(), each, rtol=0, atol=1e-5 * float(each.abs().max() + 1)
+            gradients[name].double(), each, rtol=0, atol=1e-5 * float(each.abs().max() + 1)
         )
 
 
@@ -273,7 +272,7 @@ def test_a_convolution_is_formed_where_that_is_smaller_than_its_activations(
     assert isinstance(formula(module)(module, a, module(a).detach(), ["weight"]), kind)
 
 
-LINEAR = {  # positions of one sample, in, out -> which way its norm is found
+LINEAR = {  # positions of one sample, in, out -> how its norm is computed
     ((), 3, 4): "neither",
     ((1, 1), 3, 4): "neither",
     ((2,), 4, 4): "gram",
@@ -323,7 +322,7 @@ def test_squares_are_summed_a_block_of_samples_at_a_time(shape, numbers, monkeyp
 
 
 class Doubled(nn.Linear):
-    """Computes something else than a Linear."""
+    """Does not compute what a Linear computes."""
 
     def forward(self, x):
         return 2 * nn.functional.linear(x, self.weight, self.bias)
@@ -356,8 +355,8 @@ def test_a_layer_whose_forward_was_replaced_has_no_formula():
 
 def test_float32_gives_float32_sums_and_float64_norms(numbers):
     module, a, delta = nn.Linear(3, 2), numbers(0, 4, 3).float(), numbers(1, 4, 2).float()
-    found = linear.gradient(module, a, delta, ["weight", "bias"])
-    assert found.square_norms().dtype == torch.float64
-    assert {g.dtype for g in found.weighted_sum(torch.ones(4, dtype=torch.float64)).values()} == {
-        torch.float32
-    }
+    gradients = linear.gradient(module, a, delta, ["weight", "bias"])
+    assert gradients.square_norms().dtype == torch.float64
+    assert {
+        g.dtype for g in gradients.weighted_sum(torch.ones(4, dtype=torch.float64)).values()
+    } == {torch.float32}

@@ -1,4 +1,4 @@
-"""Any loss, taken apart: the loss of a sample is the loss of a batch of that one."""
+"""Per-sample losses: the loss of a sample is the loss of a batch that contains only this sample."""
 
 from __future__ import annotations
 
@@ -114,10 +114,10 @@ def case(numbers, tokens, made):
 @pytest.mark.parametrize("name", CASES)
 def test_the_loss_of_a_sample_is_that_of_a_batch_of_one(name, case, alone, same):
     model, loss, x, y = case(name)
-    found = per_sample_gradients(model, loss, x, y)
+    gradients = per_sample_gradients(model, loss, x, y)
     expected = torch.stack([loss(model(x[i : i + 1]), y[i : i + 1]).sum() for i in range(N)])
-    torch.testing.assert_close(found.losses, expected.detach())
-    same(found, alone(model, loss, x, y))
+    torch.testing.assert_close(gradients.losses, expected.detach())
+    same(gradients, alone(model, loss, x, y))
 
 
 def test_a_loss_module_is_left_as_it_was():
@@ -137,8 +137,8 @@ def test_class_weights_weigh_and_ignored_positions_count_as_nothing(numbers, tok
     each = [
         -sum(weight[k] * log[i, k, t] for t, k in enumerate(y[i]) if k >= 0) / T for i in range(N)
     ]
-    found = per_sample(nn.CrossEntropyLoss(weight=weight))(output, y)
-    torch.testing.assert_close(found, torch.stack(each))
+    losses = per_sample(nn.CrossEntropyLoss(weight=weight))(output, y)
+    torch.testing.assert_close(losses, torch.stack(each))
 
 
 wrong = (

@@ -1,6 +1,4 @@
-"""A sample that is not kept contributes exactly nothing, whatever is in it; the others do not
-notice.
-"""
+"""A masked sample contributes exactly 0 for any content, and does not affect the others."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ N, BAD, CLASSES = 5, (1, 3), 3
 
 
 class Direction(nn.Module):
-    """Somebody's own layer, whose gradient is NaN where the input is 0: x / ‖x‖."""
+    """A custom layer, x / ‖x‖, with a NaN gradient at 0."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +27,7 @@ class Direction(nn.Module):
 
 
 class Root(nn.Module):
-    """Somebody's own layer: √(wx)² has no gradient at 0."""
+    """A custom layer: √(wx)² has no gradient at 0."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +47,7 @@ class Recurrent(nn.Module):
 
 
 class Tied(nn.Module):
-    """Used behind its back: as a whole through `torch.func`."""
+    """A weight is used outside its layer, so the whole model goes through `torch.func`."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +58,7 @@ class Tied(nn.Module):
 
 
 class Twice(nn.Module):
-    """The same layer twice: its gradients are formed for their cross terms."""
+    """The same layer is used twice: its gradients are formed because of their cross terms."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +69,7 @@ class Twice(nn.Module):
 
 
 class Words(nn.Module):
-    """Tokens are never NaN; what they are multiplied with is."""
+    """Tokens are never NaN, but their factor may be."""
 
     def __init__(self, positions):
         super().__init__()
@@ -152,8 +150,8 @@ def check_left_out(tape, x, y, bad, numbers):
     torch.testing.assert_close(masked.norms(), torch.where(keep, clean.norms(), 0.0))
     torch.testing.assert_close(masked.losses, torch.where(keep, clean.losses, 0.0))
     for i in BAD:
-        one = F.one_hot(torch.tensor(i), N).double()
-        assert not masked.weighted_sum(one).any()
+        indicator = F.one_hot(torch.tensor(i), N).double()
+        assert not masked.weighted_sum(indicator).any()
         assert not masked.norms()[i].any()
 
 
@@ -162,18 +160,18 @@ def test_what_is_masked_twice_stays_masked(planned):
     x[0], x[1] = 0.0, math.nan
     first, second = torch.arange(N) != 0, torch.arange(N) != 1
     with tape.listening():
-        found = tape(x, y).masked(first).masked(second)
-    assert found.norms()[:2].tolist() == [0.0, 0.0]
-    assert found.weighted_sum(torch.ones(N)).isfinite().all()
+        gradients = tape(x, y).masked(first).masked(second)
+    assert gradients.norms()[:2].tolist() == [0.0, 0.0]
+    assert gradients.weighted_sum(torch.ones(N)).isfinite().all()
 
 
 @pytest.mark.parametrize("name", [nn.Linear, "own layer", "as a whole"], ids=str)
 def test_a_batch_with_nothing_kept(name, planned):
     tape, x, y = planned(name)
     with tape.listening():
-        found = tape(x * math.nan, y).masked(torch.zeros(N, dtype=torch.bool))
-    assert not found.norms().any()
-    assert torch.equal(found.weighted_sum(torch.ones(N)), tape.layout.join({}))
+        gradients = tape(x * math.nan, y).masked(torch.zeros(N, dtype=torch.bool))
+    assert not gradients.norms().any()
+    assert torch.equal(gradients.weighted_sum(torch.ones(N)), tape.layout.join({}))
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])

@@ -29,7 +29,7 @@ def network(made):
 def test_gradients_are_those_of_opacus(network, numbers, tokens, same):
     opacus = pytest.importorskip("opacus.grad_sample")
     x, y = numbers(1, 6, 1, 8, 8), tokens(2, 3, 6)
-    found = per_sample_gradients(network, F.cross_entropy, x, y)
+    gradients = per_sample_gradients(network, F.cross_entropy, x, y)
     theirs = opacus.GradSampleModule(network, loss_reduction="sum")
     F.cross_entropy(theirs(x), y, reduction="sum").backward()
-    same(found, torch.cat([p.grad_sample.flatten(1) for p in network.parameters()], dim=1))
+    same(gradients, torch.cat([p.grad_sample.flatten(1) for p in network.parameters()], dim=1))

@@ -1,6 +1,4 @@
-"""Recurrent layers by their formula: every kind, whatever is asked of them, against each sample
-alone.
-"""
+"""The formula for recurrent layers: every kind and option, against single samples."""
 
 from __future__ import annotations
 
@@ -20,14 +18,14 @@ KINDS = {
 
 
 class Classifier(nn.Module):
-    """A recurrent layer, and a linear one on what is looked at of it."""
+    """A recurrent layer, and a linear layer on one of its outputs."""
 
-    def __init__(self, layer, look, state=False):
+    def __init__(self, layer, used, state=False):
         super().__init__()
-        self.layer, self.look, self.state = layer, look, state
-        self.into = nn.Linear(D, D)  # so that what goes in has a gradient of its own
+        self.layer, self.used, self.state = layer, used, state
+        self.into = nn.Linear(D, D)  # so that the recurrent layer's input has a gradient
         directions = 2 if layer.bidirectional else 1
-        self.head = nn.Linear(layer.hidden_size * (directions if look == "output" else 1), CLASSES)
+        self.head = nn.Linear(layer.hidden_size * (directions if used == "output" else 1), CLASSES)
 
     def forward(self, x):
         x = self.into(x)
@@ -43,18 +41,18 @@ class Classifier(nn.Module):
             state = ((h, h * 0.5) if isinstance(self.layer, nn.LSTM) else h,)
         x = x if self.layer.batch_first else x.transpose(0, 1)
         output, end = self.layer(x, *state)
-        if self.look == "output":
+        if self.used == "output":
             return self.head(
                 (output if self.layer.batch_first else output.transpose(0, 1)).square().sum(dim=1)
             )
         if isinstance(self.layer, nn.LSTM):
-            end = end[0] if self.look == "h" else end[1]
+            end = end[0] if self.used == "h" else end[1]
         return self.head(end.sum(dim=0))
 
 
 @pytest.fixture
 def formed(monkeypatch):
-    """How often a formula was used."""
+    """Count the uses of the formula."""
     calls, real = [], recurrent.gradient
     monkeypatch.setattr(
         recurrent, "gradient", lambda *given: calls.append(given[0]) or real(*given)
@@ -69,11 +67,11 @@ def check(model, made, numbers, tokens, alone, same, formed):
     assert isinstance(tape, Tape)
     formed.clear()
     with tape.listening():
-        found = tape(x, y)
-        same(found, alone(model, F.cross_entropy, x, y))
+        gradients = tape(x, y)
+        same(gradients, alone(model, F.cross_entropy, x, y))
         keep = torch.tensor([True, False, True, True])
         same(
-            found.masked(keep),
+            gradients.masked(keep),
             torch.where(keep.unsqueeze(1), alone(model, F.cross_entropy, x, y), 0.0),
         )
     assert formed, "it should have gone by the formula"
@@ -99,7 +97,7 @@ def test_every_kind(kind, layers, both, first, bias, made, numbers, tokens, alon
 
 @pytest.mark.parametrize("state", [False, True], ids=["from nothing", "from a state"])
 @pytest.mark.parametrize(
-    ("kind", "look"),
+    ("kind", "used"),
     [
         ("lstm", "output"),
         ("lstm", "h"),
@@ -110,9 +108,9 @@ def test_every_kind(kind, layers, both, first, bias, made, numbers, tokens, alon
         ("rnn", "h"),
     ],
 )
-def test_every_input_and_output(kind, look, state, made, numbers, tokens, alone, same, formed):
+def test_every_input_and_output(kind, used, state, made, numbers, tokens, alone, same, formed):
     layer = KINDS[kind](D, H, 2, bidirectional=True, batch_first=True)
-    check(Classifier(layer, look, state), made, numbers, tokens, alone, same, formed)
+    check(Classifier(layer, used, state), made, numbers, tokens, alone, same, formed)
 
 
 def test_some_parameters_frozen(made, numbers, tokens, alone, same, formed):
@@ -128,7 +126,7 @@ def test_dropout_that_is_off_does_not_matter(made, numbers, tokens, alone, same,
 
 
 class Own(nn.LSTM):
-    """Somebody's own, which may do anything."""
+    """A custom subclass may compute something else."""
 
 
 def test_what_has_no_formula():
@@ -159,12 +157,14 @@ def test_what_has_no_formula():
 
 
 def test_norms_are_never_too_small_in_float32(made, numbers, tokens):
-    """Long sequences of nearly constant input: sums over time that cancel."""
+    """Sums over long sequences of nearly constant input cancel."""
     model = made(0, lambda: Classifier(nn.LSTM(D, H, batch_first=True), "output")).float()
     x = (1 + 1e-3 * numbers(1, N, 200, D)).float()
     tape = plan(model, F.cross_entropy, x, tokens(2, CLASSES, N))
     with tape.listening():
-        found = tape(x, tokens(2, CLASSES, N))
-    each = torch.stack([found.weighted_sum(one) for one in torch.eye(N, dtype=torch.float64)])
-    assert (found.norms() >= each.double().norm(dim=1)).all()
-    assert (found.norms() <= 1.001 * each.double().norm(dim=1)).all()
+        gradients = tape(x, tokens(2, CLASSES, N))
+    each = torch.stack(
+        [gradients.weighted_sum(indicator) for indicator in torch.eye(N, dtype=torch.float64)]
+    )
+    assert (gradients.norms() >= each.double().norm(dim=1)).all()
+    assert (gradients.norms() <= 1.001 * each.double().norm(dim=1)).all()

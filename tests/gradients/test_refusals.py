@@ -1,5 +1,6 @@
-"""What cannot be trained privately is refused in a sentence that names the module; and nothing is
-left behind.
+"""Models that cannot be trained privately are refused, and the model is not changed.
+
+The error names the module.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ N, T, D, CLASSES = 4, 5, 4, 3
 
 
 class Wrapped(nn.Module):
-    """A module of several, so that a path can be named."""
+    """A model with several modules, so that the error can name a path."""
 
     def __init__(self, inside):
         super().__init__()
@@ -52,14 +53,14 @@ class OverTheBatch(nn.Module):
 
 
 class NextSample(nn.Module):
-    """Every sample but the last takes from the one after it: changing the first changes no other."""
+    """Every sample reads the next one, so changing the first sample changes no other."""
 
     def forward(self, x):
         return x + torch.cat([x[1:], torch.zeros_like(x[:1])])
 
 
 class InItself(nn.Module):
-    """The mixing is not in any layer but between them."""
+    """The samples mix between layers, not in a layer."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +94,7 @@ class Counting(nn.Module):
 
 
 class OwnDice(nn.Module):
-    """Random from another generator than torch's."""
+    """Draws random numbers from a generator other than torch's."""
 
     def __init__(self):
         super().__init__()
@@ -104,7 +105,7 @@ class OwnDice(nn.Module):
 
 
 def batch_frequency_loss(output, target):
-    """Weighs a sample by how rare its class is in the batch."""
+    """Weigh a sample by the rarity of its class in the batch."""
     counts = torch.bincount(target, minlength=CLASSES)
     return F.cross_entropy(output, target, reduction="none") / counts[target]
 
@@ -251,8 +252,8 @@ REFUSED = {  # how the model is made, its input, its loss, what the error says
         lambda: Wrapped(parametrizations.spectral_norm(nn.Linear(D, D))),
         "row",
         F.cross_entropy,
-        r"The forward pass changes the buffer 'inside\.parametrizations\.weight\.0\._u': what it "
-        r"keeps of the data",
+        r"The forward pass changes the buffer 'inside\.parametrizations\.weight\.0\._u': the "
+        r"buffer would publish data without noise",
     ),
     "a buffer that counts": (
         lambda: Wrapped(Counting()),
@@ -313,7 +314,7 @@ def test_refused_with_the_reason(name, case):
 
 def test_refused_without_a_sample(numbers, tokens):
     with pytest.raises(
-        ModelError, match=r"no sample to take the model apart with; give at least one"
+        ModelError, match=r"^No sample was given to analyse the model with; give at least one"
     ):
         plan(
             nn.Linear(D, CLASSES).double(), F.cross_entropy, numbers(1, 0, D), tokens(2, CLASSES, 0)
@@ -325,7 +326,7 @@ def test_refused_under_autocast(numbers, tokens):
         torch.autocast("cpu", dtype=torch.bfloat16),
         pytest.raises(
             ModelError,
-            match=r"torch\.autocast is on.*Switch it off, or give the model itself that precision",
+            match=r"torch\.autocast is on.*Switch it off, or convert the model itself",
         ),
     ):
         plan(
@@ -341,7 +342,7 @@ def test_targets_that_broadcast_over_the_samples_are_refused(numbers):
         plan(nn.Linear(D, 1).double(), F.mse_loss, numbers(1, N, D), numbers(2, N))
 
 
-ACCEPTED = {  # what looks similar and is not refused
+ACCEPTED = {  # similar models that are not refused
     "InstanceNorm": lambda: Wrapped(
         nn.Sequential(nn.Unflatten(1, (1, D)), nn.InstanceNorm1d(1, affine=True))
     ),
@@ -356,7 +357,7 @@ def test_not_refused(name, numbers, tokens):
     plan(ACCEPTED[name]().double(), F.cross_entropy, numbers(1, N, D), tokens(2, CLASSES, N))
 
 
-# --- nothing is left behind ---------------------------------------------------------------------
+# --- the model is not changed -------------------------------------------------------------------
 
 HOOKS = (
     "_forward_hooks",
@@ -368,7 +369,7 @@ HOOKS = (
 
 
 class Snapshot:
-    """Everything about a model, and torch's generator."""
+    """Return the full state of a model and of torch's generator."""
 
     def __init__(self, model):
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -394,7 +395,7 @@ class Snapshot:
 
 
 class Twice(nn.Module):
-    """One layer at two places, used behind its back: through `torch.func` as a whole."""
+    """A layer that occurs twice and is used outside itself: whole model through `torch.func`."""
 
     def __init__(self):
         super().__init__()

@@ -1,8 +1,8 @@
-"""A norm is never below the norm of what the sample really adds to the sum, whatever cancels.
+"""A norm is never below the norm of the sample's term in the sum, also under cancellation.
 
-Every model here is one layer under the loss ⟨output, y⟩, so that δ is y to the last bit and can be
-chosen. What sample i adds is weighted_sum(w·e_i) in the model's own precision; its norm is taken in
-float64.
+Every model here is one layer with the loss ⟨output, y⟩, so that δ equals y to the last bit and can
+be chosen. The term of sample i is weighted_sum(w·e_i) in the model's precision; its norm is
+computed in float64.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ few = settings(max_examples=40)
 
 
 def against(output, y):
-    """The loss whose δ is y."""
+    """The loss with δ = y."""
     return (output * y).flatten(1).sum(dim=1)
 
 
@@ -46,7 +46,7 @@ LAYERS = {
 
 @pytest.fixture(scope="session")
 def tapes(made, numbers, tokens):
-    """`tapes(name, dtype)`: the tape of that layer, planned on ordinary numbers, once."""
+    """`tapes(name, dtype)`: the cached tape of that layer, planned on ordinary numbers."""
     kept = {}
 
     def tape(name, dtype):
@@ -66,9 +66,7 @@ def tapes(made, numbers, tokens):
 
 @pytest.fixture(scope="session")
 def cancelling(numbers, tokens):
-    """`cancelling(name, data)`: nearly constant inputs, and δ that add up to nearly nothing over
-    the positions.
-    """
+    """`cancelling(name, data)`: nearly constant inputs, and δ with a sum near 0."""
 
     def draw(name, data, n=3):
         make, inputs, outputs, positions = LAYERS[name]
@@ -101,11 +99,11 @@ def test_a_norm_is_never_too_small(name, dtype, data, tapes, cancelling):
     a, delta, weight = cancelling(name, data)
     a = a.to(dtype) if a.is_floating_point() else a
     with tapes(name, dtype).listening() as tape:
-        found = tape(a, delta.to(dtype))
-    for one, norm in zip(
-        weight * torch.eye(len(a), dtype=torch.float64), found.norms(), strict=True
+        gradients = tape(a, delta.to(dtype))
+    for indicator, norm in zip(
+        weight * torch.eye(len(a), dtype=torch.float64), gradients.norms(), strict=True
     ):
-        assert found.weighted_sum(one).double().norm() <= weight * norm
+        assert gradients.weighted_sum(indicator).double().norm() <= weight * norm
 
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if "Conv" in name])
@@ -125,9 +123,9 @@ def test_a_norm_is_hardly_too_large_where_nothing_cancels(name, tapes, numbers, 
         else numbers(0, 3, *inputs).float()
     )
     with tapes(name, torch.float32).listening() as tape:
-        found = tape(a, numbers(1, 3, *outputs).float())
-    exact = found.per_sample().double().norm(dim=1)
-    assert (found.norms() <= exact * 1.001).all()
+        gradients = tape(a, numbers(1, 3, *outputs).float())
+    exact = gradients.per_sample().double().norm(dim=1)
+    assert (gradients.norms() <= exact * 1.001).all()
 
 
 def test_a_thousand_positions_are_no_reason_to_give_the_layer_up(numbers):
@@ -140,9 +138,11 @@ def test_a_loss_in_float64_does_not_hide_that_the_model_is_in_float32(numbers):
     model = nn.Linear(1, 1, bias=False)
     a, delta = numbers(0, 500, 1).float(), numbers(1, 500, 1)
     with plan(model, lambda output, y: against(output.double(), y), a, delta).listening() as tape:
-        found = tape(a, delta)
-    added = torch.stack([found.weighted_sum(one) for one in torch.eye(500, dtype=torch.float64)])
-    assert (added.double().norm(dim=1) <= found.norms()).all()
+        gradients = tape(a, delta)
+    added = torch.stack(
+        [gradients.weighted_sum(unit) for unit in torch.eye(500, dtype=torch.float64)]
+    )
+    assert (added.double().norm(dim=1) <= gradients.norms()).all()
 
 
 def naive_gram_norms(a, delta):
@@ -154,34 +154,34 @@ def test_the_gram_form_in_float32_is_too_small_and_ours_is_not(numbers):
     a = (numbers(2, 100, 1, 24) + 1e-4 * numbers(0, 100, 16, 24)).float()
     delta = numbers(1, 100, 16, 24)
     delta = (delta - delta.mean(dim=1, keepdim=True)).float()
-    found = linear.gradient(None, a, delta, ["weight"])
-    added = [found.weighted_sum(one)["weight"] for one in torch.eye(100, dtype=torch.float64)]
+    gradients = linear.gradient(None, a, delta, ["weight"])
+    added = [gradients.weighted_sum(unit)["weight"] for unit in torch.eye(100, dtype=torch.float64)]
     norms = torch.stack(added).double().flatten(1).norm(dim=1)
     naive = naive_gram_norms(a, delta)
     assert (
         naive < 0.5 * norms
     ).sum() > 10  # less than half of what it should be, for more than a tenth of the samples
-    assert (found.square_norms().sqrt() >= norms).all()
-    assert (found.square_norms().sqrt() <= 2 * norms).all()
+    assert (gradients.square_norms().sqrt() >= norms).all()
+    assert (gradients.square_norms().sqrt() <= 2 * norms).all()
 
 
 @pytest.mark.parametrize(("precision", "unit"), [("high", 2.0**-11), ("medium", 2.0**-8)])
 def test_products_of_fewer_bits_are_accounted_for(precision, unit, tapes, numbers):
     a, delta = numbers(0, 3, 50, 4).float(), numbers(1, 3, 50, 4).float()
     with tapes("Linear, weight only", torch.float32).listening() as tape:
-        found, sizes = tape(a, delta), (a.norm(dim=2) * delta.norm(dim=2)).sum(dim=1)
+        gradients, sizes = tape(a, delta), (a.norm(dim=2) * delta.norm(dim=2)).sum(dim=1)
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(precision)
         try:
             norms = tape(a, delta).norms()
         finally:
             torch.set_float32_matmul_precision(before)
-    assert (norms >= found.norms() + 2 * unit * sizes).all()
+    assert (norms >= gradients.norms() + 2 * unit * sizes).all()
 
 
 @pytest.mark.parametrize(("precision", "unit"), [("high", 2.0**-11), ("medium", 2.0**-8)])
 def test_products_of_fewer_bits_are_accounted_for_at_one_position(precision, unit, numbers):
-    """Each layer allows for it; what a model's norm is rounded up by is another matter."""
+    """Each layer adds its own bound, in addition to `Layout.rounding_up`."""
     layer = linear.gradient(None, numbers(0, 3, 4).float(), numbers(1, 3, 5).float(), ["weight"])
     exact, before = layer.square_norms().sqrt(), torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
@@ -192,25 +192,24 @@ def test_products_of_fewer_bits_are_accounted_for_at_one_position(precision, uni
     assert (norms >= (1 + 2 * unit) * exact).all()
 
 
-# Several layers measured together, in float32
-# ------------------------------------------------------------------------
+# --- several layers measured together, in float32 -----------------------------------------------
 
 
 def layers_of(scales, data):
-    """Layers of one position with inputs and δ of very different sizes, zeros among them."""
-    found = []
+    """Layers of one position with inputs and δ of very different sizes, including zeros."""
+    layers = []
     for i, (size_a, size_delta) in enumerate(scales):
         d, p = data.draw(st.sampled_from([(1, 1), (3, 2), (700, 5), (9, 1024)]), label=f"shape {i}")
         seed = data.draw(st.integers(0, 2**16), label=f"seed {i}")
         random = torch.Generator().manual_seed(seed)
         a, delta = torch.randn(6, d, generator=random), torch.randn(6, p, generator=random)
         delta[0], a[1] = 0.0, 0.0
-        found.append(linear.OnePosition(a * size_a, delta * size_delta, ("weight", "bias")))
-    return found
+        layers.append(linear.OnePosition(a * size_a, delta * size_delta, ("weight", "bias")))
+    return layers
 
 
 def lengths_of_what_is_added(layers):
-    """‖g_i‖ from the gradients themselves, formed in float64.  # [sample]"""
+    """Return ‖g_i‖ from gradients formed in float64.  # [sample]"""
     each = [g.double().flatten(1) for layer in layers for g in layer.per_sample().values()]
     return torch.cat(each, dim=1).norm(dim=1)
 
@@ -258,6 +257,6 @@ def test_quick_norms_of_a_model_mix_both_ways(numbers):
     )
     x, y = numbers(0, 7, 4).float(), numbers(1, 7, 3).float()
     with plan(model, against, x, y).listening() as tape:
-        found = tape(x, y)
-    torch.testing.assert_close(found.norms(quick=True), found.norms(), rtol=1e-5, atol=0)
-    assert (found.norms(quick=True) >= found.per_sample().double().norm(dim=1)).all()
+        gradients = tape(x, y)
+    torch.testing.assert_close(gradients.norms(quick=True), gradients.norms(), rtol=1e-5, atol=0)
+    assert (gradients.norms(quick=True) >= gradients.per_sample().double().norm(dim=1)).all()

@@ -1,4 +1,4 @@
-"""tanh by numpy's kernel: the same function to a rounding, where it pays, and nobody else sees it."""
+"""tanh by numpy's kernel: equal up to rounding, used if faster, only in the tape's passes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ N, CLASSES = 7, 3
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Every tensor pays, and is noted."""
+    """Use numpy's kernel for every tensor, and record the calls."""
     seen = []
 
     def noted(x):
@@ -48,10 +48,10 @@ def mlp():
 # --- the function -------------------------------------------------------------------------------
 
 
-def off(found, x):
-    """By how many units in the last place."""
+def off(actual, x):
+    """Return the error in units in the last place."""
     exact = np.tanh(x.astype(np.float64))
-    return np.abs(found - exact) / np.spacing(np.abs(exact).astype(np.float32))
+    return np.abs(actual - exact) / np.spacing(np.abs(exact).astype(np.float32))
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=40))
@@ -79,16 +79,16 @@ def test_what_is_not_finite():
 def test_the_gradient_is_that_of_torch_however_the_numbers_lie(lie, numbers):
     x, delta = lie(numbers(1, 6, 4).float()), lie(numbers(2, 6, 4).float())
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    (found,) = torch.autograd.grad(module.tanh(ours), ours, delta)
+    (gradient,) = torch.autograd.grad(module.tanh(ours), ours, delta)
     (expected,) = torch.autograd.grad(torch.tanh(theirs), theirs, delta)
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-7)
+    assert torch.allclose(gradient, expected, rtol=1e-5, atol=1e-7)
 
 
 # --- where --------------------------------------------------------------------------------------
 
 
 class Kind(torch.Tensor):
-    """Somebody's own kind of tensor."""
+    """A custom tensor class."""
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,7 @@ def test_where_it_pays(x, threads, expected, monkeypatch):
 
 @pytest.mark.parametrize("width", [127, 128])
 def test_how_many_samples_there_are_does_not_show(width, calls, monkeypatch):
-    """One record more or less must not change what is computed of the others: the number is
-    private.
-    """
+    """One record more or less must not change the kernel: the number of records is private."""
     monkeypatch.setattr(module, "_FEW", 128)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, CLASSES))
@@ -136,13 +134,13 @@ def test_every_samples_gradient(calls, batch, made, alone):
     model, (x, y) = made(0, mlp), batch
     exact = alone(model, F.cross_entropy, x.double(), y)
     with plan(model.float(), F.cross_entropy, x, y).listening() as tape:
-        calls.clear()  # it was tried out
-        found = tape(x, y)
+        calls.clear()  # the calls made by `plan`
+        gradients = tape(x, y)
     assert calls == [(N, 8), (N, 8)]
-    assert torch.allclose(found.per_sample().double(), exact, rtol=1e-4, atol=1e-6)
+    assert torch.allclose(gradients.per_sample().double(), exact, rtol=1e-4, atol=1e-6)
     norms = exact.norm(dim=1)
-    assert bool((found.norms() >= norms * (1 - 1e-5)).all())
-    assert torch.allclose(found.norms(), norms, rtol=1e-4)
+    assert bool((gradients.norms() >= norms * (1 - 1e-5)).all())
+    assert torch.allclose(gradients.norms(), norms, rtol=1e-4)
 
 
 def test_small_ones_are_left_to_torch(calls, batch, made, monkeypatch):
@@ -154,7 +152,7 @@ def test_small_ones_are_left_to_torch(calls, batch, made, monkeypatch):
 
 
 def test_nobody_else_sees_it(calls, batch, made):
-    """The model called by whoever looks on, traced, mapped, and after training."""
+    """The model is called by an observer, traced, mapped, and called after training."""
     model, (x, y) = made(0, mlp).float(), batch
     own = model(x)
     with plan(model, F.cross_entropy, x, y).listening() as tape:
@@ -201,9 +199,7 @@ def test_a_forward_of_somebodys_own_is_called(calls, batch, made):
 
 
 class Own(nn.Module):
-    """A layer with parameters of its own and a tanh in it: its gradients are formed through
-    `torch.func`.
-    """
+    """A custom layer with parameters and a tanh; `torch.func` forms its gradients."""
 
     def __init__(self):
         super().__init__()
@@ -214,7 +210,7 @@ class Own(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """What lies between is computed again on the way back."""
+    """Checkpointing: the layers are computed again in the backward pass."""
 
     def __init__(self):
         super().__init__()
@@ -232,7 +228,7 @@ class Checkpointed(nn.Module):
 
 
 class Around(nn.Module):
-    """What `around(tanh, x)` makes of it, between two linear layers."""
+    """`around(tanh, x)` between two linear layers."""
 
     def __init__(self, around):
         super().__init__()
@@ -258,8 +254,8 @@ def negated_by_a_bit(tanh, x):
 def its_own_derivative(tanh, x):
     with torch.enable_grad():
         x = x if x.requires_grad else x.detach().requires_grad_()
-        (found,) = torch.autograd.grad(tanh(x).sum(), x, create_graph=True)
-    return found
+        (gradient,) = torch.autograd.grad(tanh(x).sum(), x, create_graph=True)
+    return gradient
 
 
 @pytest.mark.parametrize(
@@ -278,7 +274,7 @@ def its_own_derivative(tanh, x):
     ],
 )
 def test_inside_other_things(build, calls, batch, made, alone, monkeypatch):
-    """Also where it is tried out on samples too few for it, so that nobody is warned."""
+    """Also if `plan` tries it on too few samples; no warning is shown."""
     model, (x, y) = made(0, build), batch
     exact = alone(model, F.cross_entropy, x.double(), y)
     monkeypatch.setattr(module, "_FEW", 2**62)
@@ -287,6 +283,6 @@ def test_inside_other_things(build, calls, batch, made, alone, monkeypatch):
     assert calls == []
     monkeypatch.setattr(module, "_FEW", 0)
     with tape.listening():
-        found = tape(x, y).per_sample().double()
+        gradients = tape(x, y).per_sample().double()
     assert calls
-    assert torch.allclose(found, exact, rtol=1e-4, atol=1e-6)
+    assert torch.allclose(gradients, exact, rtol=1e-4, atol=1e-6)

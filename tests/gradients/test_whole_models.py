@@ -1,6 +1,4 @@
-"""Whole models, layer upon layer and in every unusual shape we could think of, against one sample
-at a time.
-"""
+"""Whole models, common and unusual ones, against single samples."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ N, T, D, CLASSES = 4, 5, 4, 3
 
 
 class Chain(nn.Module):
-    """step after step; those that are not modules are functions."""
+    """Apply the steps in order; a step is a module or a function."""
 
     def __init__(self, *steps):
         super().__init__()
@@ -58,7 +56,7 @@ class LastState(nn.Module):
 
 
 class Cells(nn.Module):
-    """A cell called once for every position, with the state that it returned."""
+    """A cell called for every position with its previous state."""
 
     def __init__(self, begun):
         super().__init__()
@@ -89,7 +87,7 @@ class Attention(nn.Module):
 
 
 class Own(nn.Module):
-    """Somebody's own layer."""
+    """A custom layer."""
 
     def __init__(self, width):
         super().__init__()
@@ -100,7 +98,7 @@ class Own(nn.Module):
 
 
 class OwnAroundOthers(nn.Module):
-    """Parameters of its own and layers below: one unit."""
+    """A module with its own parameters and child layers: one unit."""
 
     def __init__(self):
         super().__init__()
@@ -165,9 +163,7 @@ class OneModuleInTwo(nn.Module):
 
 
 class Language(nn.Module):
-    """Tokens in, the next token out; the output layer uses the embedding's weights, openly or
-    behind its back.
-    """
+    """A language model whose output layer uses the embedding's weights, tied or called directly."""
 
     def __init__(self, openly, **options):
         super().__init__()
@@ -182,7 +178,7 @@ class Language(nn.Module):
 
 
 class Untouched(nn.Module):
-    """A layer that is not called, one whose output is not used, and tokens that nobody has."""
+    """A layer that is not called, one whose output is not used, and tokens that do not occur."""
 
     def __init__(self):
         super().__init__()
@@ -209,7 +205,7 @@ class TwoInputs(nn.Module):
 
 
 class Positions(nn.Module):
-    """A table of positions that all samples share."""
+    """Positional embeddings that all samples share."""
 
     def __init__(self, how):
         super().__init__()
@@ -254,7 +250,7 @@ def frozen(model, *names):
 
 
 def folded(*layers):
-    """Positions in the batch axis."""
+    """Positions are folded into the batch axis."""
     return Chain(
         lambda x: x.reshape(-1, D),
         *layers,
@@ -264,7 +260,7 @@ def folded(*layers):
 
 
 def film():
-    """Convolutions over single pictures of a film, the pictures in the batch axis."""
+    """Convolutions over the frames of a video, folded into the batch axis."""
     return Chain(
         lambda x: x.reshape(-1, 1, 2, 2),
         nn.Conv2d(1, 2, 2, padding=1),
@@ -284,7 +280,7 @@ def transformer(dropout):
     return nn.Sequential(layer, nn.Flatten(), nn.Linear(T * D, CLASSES))
 
 
-MODELS = {  # what it shows: how it is made, what goes in, how it is taken apart
+MODELS = {  # name: how it is made, its input, its tape
     "layers one after the other": (
         lambda: nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, CLASSES)),
         "row",
@@ -445,7 +441,7 @@ def case(numbers, tokens, made):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_each_sample_alone(name, case, alone, same):
-    """Of a batch and of a batch of one, by the kind of tape that is named."""
+    """A batch and a batch of one are correct, with the named kind of tape."""
     for n in (N, 1):
         model, x, y, kind = case(name, n=n)
         tape = plan(model, F.cross_entropy, x, y)
@@ -491,7 +487,7 @@ def test_one_plan_serves_sequences_of_any_length(name, length, case, made, numbe
 
 
 class Routed(nn.Module):
-    """Each sample goes through one of two layers; both are called, on the samples that are theirs."""
+    """Each sample goes through one of two layers; each layer is called on its own samples."""
 
     def __init__(self):
         super().__init__()
@@ -515,7 +511,7 @@ def test_samples_that_go_different_ways(signs, made, numbers, tokens, alone, sam
 
 
 class Selected(nn.Module):
-    """Layers see the positions that are not masked, of all samples in one axis."""
+    """Layers see the unmasked positions of all samples in one axis."""
 
     def __init__(self):
         super().__init__()
@@ -535,7 +531,7 @@ def test_a_batch_unlike_the_one_of_the_plan_is_an_error_and_not_a_mistake(made, 
         mask[0, 0] = False
         with pytest.raises(
             RuntimeError,
-            match=r"shape \[19, 4\], where it should have 20 entries along axis 0 for 4 samples",
+            match=r"shape \[19, 4\]; for 4 samples it should have 20 entries along axis 0",
         ):
             tape((x, mask), y).norms()
 
@@ -546,21 +542,21 @@ def test_a_batch_unlike_the_one_of_the_plan_is_an_error_and_not_a_mistake(made, 
 def test_a_batch_of_nobody(name, case):
     model, x, y, _ = case(name)
     with plan(model, F.cross_entropy, x, y).listening() as tape:
-        found = tape(x[:0], y[:0])
-    assert found.norms().shape == (0,)
-    assert torch.equal(found.weighted_sum(torch.ones(0)), tape.layout.join({}))
+        gradients = tape(x[:0], y[:0])
+    assert gradients.norms().shape == (0,)
+    assert torch.equal(gradients.weighted_sum(torch.ones(0)), tape.layout.join({}))
 
 
 def test_losses_and_layout(case):
     model, x, y, _ = case("untouched parameters")
-    found = per_sample_gradients(model, F.cross_entropy, x, y)
-    torch.testing.assert_close(found.losses, F.cross_entropy(model(x), y, reduction="none"))
-    assert found.layout.names == tuple(name for name, _ in model.named_parameters())
-    parts = found.layout.split(found.weighted_sum(torch.ones(N)))
-    assert {name: part.shape for name, part in parts.items()} == {
+    gradients = per_sample_gradients(model, F.cross_entropy, x, y)
+    torch.testing.assert_close(gradients.losses, F.cross_entropy(model(x), y, reduction="none"))
+    assert gradients.layout.names == tuple(name for name, _ in model.named_parameters())
+    total = gradients.layout.split(gradients.weighted_sum(torch.ones(N)))
+    assert {name: g.shape for name, g in total.items()} == {
         n: p.shape for n, p in model.named_parameters()
     }
-    zero = {name for name, part in parts.items() if not part.any()}
+    zero = {name for name, g in total.items() if not g.any()}
     assert zero == {"never.weight", "never.bias", "ignored.weight", "ignored.bias"}
 
 
@@ -568,22 +564,20 @@ def test_a_parameter_nobody_uses_is_alone_in_the_model(numbers):
     model = nn.Module()
     model.unused = nn.Linear(2, 2)
     model.forward = lambda x: x
-    found = per_sample_gradients(model, F.mse_loss, numbers(0, 3, 2), numbers(1, 3, 2))
-    assert torch.equal(found.norms(), torch.zeros(3, dtype=torch.float64))
-    assert torch.equal(found.weighted_sum(torch.ones(3)), torch.zeros(6))
+    gradients = per_sample_gradients(model, F.mse_loss, numbers(0, 3, 2), numbers(1, 3, 2))
+    assert torch.equal(gradients.norms(), torch.zeros(3, dtype=torch.float64))
+    assert torch.equal(gradients.weighted_sum(torch.ones(3)), torch.zeros(6))
 
 
-# --- what is random -----------------------------------------------------------------------------
+# --- random models ------------------------------------------------------------------------------
 
 
 def one_forward_pass(model, loss, x, y, seed):
-    """Every sample's gradient by autograd from one forward pass over the batch, so with the same
-    dropout masks.
-    """
+    """Return each sample's gradient by autograd from one batch pass, with one set of masks."""
     torch.manual_seed(seed)
     losses = loss(model(x), y, reduction="none")
     parameters = list(model.parameters())
-    rows = [torch.autograd.grad(one, parameters, retain_graph=True) for one in losses]
+    rows = [torch.autograd.grad(value, parameters, retain_graph=True) for value in losses]
     return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
 
 
@@ -603,7 +597,7 @@ def test_dropout_between_layers_keeps_its_masks(numbers, tokens, made, same):
     assert isinstance(tape, Tape)
 
 
-RANDOM = {  # dropout inside a unit, which would draw other masks if it were run again
+RANDOM = {  # dropout inside a unit: a second run would draw other masks
     "transformer": lambda: transformer(0.5),
     "attention": lambda: Attention(dropout=0.5),
     "attention, rarely": lambda: Attention(dropout=1e-3),  # no mask drops anything on three samples
@@ -621,17 +615,17 @@ def test_dropout_inside_a_unit_is_differentiated_with_the_masks_of_its_losses(
     with torch.random.fork_rng(devices=[]), tape.listening():
         along = numbers(3, tape.layout.size)
         torch.manual_seed(7)
-        found = tape(x, y)
+        gradients = tape(x, y)
         slopes = (moved(tape, along, 1e-5, x, y) - moved(tape, along, -1e-5, x, y)) / 2e-5
-    torch.testing.assert_close(found.per_sample() @ along, slopes, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(found.norms(), found.per_sample().norm(dim=1))
+    torch.testing.assert_close(gradients.per_sample() @ along, slopes, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(gradients.norms(), gradients.per_sample().norm(dim=1))
     assert name == "attention, rarely" or not torch.allclose(
-        found.losses, tape(x, y).losses
+        gradients.losses, tape(x, y).losses
     )  # other masks
 
 
 def moved(tape, along, by, x, y):
-    """The losses with the parameters moved, and the masks of seed 7."""
+    """Return the losses at moved parameters with the dropout masks of seed 7."""
     steps = tape.layout.split(by * along)
     with torch.no_grad():
         for name, p in tape.model.named_parameters():
@@ -663,13 +657,12 @@ def test_a_layer_that_was_skipped_in_the_plan_does_not_go_untrained_in_silence(
         tape(x, y)
         torch.manual_seed(1)
         with pytest.raises(
-            RuntimeError, match=r"layer \(Linear\) was not called when the model was taken apart"
+            RuntimeError, match=r"layer \(Linear\) was not called when the model was analysed"
         ):
             tape(x, y)
 
 
-# The plan compares itself with autograd
-# ------------------------------------------------------------------------------
+# --- the plan is compared with autograd ---------------------------------------------------------
 
 
 def without_bias_norm(delta):

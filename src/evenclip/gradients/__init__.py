@@ -1,5 +1,6 @@
-"""Per-sample gradient norms and weighted sums of any `nn.Module`, from one forward and one backward
-pass.
+"""Per-sample gradient norms and weighted sums of any `nn.Module`.
+
+One forward pass and one backward pass give both.
 """
 
 from __future__ import annotations
@@ -26,25 +27,26 @@ __all__ = [
 
 
 def per_sample_gradients(model: nn.Module, loss: Loss, x: Any, y: Any) -> PerSample:
-    """Every sample's loss and gradient, the gradients as norms and weighted sums. The model is left
-    as it was.
+    """Return each sample's loss and gradient; gradients are read as norms and weighted sums.
+
+    The model is not changed.
 
     Args:
         model: any module whose samples do not influence each other.
-        loss: loss(output, y); averaging, summing or per sample. The loss of a sample is the loss of
-            a batch of that one.
+        loss: loss(output, y); it may average, sum or return one value per sample. The loss of a
+            sample is the loss of a batch that contains only this sample.
         x: the model's input [sample, ...], or a tuple or a dict of its inputs.
         y: the targets, [sample, ...].
 
     Raises:
-        ModelError: where samples influence each other; the message names the module.
+        ModelError: if samples influence each other; the message names the module.
     """
     with plan(model, loss, x, y).listening() as tape:
         return tape(x, y)
 
 
 def per_sample_norms(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tensor:
-    """‖g_i‖ over all trainable parameters, never underestimated.  # [sample], float64
+    """Return ‖g_i‖ over all trainable parameters, never underestimated.  # [sample], float64
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1, bias=False)

@@ -1,9 +1,9 @@
-"""Any module with parameters, by `torch.func`: attention, recurrent cells, somebody's own.
+"""Per-sample gradients of any module with parameters, through `torch.func`.
 
-The gradient of sample i is that of ⟨output_i, δ_i⟩ with respect to the module's parameters, for the
-sample alone. It is mapped over the samples; where PyTorch refuses to map over shared parameters
-(recurrent layers write in place), each sample gets its own copy of them; where it refuses that too,
-one sample at a time.
+This covers attention, recurrent cells and custom modules. The gradient of sample i is the gradient
+of ⟨output_i, δ_i⟩ with respect to the module's parameters, for that sample alone. `vmap` maps it
+over the samples. If PyTorch cannot map over shared parameters (recurrent layers write in place),
+each sample gets its own copy of them. If that fails too, the samples are processed one at a time.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from evenclip.gradients.axis import Axis
 
 __all__ = ["AnyLayer", "Mode", "call_with"]
 
-_TENSOR = object()  # stands for a tensor among the constants of a call
+_TENSOR = object()  # placeholder for a tensor among the constants of a call
 
 
 class Mode(enum.Enum):
-    """How a module is taken apart into samples, fastest first."""
+    """How the gradients of a module are split by sample, fastest first."""
 
     SHARED = "mapped over samples, parameters shared"
     COPIES = "mapped over samples, each with its own copy of the parameters"
@@ -36,15 +36,14 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True)
 class AnyLayer:
-    """Per-sample gradients of `module`, for calls whose samples lie where `inputs` and `outputs`
-    say.
+    """Per-sample gradients of `module` for calls with fixed sample axes.
 
     Attributes:
         module: the module.
-        inputs: axis of each tensor among the inputs, in `tree_flatten` order.
-        outputs: axis of each output that takes a gradient.
-        picks: which of the tensors among the outputs those are.
-        mode: how it is mapped.
+        inputs: sample axis of each tensor among the inputs, in `tree_flatten` order.
+        outputs: sample axis of each output that takes a gradient.
+        picks: indices of these outputs among the output tensors.
+        mode: how the module is mapped over the samples.
     """
 
     module: nn.Module
@@ -56,12 +55,12 @@ class AnyLayer:
     def __call__(
         self, inputs: Any, deltas: Sequence[Tensor], names: Sequence[str], n: int
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Name -> every sample's gradient [sample, *parameter], and ⟨output_i, δ_i⟩ [sample].
+        """Return name -> per-sample gradients [sample, *parameter], and ⟨output_i, δ_i⟩ [sample].
 
         Args:
             inputs: (args, kwargs) of the call.
             deltas: δ for each output in `outputs`.
-            names: the parameters asked for, by the module's own names.
+            names: the module's own names of the requested parameters.
             n: number of samples.
         """
         own = dict(self.module.named_parameters())
@@ -86,7 +85,7 @@ class AnyLayer:
             parameters = {name: p.expand(n, *p.shape) for name, p in parameters.items()}
         dims = (0 if copies else None, [a.at for a in self.inputs], [a.at for a in self.outputs])
         with warnings.catch_warnings():
-            # Some operations are mapped by a loop inside torch. Slow, not wrong.
+            # torch maps some operations with an internal loop. This is slow but correct.
             warnings.filterwarnings("ignore", message="There is a performance drop")
             each = vmap(grad_and_value(call), in_dims=dims, randomness="different")
             return each(parameters, tensors, list(deltas))
@@ -110,7 +109,7 @@ class AnyLayer:
 
 
 class _Call:
-    """⟨output, δ⟩ of one sample, as a function of the parameters."""
+    """⟨output, δ⟩ of one sample as a function of the parameters."""
 
     def __init__(self, layer: AnyLayer, constants: list[Any], spec: Any) -> None:
         self._layer, self._constants, self._spec = layer, constants, spec
@@ -126,9 +125,9 @@ class _Call:
         leaves = [next(given) if constant is _TENSOR else constant for constant in self._constants]
         args, kwargs = self._spec.unflatten(leaves)
         output = call_with(layer.module, parameters, args, kwargs)
-        found = [o for o in tree_leaves(output) if isinstance(o, Tensor)]
+        outputs = [o for o in tree_leaves(output) if isinstance(o, Tensor)]
         products = [
-            (found[pick].squeeze(axis.at or 0) * delta).sum()
+            (outputs[pick].squeeze(axis.at or 0) * delta).sum()
             for pick, axis, delta in zip(layer.picks, layer.outputs, deltas, strict=True)
         ]
         return torch.stack(products).sum()
@@ -140,26 +139,25 @@ def call_with(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """The module's output with these tensors for its parameters, by the names that
-    `named_parameters` gives.
+    """Call the module with other tensors as its parameters, named as in `named_parameters`.
 
-    Where one layer lies at two places of the module, torch's own way of tying (`tie_weights=True`)
-    leaves the tensors in the module for good (https://github.com/pytorch/pytorch/issues/164759), so
-    every place is filled once here.
+    If a layer occurs twice in the module, `functional_call(tie_weights=True)` never removes the
+    tensors from the module (https://github.com/pytorch/pytorch/issues/164759). This function
+    therefore fills each occurrence itself.
     """
     own = dict(module.named_parameters())
     given = {id(own[name]): tensor for name, tensor in parameters.items()}
     places = {
         f"{path}.{name}".lstrip("."): given[id(p)]
-        for path, part in module.named_modules()  # each once, wherever it lies
-        for name, p in part._parameters.items()
+        for path, child in module.named_modules()  # each module once
+        for name, p in child._parameters.items()
         if id(p) in given
     }
     return functional_call(module, places, args, kwargs, tie_weights=False)
 
 
 def _sample(tensors: Sequence[Tensor], axes: Sequence[Axis], i: int) -> list[Tensor]:
-    """The i-th sample of each."""
+    """Return the i-th sample of each tensor."""
     return [
         t if axis.at is None else t.select(axis.at, i)
         for t, axis in zip(tensors, axes, strict=True)
@@ -169,13 +167,12 @@ def _sample(tensors: Sequence[Tensor], axes: Sequence[Axis], i: int) -> list[Ten
 def _alone(
     call: _Call, parameters: dict[str, Tensor], tensors: list[Tensor], deltas: list[Tensor]
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Gradient and value for one sample, by ordinary autograd."""
+    """Return gradient and value for one sample by ordinary autograd."""
     with torch.enable_grad():
         leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
         value = call(leaves, tensors, deltas)
-    found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+    gradients = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     zeros = (torch.zeros_like(p) for p in leaves.values())
-    filled = [
-        z if g is None else g.to_dense() for g, z in zip(found, zeros, strict=True)
-    ]  # embeddings may be sparse
+    # The gradients of embeddings may be sparse.
+    filled = [z if g is None else g.to_dense() for g, z in zip(gradients, zeros, strict=True)]
     return dict(zip(leaves, filled, strict=True)), value.detach()

@@ -1,4 +1,4 @@
-"""Where the samples lie in a tensor."""
+"""The sample axis of a tensor."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ __all__ = ["Axis"]
 
 @dataclass(frozen=True)
 class Axis:
-    """The samples lie along axis `at`, `each` consecutive entries a sample; nowhere (`at` is None)
-    if all share the tensor.
+    """The position of the samples in a tensor.
 
-    >>> Axis(1).first(torch.zeros(7, 3), n=3).shape  # position first, as recurrent layers like it
+    Attributes:
+        at: the axis of the samples; None if all samples share the tensor.
+        each: consecutive entries along `at` that belong to one sample.
+        one: whether a shared tensor has a leading axis of length 1 in place of the sample axis.
+
+    >>> Axis(1).first(torch.zeros(7, 3), n=3).shape  # positions first, as in recurrent layers
     torch.Size([3, 7])
     >>> Axis(0, each=5).first(torch.zeros(15, 2), n=3).shape  # positions folded into the batch
     torch.Size([3, 5, 2])
-    >>> Axis(None).first(torch.zeros(5, 2), n=3).shape  # a table of positions
+    >>> Axis(None).first(torch.zeros(5, 2), n=3).shape  # positional embeddings
     torch.Size([3, 5, 2])
     """
 
     at: int | None = 0
     each: int = 1
-    # where all share the tensor: whether an axis of one in front keeps the samples' place
     one: bool = False
 
     def first(self, x: Tensor, n: int) -> Tensor:
-        """`x` with an axis of the n samples in front."""
+        """Return `x` with the axis of the n samples first."""
         if self.at == 0 and self.each == 1:
             return x
         if self.at is None and not self.one:
@@ -37,10 +40,9 @@ class Axis:
         at, expected = (0, 1) if self.at is None else (self.at, n * self.each)
         if x.shape[at] != expected:
             raise RuntimeError(
-                f"A layer of the model has a tensor of shape {list(x.shape)}, where it should "
-                f"have {expected} entries "
-                f"along axis {at} for {n} samples. Was the model taken apart on a batch that is "
-                "unlike this one?"
+                f"A layer of the model has a tensor of shape {list(x.shape)}; for {n} samples it "
+                f"should have {expected} entries along axis {at}. Was the model analysed on a "
+                "batch of another form?"
             )
         if self.at is None:
             return x.expand(n, *x.shape[1:])
@@ -49,8 +51,9 @@ class Axis:
 
     @staticmethod
     def between(three: torch.Size, two: torch.Size) -> Axis | None:
-        """The axis that tells a batch of three samples from one of two; None if there is no single
-        such axis.
+        """Return the axis that differs between a batch of three samples and a batch of two.
+
+        Return None if there is no single such axis.
 
         >>> Axis.between(torch.Size([3, 4]), torch.Size([2, 4]))
         Axis(at=0, each=1, one=False)
@@ -58,7 +61,7 @@ class Axis:
         Axis(at=1, each=4, one=False)
         """
         if len(three) != len(two) or 0 in three:
-            return None  # nothing went through: nothing can be told
+            return None  # an empty tensor says nothing about its axes
         differ = [axis for axis, (a, b) in enumerate(zip(three, two, strict=True)) if a != b]
         if not differ:
             return Axis(None, one=len(three) > 0 and three[0] == 1)

@@ -1,17 +1,16 @@
 """One loss per sample, from any loss.
 
-The loss of sample i is the user's loss on a batch of that sample alone. So it does not matter
-whether a loss averages, sums or does not reduce; and a loss cannot let the samples of a batch
-influence each other.
+The loss of sample i is the user's loss on a batch of that sample alone. So the loss may average,
+sum or not reduce, and it cannot let the samples of a batch influence each other.
 
-| the loss is | how it is taken apart |
-|---|---|
-| a torch loss with a `reduction` | asked for `reduction="none"`, then averaged (or summed) within the sample |
-| a function that returns one value per sample | used as it is (several values a sample are summed) |
-| a function that returns one number | mapped over samples |
+- A torch loss with a `reduction` is called with `reduction="none"`; its values are then averaged
+  (or summed) within each sample.
+- The values of a function that returns one value per sample are used directly; several values per
+  sample are summed.
+- A function that returns one number is mapped over the samples.
 
-Two things a torch loss does when it averages do not survive that: class weights weigh the samples
-(the average over a batch of one would cancel them), and a sample's average counts the positions
+An averaging torch loss differs from this in two ways. Class weights here weigh the samples,
+although the average over a batch of one would cancel them. A sample's average counts the positions
 that `ignore_index` leaves out as 0.
 """
 
@@ -32,16 +31,16 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 def per_sample(loss: Loss) -> Loss:
-    """`loss` as a function (output, target) -> [sample].
+    """Return `loss` as a function (output, target) -> [sample].
 
     >>> each = per_sample(torch.nn.functional.mse_loss)
     >>> each(torch.tensor([[1.0, 3.0], [0.0, 0.0]]), torch.zeros(2, 2))
     tensor([5., 0.])
     """
     if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
-        apart = copy.deepcopy(loss)
-        apart.reduction = "none"  # type: ignore[assignment]  # torch types every attribute of a module
-        return _Reduced(apart, loss.reduction == "mean", ())
+        unreduced = copy.deepcopy(loss)
+        unreduced.reduction = "none"  # type: ignore[assignment]  # nn.Module types all attributes
+        return _Reduced(unreduced, loss.reduction == "mean", ())
     if not isinstance(loss, nn.Module) and "reduction" in _parameters(loss):
         return _Reduced(
             loss, _parameters(loss)["reduction"].default == "mean", (("reduction", "none"),)
@@ -69,7 +68,7 @@ class _Reduced:
 
 @dataclass(frozen=True)
 class _Unknown:
-    """Somebody's own loss: one value per sample as it is, one number by mapping."""
+    """A custom loss: values per sample are used directly, one number is mapped over samples."""
 
     _loss: Loss
 
@@ -82,22 +81,21 @@ class _Unknown:
         return torch.func.vmap(self._alone)(output, target)
 
     def _alone(self, output: Any, target: Any) -> Tensor:
-        """The loss of a batch of one."""
-        one = torch.utils._pytree.tree_map(_with_sample_axis, (output, target))
-        return self._loss(*one).reshape(())
+        """Return the loss of a batch of one."""
+        batch = torch.utils._pytree.tree_map(_with_sample_axis, (output, target))
+        return self._loss(*batch).reshape(())
 
 
 def _count(target: Any) -> int:
-    """Number of samples."""
+    """Return the number of samples."""
     first = target if isinstance(target, Tensor) else torch.utils._pytree.tree_leaves(target)[0]
-    return first.shape[0]  # not int(): it may be the name of a size
+    return first.shape[0]  # not int(): it may be a symbolic size
 
 
 def _wrong_shape(values: Tensor, target: Any) -> ValueError:
     return ValueError(
         f"The loss returned shape {list(values.shape)} for {_count(target)} samples; it must "
-        "return one number, or one "
-        "value per sample along the first axis."
+        "return one number, or one value per sample along the first axis."
     )
 
 
@@ -106,7 +104,7 @@ def _with_sample_axis(value: Any) -> Any:
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of a function; none where Python cannot tell (builtins)."""
+    """Return the parameters of a function; none if it has no signature (builtins)."""
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""How many bits the operands of a product have on a GPU."""
+"""Precision of float32 products on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["precision"]
 
 @contextmanager
 def precision(tf32: bool) -> Iterator[None]:
-    """float32 products on a GPU as they are, or with operands of 11 bits; as before afterwards."""
+    """Compute float32 GPU products in TF32 (11-bit operands) or in full; restore on exit."""
     settings: Any = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
     before = [setting.fp32_precision for setting in settings]
     try:

@@ -1,6 +1,7 @@
-"""The layers with a formula: type -> gradient(module, a, delta, names). One file per kind; a new
-kind is one row here. Recurrent layers have several inputs and outputs, and a formula of another
-form (`recurrent`).
+"""Layers with a formula: type -> gradient(module, a, delta, names).
+
+Each kind of layer has its own file; a new kind needs one row in `FORMULAS`. Recurrent layers have
+several inputs and outputs, so their formula has another signature (`recurrent`).
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ FORMULAS: dict[type[nn.Module], Formula] = {
 
 
 def formula(module: nn.Module) -> Formula | None:
-    """The formula for this very layer, or None: a subclass may compute something else, so it counts
-    only if it does not.
+    """Return the formula for this layer, or None.
+
+    A subclass has the formula only if it runs the same code.
     """
     for kind, gradient in FORMULAS.items():
         if isinstance(module, kind) and _computes_as(module, kind):
@@ -42,7 +44,7 @@ def formula(module: nn.Module) -> Formula | None:
 
 
 def _computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether `module` runs exactly the code of `kind` on parameters that are its own."""
+    """Return whether `module` runs exactly the code of `kind` on its own parameters."""
     same_code = type(module).forward is kind.forward and "forward" not in vars(module)
-    own = {name for name, _ in module.named_parameters()}  # weight_norm and the like bring others
+    own = {name for name, _ in module.named_parameters()}  # weight_norm adds others
     return same_code and own <= {"weight", "bias"}

@@ -1,19 +1,19 @@
-"""Convolutions in one, two and three dimensions: any stride, padding, dilation and number of
-channel groups.
+"""Convolutions in one, two and three dimensions.
 
-A convolution is a linear layer over output positions whose input is, for each offset of the kernel,
-the padded input shifted by that offset. So the gradient of one sample is, for each offset o,
+Any stride, padding, dilation and number of channel groups is supported. A convolution is a linear
+layer over output positions. For each offset of the kernel, its input is the padded input shifted by
+that offset. So the gradient of one sample is, for each offset o,
 
     G_i[:, :, o] = Σ_t δ_i[:, t] · a_i[:, t shifted by o]ᵀ
 
-These are formed: they are tiny beside the activations in the networks this is for. Where they are
-not (deep layers), norms go through `linear.product_square_norms` on the unfolded input and the sum
-through the ordinary weight gradient of a convolution. There are three ways to form them, quickest
-first where they apply:
+These gradients are formed if they are smaller than the activations. Otherwise (deep layers)
+`linear.product_square_norms` computes the norms from the unfolded input, and the ordinary weight
+gradient of a convolution computes the sum. There are three ways to form the gradients, the fastest
+first:
 
     few input channels, CUDA   unfold the input, then one product for all offsets
-    a CPU with oneDNN          the weight gradient of one convolution that has the samples as channel groups
-    anything else              one batched product an offset, without the unfolded input ever being written
+    a CPU with oneDNN          weight gradient of one convolution with samples as channel groups
+    anything else              one batched product per offset, without storing the unfolded input
 """
 
 from __future__ import annotations
@@ -41,21 +41,24 @@ __all__ = ["Convolution", "gradient"]
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
-# Below this many input channels an offset's product is too thin to be worth a call.
+# With fewer input channels than this, a product per offset is too small for its own call.
 _THIN = 8
 
 
 def gradient(
     module: Convolution, a: Tensor, delta: Tensor, names: Collection[str]
 ) -> LayerGradient:
-    """The gradients of a convolution.  a: [sample, in, *space], delta: [sample, out, *space]"""
+    """Return the gradients of a convolution.
+
+    a: [sample, in, *space], delta: [sample, out, *space]
+    """
     if a.shape[0] * math.prod(module.weight.shape) <= a.numel() + delta.numel():
         return Formed(Shifts(module, a, delta).per_sample(names))
     return LargeConvolution(Shifts(module, a, delta), names)
 
 
 class Shifts:
-    """The padded input of a convolution beside its δ, with the kernel's offsets."""
+    """The padded input and the δ of a convolution, with the kernel's offsets."""
 
     def __init__(self, module: Convolution, a: Tensor, delta: Tensor) -> None:
         self.module = module
@@ -65,18 +68,16 @@ class Shifts:
         self.c, self.p = module.in_channels // self.g, module.out_channels // self.g
 
     def masked(self, keep: Tensor) -> Shifts:
-        """The same with 0 for samples that are not kept."""
-        found = copy.copy(self)
-        found.a, found.delta = kept(self.a, keep), kept(self.delta, keep)
-        for name in ("outputs", "unfolded"):  # remembered of the old ones
-            vars(found).pop(name, None)
-        return found
+        """Return a copy with 0 for all other samples."""
+        masked = copy.copy(self)
+        masked.a, masked.delta = kept(self.a, keep), kept(self.delta, keep)
+        for name in ("outputs", "unfolded"):  # cached values of the unmasked samples
+            vars(masked).pop(name, None)
+        return masked
 
     @property
     def windows(self) -> Tensor:
-        """The input that each offset of the kernel sees, as a view.  # [sample, in, *kernel,
-        *space]
-        """
+        """View of the input for each kernel offset.  # [sample, in, *kernel, *space]"""
         module, view = self.module, self.a
         for axis, size in enumerate(self.space):
             stride = module.stride[axis]
@@ -85,7 +86,7 @@ class Shifts:
         return view
 
     def __iter__(self) -> Iterator[Tensor]:
-        """The windows, offset by offset.  # [sample · group, c, position]"""
+        """Yield the windows offset by offset.  # [sample · group, c, position]"""
         windows = self.windows
         for offset in itertools.product(*(range(k) for k in self.module.kernel_size)):
             window = windows
@@ -104,7 +105,7 @@ class Shifts:
         return self.windows.reshape(self.n * self.g, -1, math.prod(self.space))
 
     def per_sample(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Name -> every sample's gradient, for those parameters.  # [sample, *parameter]"""
+        """Return name -> per-sample gradients of these parameters.  # [sample, *parameter]"""
         out = {}
         if "weight" in names:
             out["weight"] = self.weight_gradients
@@ -114,43 +115,36 @@ class Shifts:
 
     @property
     def weight_gradients(self) -> Tensor:
-        """Every sample's gradient of the weight.  # [sample, out, c, *kernel]"""
+        """Per-sample gradients of the weight.  # [sample, out, c, *kernel]"""
         if _is_thin(self.module) or self.a.is_cuda:
             return self.by_unfolding()
-        # A number of groups must be a number: where the number of samples is a symbol, there are
-        # none.
-        return (
-            self.by_groups()
-            if isinstance(self.n, int) and _has_onednn(self.a)
-            else self.by_offsets()
-        )
+        # The number of groups must be an int; while shapes are traced, n is symbolic.
+        if isinstance(self.n, int) and _has_onednn(self.a):
+            return self.by_groups()
+        return self.by_offsets()
 
     def by_unfolding(self) -> Tensor:
-        """One product for all offsets."""
+        """Compute `weight_gradients` with one product for all offsets."""
         each = self.unfolded @ self.outputs.mT  # [sample · group, c · offset, p]
         return each.mT.reshape(self.n, *self.module.weight.shape)
 
     def by_groups(self) -> Tensor:
-        """The weight gradient of a convolution of one large sample, in which ours are groups of
-        channels.
-        """
+        """Compute `weight_gradients` with one convolution with samples as channel groups."""
         module, groups = self.module, self.n * self.g
         delta, a = self.delta.reshape(1, -1, *self.space), self.a.reshape(1, -1, *self.a.shape[2:])
-        weight = a.new_empty(()).expand(
-            groups * self.p, *module.weight.shape[1:]
-        )  # only its shape is looked at
-        return _weight_gradient(module, a, delta, weight, groups).reshape(
-            self.n, *module.weight.shape
-        )
+        # Only the shape of `weight` is used.
+        weight = a.new_empty(()).expand(groups * self.p, *module.weight.shape[1:])
+        each = _weight_gradient(module, a, delta, weight, groups)
+        return each.reshape(self.n, *module.weight.shape)
 
     def by_offsets(self) -> Tensor:
-        """A product for each offset."""
+        """Compute `weight_gradients` with one product per offset."""
         products = [self.outputs @ window.mT for window in self]  # offset of [sample · group, p, c]
         return torch.stack(products, dim=3).reshape(self.n, *self.module.weight.shape)
 
 
 class LargeConvolution(LayerGradient):
-    """A convolution with more parameters a sample than activations: its gradients are not kept."""
+    """A convolution with more parameters than activations per sample; not formed."""
 
     def __init__(self, shifts: Shifts, names: Collection[str]) -> None:
         self._shifts, self._names = shifts, frozenset(names)
@@ -159,9 +153,8 @@ class LargeConvolution(LayerGradient):
         shifts = self._shifts
         total = shifts.a.new_zeros(shifts.n, dtype=torch.float64)
         if "weight" in self._names:
-            each = product_square_norms(
-                shifts.unfolded.mT, shifts.outputs.mT, _operands(shifts.a)
-            )  # [sample · group]
+            a, delta = shifts.unfolded.mT, shifts.outputs.mT
+            each = product_square_norms(a, delta, _operands(shifts.a))  # [sample · group]
             total = each.reshape(shifts.n, shifts.g).sum(dim=1)
         if "bias" in self._names:
             total = total + sum_square_norms(shifts.delta.flatten(2).mT)
@@ -169,18 +162,12 @@ class LargeConvolution(LayerGradient):
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         shifts, module = self._shifts, self._shifts.module
-        weighted = shifts.delta * weights.to(shifts.delta.dtype).view(
-            -1, *(1 for _ in shifts.delta.shape[1:])
-        )
+        ones = (1 for _ in shifts.delta.shape[1:])
+        weighted = shifts.delta * weights.to(shifts.delta.dtype).view(-1, *ones)
         out = {}
         if "weight" in self._names:
-            out["weight"] = _weight_gradient(
-                module,
-                shifts.a,
-                weighted,
-                shifts.a.new_empty(()).expand(module.weight.shape),
-                module.groups,
-            )
+            weight = shifts.a.new_empty(()).expand(module.weight.shape)
+            out["weight"] = _weight_gradient(module, shifts.a, weighted, weight, module.groups)
         if "bias" in self._names:
             out["bias"] = weighted.transpose(0, 1).flatten(1).sum(dim=1)
         return out
@@ -195,25 +182,21 @@ class LargeConvolution(LayerGradient):
 def _weight_gradient(
     module: Convolution, a: Tensor, delta: Tensor, weight: Tensor, groups: int
 ) -> Tensor:
-    """The ordinary gradient of a convolution's weight, summed over the samples; `a` is padded
-    already.
-    """
-    none, wanted = [0] * len(module.kernel_size), [False, True, False]  # of input, weight and bias
-    found: Tensor = torch.ops.aten.convolution_backward(
+    """Return the gradient of a convolution's weight, summed over samples; `a` is padded."""
+    none, wanted = [0] * len(module.kernel_size), [False, True, False]  # input, weight, bias
+    total: Tensor = torch.ops.aten.convolution_backward(
         delta, a, weight, None, module.stride, none, module.dilation, False, none, groups, wanted
     )[1]
-    return found
+    return total
 
 
 def _is_thin(module: Convolution) -> bool:
-    """Whether the convolution has few input channels, in each of its groups."""
+    """Return whether each group of the convolution has few input channels."""
     return module.in_channels // module.groups < _THIN
 
 
 def _has_onednn(like: Tensor) -> bool:
-    """Whether oneDNN takes convolutions of such numbers: elsewhere, thousands of groups are taken
-    one by one.
-    """
+    """Return whether oneDNN supports such tensors; other backends loop over thousands of groups."""
     return (
         like.device.type == "cpu"
         and like.dtype == torch.float32
@@ -223,21 +206,18 @@ def _has_onednn(like: Tensor) -> bool:
 
 
 def _operands(like: Tensor) -> float:
-    """What a convolution rounds its operands to; on a GPU that is TF32 unless somebody has
-    forbidden it.
-    """
+    """Return the operand roundoff of a convolution; on a GPU the default is TF32."""
     backend = torch.backends.cudnn if like.is_cuda else torch.backends.mkldnn
     return operand_roundoff(like, backend.conv.fp32_precision)
 
 
 def _padded(module: Convolution, a: Tensor) -> Tensor:
-    """The input as the kernel sees it, padded in the layer's own way."""
+    """Return the input padded in the layer's padding mode."""
     if isinstance(module.padding, str):
         sides = list(module._reversed_padding_repeated_twice)
     else:
         sides = [p for p in reversed(module.padding) for _ in range(2)]
     if not any(sides):
         return a
-    return F.pad(
-        a, sides, mode="constant" if module.padding_mode == "zeros" else module.padding_mode
-    )
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    return F.pad(a, sides, mode=mode)

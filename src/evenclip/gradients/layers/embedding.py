@@ -1,13 +1,12 @@
-"""Embeddings: a gradient that touches only the rows of the tokens a sample has.
+"""Embeddings: the gradient is nonzero only in the rows of a sample's tokens.
 
-A token that occurs several times in one sample adds its δ up before the square, so with the rows of
+The δ of a token that occurs several times in one sample are added before squaring. With the rows of
 sample i collected by token,
 
     ‖g_i‖² = Σ_tokens ‖Σ_{t: token_t = token} δ_it‖²
 
-`padding_idx` takes no gradient. `max_norm` (which rewrites the weights while looking) and
-`scale_grad_by_freq` (which lets the samples of a batch influence each other) are refused before
-training.
+`padding_idx` takes no gradient. `plan` refuses `max_norm`, which rewrites the weights during the
+forward pass, and `scale_grad_by_freq`, which lets the samples of a batch influence each other.
 """
 
 from __future__ import annotations
@@ -26,8 +25,11 @@ __all__ = ["gradient"]
 def gradient(
     module: nn.Embedding, a: Tensor, delta: Tensor, names: Collection[str]
 ) -> LayerGradient:
-    """The gradients of an Embedding.  a: [sample, ...] of tokens, delta: [sample, ..., width]"""
-    del names  # the weight is all there is
+    """Return the gradients of an Embedding.
+
+    a: tokens [sample, ...], delta: [sample, ..., width]
+    """
+    del names  # the weight is the only parameter
     n = len(a)
     tokens = a.reshape(n, -1)
     delta = delta.reshape(n, tokens.shape[1], -1)
@@ -40,28 +42,24 @@ class EmbeddingGradient(LayerGradient):
     """Rows of δ collected by token."""
 
     def __init__(self, tokens: Tensor, delta: Tensor, rows: int) -> None:
-        self._tokens, self._delta, self._rows = (
-            tokens,
-            delta,
-            rows,
-        )  # [sample, position], [sample, position, width]
+        self._tokens, self._delta = tokens, delta  # [sample, position], [sample, position, width]
+        self._rows = rows
 
     def square_norms(self) -> Tensor:
         n, T, width = self._delta.shape
         owner = torch.arange(n, device=self._tokens.device).repeat_interleave(T)
         place = owner * self._rows + self._tokens.flatten()
-        found, where = torch.unique(place, return_inverse=True)  # (sample, token) pairs
+        pairs, where = torch.unique(place, return_inverse=True)  # (sample, token) pairs
         delta = self._delta.reshape(-1, width).double()
-        rows = delta.new_zeros(len(found), width).index_add_(0, where, delta)
-        sizes = delta.new_zeros(len(found)).index_add_(0, where, delta.norm(dim=1))  # Σ_t ‖δ_t‖
-        # The later sum is taken in the layer's own precision; a token that occurs once takes part
-        # in no sum.
-        times = torch.bincount(where, minlength=len(found))
+        rows = delta.new_zeros(len(pairs), width).index_add_(0, where, delta)
+        sizes = delta.new_zeros(len(pairs)).index_add_(0, where, delta.norm(dim=1))  # Σ_t ‖δ_t‖
+        # The later sum has the precision of the layer. A token that occurs once needs no sum.
+        times = torch.bincount(where, minlength=len(pairs))
         slack = torch.where(
             times > 1, torch.expm1(times * math.log1p(torch.finfo(self._delta.dtype).eps / 2)), 0.0
         )
         norms = rows.norm(dim=1) + slack * sizes
-        return delta.new_zeros(n).index_add_(0, found // self._rows, norms.square())
+        return delta.new_zeros(n).index_add_(0, pairs // self._rows, norms.square())
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         weighted = self._delta * weights.to(self._delta.dtype).view(-1, 1, 1)

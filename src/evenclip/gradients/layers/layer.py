@@ -1,17 +1,17 @@
-"""What a layer contributes to each sample's gradient.
+"""The contribution of one layer to each sample's gradient.
 
-A layer kind is one file with one function
+Each kind of layer is one file with one function
 
     gradient(module, a, delta, names) -> LayerGradient
 
 where `a` is the layer's input and `delta` the gradient of Σ_i ℓ_i with respect to its output, both
-with the sample axis first, and `names` the layer's own trainable parameters ("weight", "bias") that
-are asked for. Nothing is stored on modules or parameters; what is returned is a value.
+with the sample axis first, and `names` are the requested trainable parameters of the layer
+("weight", "bias"). Nothing is stored on modules or parameters.
 
-Never too small. Clipping trusts the norm, so a norm must not come out below the norm of what
-`weighted_sum` adds. Square sums are accumulated in float64. Where gradients are formed, the formed
-ones are both measured and summed. Where they are not, sums over positions may cancel, and the bound
-on their rounding is added (`layers.linear`).
+Norms are never too small. Clipping relies on the norm, so a norm must not be below the norm of the
+term that `weighted_sum` adds. Square sums are accumulated in float64. If gradients are formed, the
+same formed gradients are measured and summed. If they are not formed, sums over positions may
+cancel, and the bound on their rounding is added (`layers.linear`).
 """
 
 from __future__ import annotations
@@ -35,42 +35,39 @@ __all__ = [
 ]
 
 
-# Numbers that a CPU takes squares of at a time, 8 MiB in float64: more would not stay in its cache.
+# Numbers per block when a CPU computes square sums: 8 MiB in float64, to stay in the cache.
 _BLOCK = 2**20
 
 
 class LayerGradient(ABC):
-    """One layer's part of every sample's gradient, formed or not."""
+    """One layer's part of each sample's gradient, formed or not."""
 
     @abstractmethod
     def square_norms(self) -> Tensor:
-        """‖this layer's part of g_i‖² for every sample i.  # [sample], float64"""
+        """Return ‖this layer's part of g_i‖² for each sample i.  # [sample], float64"""
 
     @abstractmethod
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        """Parameter name -> Σ_i weights_i · g_i.  weights: [sample]"""
+        """Return parameter name -> Σ_i weights_i · g_i.  weights: [sample]"""
 
     @abstractmethod
     def per_sample(self) -> dict[str, Tensor]:
-        """Parameter name -> every sample's gradient.  # [sample, *parameter]"""
+        """Return parameter name -> per-sample gradients.  # [sample, *parameter]"""
 
     @abstractmethod
     def masked(self, keep: Tensor) -> LayerGradient:
-        """The same with exactly 0 for samples that are not kept, whatever theirs was.  keep:
-        [sample], bool
-        """
+        """Return a copy with exactly 0 for all other samples.  keep: [sample], bool"""
 
 
 class Formed(LayerGradient):
-    """Gradients that stand in memory for every sample: small layers, shared parameters, layers
-    without a formula.
+    """Per-sample gradients in memory.
+
+    Used for small layers, shared parameters and layers without a formula.
     """
 
     def __init__(self, each: dict[str, Tensor], keep: Tensor | None = None) -> None:
-        self._each, self._keep = (
-            each,
-            keep,
-        )  # name -> [sample, *parameter]; those that count, None: all
+        self._each = each  # name -> [sample, *parameter]
+        self._keep = keep  # mask of the samples that are not 0; None: all
 
     def square_norms(self) -> Tensor:  # noqa: D102
         return torch.stack([square_sums(g) for g in self.per_sample().values()]).sum(dim=0)
@@ -89,54 +86,51 @@ class Formed(LayerGradient):
 
 
 def square_sums(x: Tensor) -> Tensor:
-    """Σ x² over everything but the sample axis, accumulated in float64.  # [sample]
+    """Return Σ x² over all axes but the first, accumulated in float64.  # [sample]
 
     >>> square_sums(torch.full((2, 4), 2.0))
     tensor([16., 16.], dtype=torch.float64)
     """
     flat = x if x.ndim == 2 else x.unsqueeze(1).flatten(1)
-    numbers = flat.numel()
-    if (
-        isinstance(numbers, int) and numbers > _BLOCK and flat.device.type == "cpu"
-    ):  # a symbol where shapes are traced
-        return torch.cat(
-            [_square_lengths(rows) for rows in torch.split(flat, max(1, _BLOCK // flat.shape[1]))]
-        )
+    numbers = flat.numel()  # a symbolic size while shapes are traced
+    if isinstance(numbers, int) and numbers > _BLOCK and flat.device.type == "cpu":
+        blocks = torch.split(flat, max(1, _BLOCK // flat.shape[1]))
+        return torch.cat([_square_lengths(rows) for rows in blocks])
     return _square_lengths(flat)
 
 
 def _square_lengths(rows: Tensor) -> Tensor:
-    """‖row‖² in float64, of which torch makes a copy of all rows."""
+    """Return ‖row‖² in float64; torch copies all rows for it."""
     lengths: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     return lengths.square()
 
 
 def sum_square_norms(delta: Tensor) -> Tensor:
-    """‖Σ_t δ_t‖², never below that of the sum that is taken later.  delta: [sample, position, out]
-    -> [sample]
+    """Return ‖Σ_t δ_t‖², never below that of the later sum.
+
+    Args:
+        delta: [sample, position, out]
+
+    Returns:
+        [sample]
     """
     T = delta.shape[1]
     if T == 1:
         return square_sums(delta)
-    sizes: Tensor = torch.linalg.vector_norm(
-        delta, dim=2, dtype=torch.float64
-    )  # ‖δ_t‖  [sample, position]
+    # sizes: ‖δ_t‖  [sample, position]
+    sizes: Tensor = torch.linalg.vector_norm(delta, dim=2, dtype=torch.float64)
     total: Tensor = torch.linalg.vector_norm(delta.sum(dim=1), dim=1, dtype=torch.float64)
-    return (
-        total + rounding(delta, 2 * T) * sizes.sum(dim=1)
-    ).square()  # this sum's roundings and the later one's
+    # The bound covers the roundings of this sum and of the later one.
+    return (total + rounding(delta, 2 * T) * sizes.sum(dim=1)).square()
 
 
 def kept(x: Tensor, keep: Tensor) -> Tensor:
-    """The tensor with 0 for samples that are not kept, which a product with 0 is not.  x: [sample,
-    ...]
-    """
+    """Set all samples to 0 that are not kept, also if they are NaN.  x: [sample, ...]"""
     return torch.where(keep.view(-1, *(1 for _ in x.shape[1:])), x, 0.0)
 
 
 def rounding(like: Tensor, operations: int) -> float:
-    """How far a result may lie off after so many roundings, relative to what went in: (1 +
-    u)^operations − 1.
+    """Return the relative error bound after this many roundings: (1 + u)^operations − 1.
 
     >>> rounding(torch.zeros(1), 1) == 2.0**-24
     True
@@ -145,25 +139,22 @@ def rounding(like: Tensor, operations: int) -> float:
 
 
 def operand_roundoff(like: Tensor, precision: str) -> float:
-    """What float32 numbers are rounded to before they are multiplied, where somebody has allowed
-    that.
+    """Return the roundoff of float32 operands before a product; 0 if they are not rounded.
 
     TF32 keeps eleven bits, bfloat16 eight. `precision` is the setting of torch.backends for the
     operation.
     """
-    return (
-        {"tf32": 2.0**-11, "bf16": 2.0**-8}.get(precision, 0.0)
-        if like.dtype == torch.float32
-        else 0.0
-    )
+    if like.dtype != torch.float32:
+        return 0.0
+    return {"tf32": 2.0**-11, "bf16": 2.0**-8}.get(precision, 0.0)
 
 
-def wanted(parts: dict[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
-    """Those parts whose parameter is asked for."""
-    return {name: part for name, part in parts.items() if name in names}
+def wanted(gradients: dict[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    """Return the gradients of the requested parameters."""
+    return {name: gradient for name, gradient in gradients.items() if name in names}
 
 
 def _contract(weights: Tensor, each: Tensor, keep: Tensor | None) -> Tensor:
-    """Σ_i weights_i · each_i over those that count."""
+    """Return Σ_i weights_i · each_i over the kept samples."""
     flat, weights = each.reshape(each.shape[0], -1), weights.to(each.dtype)
     return torch.mv((flat if keep is None else kept(flat, keep)).T, weights).reshape(each.shape[1:])

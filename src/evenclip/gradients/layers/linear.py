@@ -3,18 +3,20 @@
 With a [sample, position, in] and δ [sample, position, out], the gradient of sample i is δ_iᵀ a_i
 for the weight and Σ_t δ_it for the bias, and
 
-    one position:   ‖δ_i‖² (‖a_i‖² + 1)                                       (Goodfellow 2015)
-    T positions:    Σ_{s,t} ⟨a_is, a_it⟩ ⟨δ_is, δ_it⟩   when 2T² ≤ in · out    (Li et al. 2022; Bu et al. 2022)
+    one position:   ‖δ_i‖² (‖a_i‖² + 1)                 (Goodfellow 2015)
+    T positions:    Σ_{s,t} ⟨a_is, a_it⟩ ⟨δ_is, δ_it⟩   if 2T² ≤ in · out
+                                                        (Li et al. 2022; Bu et al. 2022)
                     ‖δ_iᵀ a_i‖²                         otherwise, formed
 
-The sum over positions can cancel (nearly constant inputs, δ that add up to nearly nothing). The
-Gram form is therefore computed in float64, and bounds on roundings are added: of the sum that is
-taken later, (T + 1)·u·Σ_t ‖a_t‖‖δ_t‖ (u the unit roundoff); of a formed product that is measured
-and not kept, T·u of the same; of the Gram form, (in + out + T²)·u of (Σ_t ‖a_t‖‖δ_t‖)², u being
-that of float64.
+The sum over positions can cancel (nearly constant inputs, δ with a sum near 0). The Gram form is
+therefore computed in float64, and bounds on roundings are added:
 
-Several layers of one position are measured together in a training step, in the precision that they
-have and in few operations (`quick_square_norms`), again with the bound on the roundings.
+- for the later sum, (T + 1)·u·Σ_t ‖a_t‖‖δ_t‖ with the unit roundoff u;
+- for a product that is formed only to be measured, T·u·Σ_t ‖a_t‖‖δ_t‖;
+- for the Gram form, (in + out + T²)·u·(Σ_t ‖a_t‖‖δ_t‖)² with the u of float64.
+
+A training step measures several layers of one position together, in their own precision and in few
+operations (`quick_square_norms`), and adds the bound on the roundings there too.
 """
 
 from __future__ import annotations
@@ -35,18 +37,17 @@ from evenclip.gradients.layers.layer import (
 
 __all__ = ["OnePosition", "gradient", "operands", "product_square_norms", "quick_square_norms"]
 
-# Numbers in a block of per-sample products that are formed only to be measured: 64 MiB in float32.
+# Size of a block of per-sample products that are formed only to be measured: 64 MiB in float32.
 _BLOCK = 2**24
-# The widest layer that is measured in float32: at 1024 the bound on the roundings makes a norm
-# 0.012 % longer.
+# The widest layer that is measured in float32: at 1024 the bound on the roundings increases a norm
+# by 0.012 %.
 _WIDEST = 1024
-# A shorter δ is measured as if it were this long: squares of numbers as small as that are lost in
-# float32.
+# Minimum length of δ in float32 norms: the squares of smaller numbers underflow.
 _SHORTEST = 2.0**-50
 
 
 def gradient(module: nn.Linear, a: Tensor, delta: Tensor, names: Collection[str]) -> LayerGradient:
-    """The gradients of a Linear layer.  a: [sample, ..., in], delta: [sample, ..., out]"""
+    """Return the gradients of a Linear layer.  a: [sample, ..., in], delta: [sample, ..., out]"""
     del module
     if a.ndim == 2:
         return OnePosition(a, delta, names)
@@ -55,7 +56,7 @@ def gradient(module: nn.Linear, a: Tensor, delta: Tensor, names: Collection[str]
 
 
 class OnePosition(LayerGradient):
-    """δaᵀ for the weight, an outer product that is never formed, and δ for the bias."""
+    """The gradient δaᵀ of the weight, never formed, and δ of the bias."""
 
     def __init__(self, a: Tensor, delta: Tensor, names: Collection[str]) -> None:
         self._a, self._delta = a, delta  # [sample, in], [sample, out]
@@ -63,20 +64,19 @@ class OnePosition(LayerGradient):
 
     @property
     def width(self) -> int:
-        """Of the wider side."""
+        """The larger of the input and output widths."""
         return max(self._a.shape[1], self._delta.shape[1])
 
     @property
     def is_quick(self) -> bool:
-        """Whether `quick_square_norms` takes this layer."""
+        """Whether `quick_square_norms` supports this layer."""
         single = self._a.dtype == self._delta.dtype == torch.float32
         return self._weight and self._bias and single and self.width <= _WIDEST
 
     def lengths(self) -> tuple[Tensor, Tensor]:
-        """‖δ_i‖ and ‖a_i‖ in the precision they have.  # [sample], [sample]"""
-        return torch.linalg.vector_norm(self._delta, dim=1), torch.linalg.vector_norm(
-            self._a, dim=1
-        )
+        """Return ‖δ_i‖ and ‖a_i‖ in their own precision.  # [sample], [sample]"""
+        norm = torch.linalg.vector_norm
+        return norm(self._delta, dim=1), norm(self._a, dim=1)
 
     def square_norms(self) -> Tensor:  # noqa: D102
         total = square_sums(self._delta)
@@ -90,7 +90,7 @@ class OnePosition(LayerGradient):
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:  # noqa: D102
         weights = weights.to(self._delta.dtype)
         out = {}
-        if self._weight and self._a.shape[1] < self._delta.shape[1]:  # scale the smaller one
+        if self._weight and self._a.shape[1] < self._delta.shape[1]:  # scale the smaller operand
             out["weight"] = self._delta.T @ (self._a * weights.unsqueeze(1))
         elif self._weight:
             out["weight"] = (self._delta * weights.unsqueeze(1)).T @ self._a
@@ -99,21 +99,23 @@ class OnePosition(LayerGradient):
         return out
 
     def per_sample(self) -> dict[str, Tensor]:  # noqa: D102
-        parts = {"weight": self._delta.unsqueeze(2) * self._a.unsqueeze(1), "bias": self._delta}
+        gradients = {"weight": self._delta.unsqueeze(2) * self._a.unsqueeze(1), "bias": self._delta}
         return {
-            name: part
-            for name, part in parts.items()
+            name: each
+            for name, each in gradients.items()
             if (self._weight if name == "weight" else self._bias)
         }
 
     def masked(self, keep: Tensor) -> OnePosition:  # noqa: D102
-        names = [name for name, asked in (("weight", self._weight), ("bias", self._bias)) if asked]
+        requested = (("weight", self._weight), ("bias", self._bias))
+        names = [name for name, is_requested in requested if is_requested]
         return OnePosition(kept(self._a, keep), kept(self._delta, keep), names)
 
 
 class Positions(LayerGradient):
-    """δᵀa for the weight, Σ_t δ_t for the bias, formed only where that is the cheapest way to a
-    norm.
+    """The gradient δᵀa of the weight and Σ_t δ_t of the bias.
+
+    They are formed only if that is the cheapest way to compute the norm.
     """
 
     def __init__(self, a: Tensor, delta: Tensor, names: Collection[str]) -> None:
@@ -151,12 +153,13 @@ class Positions(LayerGradient):
 
 
 def quick_square_norms(layers: Sequence[OnePosition]) -> Tensor:
-    """Σ_layers ‖δ_i‖² (‖a_i‖² + 1) for layers that are quick: never too small, infinite where
-    float32 overflows.
+    """Return Σ_layers ‖δ_i‖² (‖a_i‖² + 1) for layers with `is_quick`.
 
-    A sum of d squares is off by a factor of at most (1 + u)^(d+1), in whichever order it is taken,
-    and its root by one rounding more. What underflows is at most d·2⁻¹²⁶: of the smallest square
-    that counts, 2⁻¹⁰⁰, that is d·u/4; in a, the 1 for the bias is far above it.
+    The result is never too small, and infinite if float32 overflows.
+
+    In any order of summation, a sum of d squares is off by a factor of at most (1 + u)^(d+1), and
+    its root by one rounding more. Underflow loses at most d·2⁻¹²⁶. Relative to the smallest square
+    that counts, 2⁻¹⁰⁰, this is d·u/4. For a, the 1 of the bias is far larger than the loss.
 
     Returns:
         [sample], float64
@@ -171,25 +174,22 @@ def quick_square_norms(layers: Sequence[OnePosition]) -> Tensor:
 
 
 def product_square_norms(a: Tensor, delta: Tensor, reduced: float) -> Tensor:
-    """‖δ_iᵀ a_i‖², never below that of the sum that is formed later.
+    """Return ‖δ_iᵀ a_i‖², never below that of the sum that is formed later.
 
     Args:
         a: [sample, position, in]
         delta: [sample, position, out]
-        reduced: what the later products round their operands to, 0 for not at all; see
-            `operand_roundoff`.
+        reduced: operand roundoff of the later products, 0 for none; see `operand_roundoff`.
     """
     T, d, p = a.shape[1], a.shape[2], delta.shape[2]
     if T == 1:
         return square_sums(a) * square_sums(delta) * (1 + 3 * reduced) ** 2
-    sizes: Tensor = torch.linalg.vector_norm(
-        a, dim=2, dtype=torch.float64
-    )  # ‖a_t‖  [sample, position]
-    sizes = sizes * torch.linalg.vector_norm(delta, dim=2, dtype=torch.float64)  # ‖a_t‖‖δ_t‖
+    # sizes: ‖a_t‖‖δ_t‖  [sample, position]
+    sizes: Tensor = torch.linalg.vector_norm(a, dim=2, dtype=torch.float64)
+    sizes = sizes * torch.linalg.vector_norm(delta, dim=2, dtype=torch.float64)
     size = sizes.sum(dim=1)
-    later = (
-        rounding(a, T + 1) + 3 * reduced
-    )  # two operands, and a little for the product of their roundings
+    # 3 · reduced: two operands, and a margin for the product of their roundings.
+    later = rounding(a, T + 1) + 3 * reduced
     if d * p >= 2 * T**2:
         norm = (_gram_square_norms(a, delta) + rounding(size, d + p + T**2) * size.square()).sqrt()
     else:
@@ -198,29 +198,26 @@ def product_square_norms(a: Tensor, delta: Tensor, reduced: float) -> Tensor:
 
 
 def operands(like: Tensor) -> float:
-    """What a matrix product rounds its operands to; 0 if it does not."""
+    """Return the operand roundoff of a matrix product; 0 if it does not round operands."""
     backend = torch.backends.cuda if like.is_cuda else torch.backends.mkldnn
     return operand_roundoff(like, backend.matmul.fp32_precision)
 
 
 def _gram_square_norms(a: Tensor, delta: Tensor) -> Tensor:
-    """Σ_{s,t} ⟨a_s, a_t⟩⟨δ_s, δ_t⟩ in float64; rounding may leave a hair below 0."""
+    """Return Σ_{s,t} ⟨a_s, a_t⟩⟨δ_s, δ_t⟩ in float64; rounding may make it slightly negative."""
     a, delta = a.double(), delta.double()
     return ((a @ a.mT) * (delta @ delta.mT)).sum(dim=(1, 2)).clamp(min=0.0)
 
 
 def _formed_square_norms(a: Tensor, delta: Tensor) -> Tensor:
-    """‖δᵀa‖² by forming the products, a block of samples at a time."""
+    """Return ‖δᵀa‖² by forming the products, one block of samples at a time."""
     block = max(1, _BLOCK // (a.shape[2] * delta.shape[2]))
     if a.shape[0] <= block:
         return square_sums(delta.mT @ a)
-    parts = [
-        square_sums(d.mT @ x)
-        for x, d in zip(torch.split(a, block), torch.split(delta, block), strict=True)
-    ]
-    return torch.cat(parts)
+    blocks = zip(torch.split(a, block), torch.split(delta, block), strict=True)
+    return torch.cat([square_sums(d.mT @ x) for x, d in blocks])
 
 
 def _over_positions(delta: Tensor) -> Tensor:
-    """Σ_t δ_t.  # [sample, out]"""
+    """Return Σ_t δ_t.  # [sample, out]"""
     return delta[:, 0] if delta.shape[1] == 1 else delta.sum(dim=1)

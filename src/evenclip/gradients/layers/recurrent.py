@@ -1,12 +1,14 @@
 """Recurrent layers: LSTM, GRU and RNN, any number of layers, in one direction or in both.
 
-Over time such a layer is two linear layers, one of what comes in and one of what is remembered,
+Over time such a layer is two linear layers, one of the input and one of the hidden state:
 
-    u_t = W_ih x_t + b_ih        v_t = W_hh h_{t−1} + b_hh        (h_t, c_t) = cell(u_t, v_t, h_{t−1}, c_{t−1})
+    u_t = W_ih x_t + b_ih
+    v_t = W_hh h_{t−1} + b_hh
+    (h_t, c_t) = cell(u_t, v_t, h_{t−1}, c_{t−1})
 
-so that with δ for u and v its gradients are those of linear layers over positions. torch's own
-implementation keeps these to itself: the steps are taken once more here, with zeros added to u and
-v, and differentiated by the zeros.
+With δ for u and v, its gradients are those of linear layers over positions. torch's implementation
+does not expose u and v. This module therefore computes the steps again with zeros added to u and v,
+and differentiates with respect to the zeros.
 """
 
 from __future__ import annotations
@@ -28,9 +30,7 @@ State = tuple[Tensor, Tensor]
 
 
 def takes(module: nn.Module, args: Sequence[Any]) -> bool:
-    """Whether this call of a module is one that `gradient` knows: torch's own layer on a batch of
-    whole sequences.
-    """
+    """Return whether `gradient` supports this call: torch's own layer on padded sequences."""
     if type(module) not in (nn.LSTM, nn.GRU, nn.RNN) or not args:
         return False
     assert isinstance(module, Recurrent)
@@ -40,9 +40,7 @@ def takes(module: nn.Module, args: Sequence[Any]) -> bool:
         for cell in _cells(module)
         for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     }
-    known = {
-        name for name, _ in module.named_parameters()
-    } <= own  # weight_norm and the like bring others
+    known = {name for name, _ in module.named_parameters()} <= own  # weight_norm adds others
     return (
         known
         and not drops
@@ -59,16 +57,15 @@ def gradient(
     deltas: Sequence[Tensor | None],
     names: Collection[str],
 ) -> LayerGradient:
-    """The gradients of a recurrent layer.
+    """Return the gradients of a recurrent layer.
 
     Args:
         module: the layer.
         x: [sample, time, in]
-        state: what is remembered at the start: (h, c) or (h,), [sample, layer · direction, out]
-            each; none for zeros.
-        deltas: δ of the output [sample, time, direction · out], and of (h, c) at the end; None for
+        state: initial state (h, c) or (h,), each [sample, layer · direction, out]; empty for zeros.
+        deltas: δ of the output [sample, time, direction · out] and of the final (h, c); None for
             zeros.
-        names: of the parameters that are asked for.
+        names: the requested parameters.
     """
     steps = _Steps(module, x, state)
     zeros = [
@@ -80,17 +77,17 @@ def gradient(
     signals = [
         torch.zeros_like(o) if d is None else d for o, d in zip(outputs, deltas, strict=True)
     ]
-    found = iter(pull(tuple(signals)))
-    parts = []
+    tap_deltas = iter(pull(tuple(signals)))
+    layers = []
     for cell, (a, memory) in zip(steps.cells, into, strict=True):
-        u = next(found)
-        v = next(found) if steps.taps == 2 else u
+        u = next(tap_deltas)
+        v = next(tap_deltas) if steps.taps == 2 else u
         for side, given, delta in (("ih", a, u), ("hh", memory, v)):
-            mine = {own: f"{own}_{side}_l{cell.name}" for own in ("weight", "bias")}
-            asked = {own: full for own, full in mine.items() if full in names}
-            if asked:
-                parts.append((Positions(given, delta, asked), asked))
-    return _Joined(parts)
+            own_names = {own: f"{own}_{side}_l{cell.name}" for own in ("weight", "bias")}
+            requested = {own: full for own, full in own_names.items() if full in names}
+            if requested:
+                layers.append((Positions(given, delta, requested), requested))
+    return _Joined(layers)
 
 
 class _Cell(NamedTuple):
@@ -105,7 +102,7 @@ class _Cell(NamedTuple):
 
 
 def _cells(module: Recurrent) -> Iterator[_Cell]:
-    """Layer by layer, forwards first."""
+    """Yield the cells layer by layer, the forward direction first."""
     for layer in range(module.num_layers):
         for suffix in ("", "_reverse") if module.bidirectional else ("",):
             name = f"{layer}{suffix}"
@@ -118,8 +115,9 @@ def _cells(module: Recurrent) -> Iterator[_Cell]:
 
 
 class _Steps:
-    """The layer's steps, as a function of what is added to every u (and, where it matters apart,
-    every v).
+    """The layer's steps as a function of the terms added to every u.
+
+    A GRU uses u and v differently, so there every v has its own added term.
     """
 
     def __init__(self, module: Recurrent, x: Tensor, state: Sequence[Tensor]) -> None:
@@ -128,43 +126,32 @@ class _Steps:
         self._x, self._cell = x, _cell(module)
         self._directions = 2 if module.bidirectional else 1
         zeros = x.new_zeros(x.shape[0], len(self.cells), module.hidden_size)
-        self._state = [
-            *state,
-            *(zeros for _ in range(2 - len(state))),
-        ]  # those without a c have one that stays 0
-        self._remembers = 2 if isinstance(module, nn.LSTM) else 1
+        # A layer without c gets one that stays 0.
+        self._state = [*state, *(zeros for _ in range(2 - len(state)))]
+        self._state_size = 2 if isinstance(module, nn.LSTM) else 1
 
     def __call__(self, *zeros: Tensor) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, Tensor]]]:
-        """(output, what is remembered at the end), and what went into every cell's two linear
-        layers.
-        """
-        x, ends, outs, into, added = (
-            self._x,
-            list[State](),
-            list[Tensor](),
-            list[tuple[Tensor, Tensor]](),
-            iter(zeros),
-        )
+        """Return (output, final state) and the inputs of every cell's two linear layers."""
+        x, added = self._x, iter(zeros)
+        ends, outs, into = list[State](), list[Tensor](), list[tuple[Tensor, Tensor]]()
         for i, cell in enumerate(self.cells):
             taps = [next(added) for _ in range(self.taps)]
-            out, memory, end = self._one(i, cell, x, taps)
+            out, memory, end = self._run_cell(i, cell, x, taps)
             outs.append(out)
             ends.append(end)
             into.append((x, memory))
             if len(outs) == self._directions:
                 x, outs = torch.cat(outs, dim=2), []
-        return (
-            x,
-            *(torch.stack([end[k] for end in ends], dim=1) for k in range(self._remembers)),
-        ), into
+        states = (torch.stack([end[k] for end in ends], dim=1) for k in range(self._state_size))
+        return (x, *states), into
 
-    def _one(
+    def _run_cell(
         self, i: int, cell: _Cell, x: Tensor, taps: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, State]:
-        """One cell over all times: what comes out, what was remembered before each, and at the end."""
+        """Run one cell over all times; return its outputs, previous hidden states, final state."""
         u = nn.functional.linear(x, cell.weight_ih, cell.bias_ih) + taps[0]
         us, vs = u.unbind(1), taps[1].unbind(1) if len(taps) == 2 else None
-        h, c = (part[:, i] for part in self._state)
+        h, c = (state[:, i] for state in self._state)
         before, after = [h] * len(us), [h] * len(us)
         for t in reversed(range(len(us))) if cell.backwards else range(len(us)):
             v = nn.functional.linear(h, cell.weight_hh, cell.bias_hh)
@@ -184,7 +171,7 @@ def _cell(module: Recurrent) -> Callable[[Tensor, Tensor, Tensor, Tensor], State
 
 
 def _lstm(u: Tensor, v: Tensor, h: Tensor, c: Tensor) -> State:
-    """Hochreiter and Schmidhuber 1997, as torch has it."""
+    """One LSTM step (Hochreiter and Schmidhuber 1997) as in torch."""
     del h
     i, f, g, o = (u + v).chunk(4, dim=1)
     c = torch.addcmul(f.sigmoid() * c, i.sigmoid(), g.tanh())
@@ -192,7 +179,7 @@ def _lstm(u: Tensor, v: Tensor, h: Tensor, c: Tensor) -> State:
 
 
 def _gru(u: Tensor, v: Tensor, h: Tensor, c: Tensor) -> State:
-    """Cho et al. 2014, as torch has it: the gate is on what is remembered, after its product."""
+    """One GRU step (Cho et al. 2014) as in torch: the reset gate is applied after W_hh h + b_hh."""
     (u_r, u_z, u_n), (v_r, v_z, v_n) = u.chunk(3, dim=1), v.chunk(3, dim=1)
     r, z = (u_r + v_r).sigmoid(), (u_z + v_z).sigmoid()
     n = torch.addcmul(u_n, r, v_n).tanh()
@@ -200,25 +187,25 @@ def _gru(u: Tensor, v: Tensor, h: Tensor, c: Tensor) -> State:
 
 
 class _Joined(LayerGradient):
-    """Several linear layers that are one layer to everybody else."""
+    """The gradients of several linear layers, combined into those of one layer."""
 
-    def __init__(self, parts: Sequence[tuple[LayerGradient, dict[str, str]]]) -> None:
-        self._parts = tuple(parts)  # gradient, its own names -> the layer's
+    def __init__(self, layers: Sequence[tuple[LayerGradient, dict[str, str]]]) -> None:
+        self._layers = tuple(layers)  # (gradient, names in the linear layer -> recurrent layer)
 
     def square_norms(self) -> Tensor:
-        return torch.stack([part.square_norms() for part, _ in self._parts]).sum(dim=0)
+        return torch.stack([layer.square_norms() for layer, _ in self._layers]).sum(dim=0)
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         return {
             names[own]: g
-            for part, names in self._parts
-            for own, g in part.weighted_sum(weights).items()
+            for layer, names in self._layers
+            for own, g in layer.weighted_sum(weights).items()
         }
 
     def per_sample(self) -> dict[str, Tensor]:
         return {
-            names[own]: g for part, names in self._parts for own, g in part.per_sample().items()
+            names[own]: g for layer, names in self._layers for own, g in layer.per_sample().items()
         }
 
     def masked(self, keep: Tensor) -> _Joined:
-        return _Joined([(part.masked(keep), names) for part, names in self._parts])
+        return _Joined([(layer.masked(keep), names) for layer, names in self._layers])
