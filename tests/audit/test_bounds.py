@@ -1,6 +1,4 @@
-"""The bounds: reached where they can be, never violated where their conditions hold, violated where
-they do not.
-"""
+"""The bounds are never violated under their conditions, can be reached, and can fail otherwise."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from evenclip.audit.decomposition import terms
 
 
 class Problem:
-    """Two groups with Hessians of their own, samples' gradients, and batches of them."""
+    """Two groups with their own Hessians, per-sample gradients, and batches."""
 
     def __init__(self, seed, *, indefinite=False, d=4, n=30, batches=12, uneven=1.0):
         random = np.random.default_rng(seed)
@@ -72,7 +70,7 @@ class Problem:
         return np.linalg.norm(self.clipped_B, axis=1)
 
     def expected_clip(self):
-        """E(R_clip_a − R_clip_b) over all Poisson batches."""
+        """Return E(R_clip_a − R_clip_b) over all Poisson batches."""
         total = 0.0
         for sign, k in ((1, 0), (-1, 1)):
             forms = []
@@ -87,8 +85,8 @@ class Problem:
         return total
 
 
-def slack(found, bound, problem):
-    return found - bound + 1e-9 * (1 + abs(found) + abs(bound))
+def slack(actual, bound, problem):
+    return actual - bound + 1e-9 * (1 + abs(actual) + abs(bound))
 
 
 PROBLEMS = range(1500)
@@ -112,7 +110,7 @@ def test_without_convexity_they_are_violated_and_the_other_is_not():
     violated = 0
     for seed in PROBLEMS:
         p = Problem(seed, indefinite=True, d=3, batches=2, uneven=3.0)
-        found = p.difference("dir")
+        difference = p.difference("dir")
         values = np.linalg.eigvalsh(p.H[0] - p.H[1])
         always = unconditional_bound(
             p.slopes(0),
@@ -122,9 +120,13 @@ def test_without_convexity_they_are_violated_and_the_other_is_not():
             p.lr,
             (float(values[0]), float(values[-1])),
         )
-        assert slack(found, always, p) >= 0, seed
+        assert slack(difference, always, p) >= 0, seed
         violated += (
-            slack(found, direction_bound(p.slopes(0), p.slopes(1), p.rho, p.clipped_norms, p.lr), p)
+            slack(
+                difference,
+                direction_bound(p.slopes(0), p.slopes(1), p.rho, p.clipped_norms, p.lr),
+                p,
+            )
             < 0
         )
     assert violated > 10
@@ -155,17 +157,13 @@ def test_the_bound_of_clipping_is_never_violated_in_expectation():
 
 
 def test_the_bound_of_clipping_can_be_come_near():
-    """It is no empty statement: equal but for a small step where all gradients are one and nothing
-    is clipped.
-    """
+    """The bound is tight up to a small step if all gradients are equal and nothing is clipped."""
     bound = clipping_bound(1.0, 0.0, 1.0, 0.0, 0.0, 1e-9, 0.0, 0.5)
     assert bound == pytest.approx(0.5)
 
 
 def test_proposition_3_is_reached():
-    """g_B along one axis, ḡ_B along another; group a is curved along the first only, group b along
-    the second.
-    """
+    """g_B and ḡ_B lie along two axes; group a is curved along the first, group b along the second."""
     lr, length = 0.25, 0.5
     rho, g_a, g_b = np.array([length]), np.array([0.3, -0.2]), np.array([-0.1, 0.4])
     g_B, clipped = np.array([1.0, 0.0]), np.array([0.0, length])
@@ -173,20 +171,20 @@ def test_proposition_3_is_reached():
     slopes = [(np.array([g @ g_B]), np.array([g @ clipped])) for g in (g_a, g_b)]
 
     def both(eta):
-        """R_dir_a − R_dir_b, and its bound."""
-        found = []
+        """Return R_dir_a − R_dir_b and its bound."""
+        directions = []
         for g, H in ((g_a, H_a), (g_b, H_b)):
             values = (
                 np.array([v]) for v in (g @ g_B, g_B @ H @ g_B, g @ clipped, clipped @ H @ clipped)
             )
-            found.append(terms(*values, rho, eta)["dir"][0])
-        return found[0] - found[1], direction_bound(*slopes, rho, np.array([length]), eta)
+            directions.append(terms(*values, rho, eta)["dir"][0])
+        return directions[0] - directions[1], direction_bound(*slopes, rho, np.array([length]), eta)
 
     assert Conditions.of([(0.0, 1 / lr), (0.0, 1 / lr)], lr).hold
     reached, bound = both(lr)
     assert reached == pytest.approx(bound, abs=1e-12)
     beyond, bound = both(1.01 * lr)
-    assert beyond < bound  # where the condition on the step does not hold, nor does the bound
+    assert beyond < bound  # the step size violates the condition
 
 
 def test_conditions():

@@ -19,8 +19,9 @@ TABLES = arrays(
 
 
 def test_the_published_costs_of_adult():
-    """The paper's table of Adult (men, women), DPSGD: printed to one digit each, so a difference is
-    off by 0.1.
+    """The paper's table for Adult (men, women) and DPSGD.
+
+    It prints one digit after the point, so a difference may be off by 0.1.
     """
     cost = privacy_cost([[80.5, 92.2]], [[69.9, 88.5]])
     np.testing.assert_allclose(cost, [[10.6, 3.6]], atol=0.11)
@@ -41,10 +42,10 @@ def test_a_cost_is_what_is_lost_and_a_risk_is_what_is_gained():
 
 @given(TABLES)
 def test_the_gap_is_the_largest_of_all_pairs(table):
-    for found, row in zip(gap(table), table, strict=True):
+    for actual, row in zip(gap(table), table, strict=True):
         defined = [value for value in row if not math.isnan(value)]
         pairs = [abs(a - b) for a, b in itertools.combinations(defined, 2)]
-        assert found == max(pairs) if pairs else math.isnan(found)
+        assert actual == max(pairs) if pairs else math.isnan(actual)
 
 
 @given(TABLES)
@@ -84,7 +85,7 @@ def test_an_infinite_loss_is_not_left_out():
     assert risk[0].tolist() == [math.inf, pytest.approx(0.1)]
     assert left_out(risk) == []
     assert gap(risk)[0] == gap(risk, (1, 0))[0] == math.inf
-    assert np.isnan(gap(risk)[1])  # both infinite: how unevenly cannot be told
+    assert np.isnan(gap(risk)[1])  # ∞ − ∞ is undefined
 
 
 def test_what_does_not_fit_is_refused():

@@ -31,7 +31,7 @@ def classes(seed, n, k=3):
 
 
 def full_hessian(model, loss, x, y):
-    """All of it, by torch.  # [parameter, parameter]"""
+    """The full Hessian by torch.  # [parameter, parameter]"""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     shapes = [dict(model.named_parameters())[name].shape for name in names]
     start = torch.cat([dict(model.named_parameters())[name].detach().reshape(-1) for name in names])
@@ -55,37 +55,37 @@ def mlp():
 
 
 def test_of_a_quadratic_loss():
-    """H = 2/n Σ x xᵀ, whatever the parameters and targets."""
+    """H = 2/n Σ x xᵀ for any parameters and targets."""
     model, x, y = seeded(lambda: nn.Linear(6, 1, bias=False)), numbers(1, 50, 6), numbers(2, 50, 1)
-    found, expected = Curvature(model, F.mse_loss, x, y), 2 * x.T @ x / 50
+    curvature, expected = Curvature(model, F.mse_loss, x, y), 2 * x.T @ x / 50
     vectors = numbers(3, 7, 6)
-    torch.testing.assert_close(found.products(vectors), vectors @ expected)
+    torch.testing.assert_close(curvature.products(vectors), vectors @ expected)
     torch.testing.assert_close(
-        found.forms(vectors), ((vectors @ expected) * vectors).sum(dim=1, keepdim=True).T
+        curvature.forms(vectors), ((vectors @ expected) * vectors).sum(dim=1, keepdim=True).T
     )
-    assert found.exact_trace() == pytest.approx(float(expected.trace()))
+    assert curvature.exact_trace() == pytest.approx(float(expected.trace()))
     values = torch.linalg.eigvalsh(expected)
-    assert found.extremes() == pytest.approx((float(values[0]), float(values[-1])))
+    assert curvature.extremes() == pytest.approx((float(values[0]), float(values[-1])))
     gradient = 2 * x.T @ (x @ model.weight.detach()[0] - y[:, 0]) / 50
-    torch.testing.assert_close(found.gradient(), gradient)
+    torch.testing.assert_close(curvature.gradient(), gradient)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_against_the_full_hessian(monkeypatch, rows):
     monkeypatch.setattr("evenclip.audit.curvature._ROWS", rows)
     model, x, y = seeded(mlp), numbers(1, 30, 4), classes(2, 30)
-    found, expected = (
+    curvature, expected = (
         Curvature(model, F.cross_entropy, x, y),
         full_hessian(model, F.cross_entropy, x, y),
     )
-    torch.testing.assert_close(found.products(torch.eye(43, dtype=torch.float64)), expected)
-    assert found.exact_trace() == pytest.approx(float(expected.trace()))
+    torch.testing.assert_close(curvature.products(torch.eye(43, dtype=torch.float64)), expected)
+    assert curvature.exact_trace() == pytest.approx(float(expected.trace()))
     values = torch.linalg.eigvalsh(expected)
-    assert found.extremes() == pytest.approx(
+    assert curvature.extremes() == pytest.approx(
         (float(values[0]), float(values[-1])), rel=1e-3, abs=1e-3
     )
-    assert float(found.sizes.sum()) == 30
-    assert found.forms(numbers(3, 2, 43)).shape == (math.ceil(30 / rows), 2)
+    assert float(curvature.sizes.sum()) == 30
+    assert curvature.forms(numbers(3, 2, 43)).shape == (math.ceil(30 / rows), 2)
 
 
 @pytest.mark.parametrize("at_once", [1, 2**40])
@@ -109,42 +109,43 @@ def test_trace_of_softmax_regression_has_a_formula():
 
 def test_trace_by_signs_is_right_within_its_error():
     model, x, y = seeded(mlp), numbers(1, 30, 4), classes(2, 30)
-    found = Curvature(model, F.cross_entropy, x, y)
-    exact = found.exact_trace()
+    curvature = Curvature(model, F.cross_entropy, x, y)
+    exact = curvature.exact_trace()
     for seed in range(5):
-        estimate = found.trace(signs(400, 43, seed))
+        estimate = curvature.trace(signs(400, 43, seed))
         assert abs(estimate.value - exact) < 4.5 * estimate.se
-    assert found.trace(signs(1600, 43)).se == pytest.approx(
-        found.trace(signs(400, 43)).se / 2, rel=0.15
+    assert curvature.trace(signs(1600, 43)).se == pytest.approx(
+        curvature.trace(signs(400, 43)).se / 2, rel=0.15
     )
-    assert found.trace(signs(1, 43)).se == math.inf
+    assert curvature.trace(signs(1, 43)).se == math.inf
 
 
 def test_trace_of_a_sample_has_the_sample_in_its_error():
-    """Of 20 samples of 128 out of 4096, the errors are as large as they are said to be."""
+    """For 20 samples of 128 out of 4096, the errors match their standard errors."""
     model, x, y = seeded(lambda: nn.Linear(4, 3)), numbers(1, 4096, 4), classes(2, 4096)
     exact = Curvature(model, F.cross_entropy, x, y).exact_trace()
     random, probes, off = torch.Generator().manual_seed(5), signs(300, 15, 1), []
     for _ in range(20):
         rows = torch.randperm(4096, generator=random)[:128]
-        found = Curvature(model, F.cross_entropy, x[rows], y[rows], parts=16).trace(probes, of=4096)
-        alone = Curvature(model, F.cross_entropy, x[rows], y[rows], parts=16).trace(probes)
-        assert found.value == alone.value
-        assert found.se > alone.se
-        off.append((found.value - exact) / found.se)
+        part = Curvature(model, F.cross_entropy, x[rows], y[rows], parts=16)
+        estimate = part.trace(probes, of=4096)
+        alone = part.trace(probes)
+        assert estimate.value == alone.value
+        assert estimate.se > alone.se
+        off.append((estimate.value - exact) / estimate.se)
     assert 0.7 < float(torch.tensor(off).square().mean().sqrt()) < 1.5
     whole = Curvature(model, F.cross_entropy, x, y, parts=16)
     assert whole.trace(probes, of=4096) == whole.trace(probes)
 
 
 def test_signs_are_signs():
-    found = signs(300, 101, seed=3)
-    assert found.shape == (300, 101)
-    assert set(found.unique().tolist()) == {-1.0, 1.0}
-    assert abs(float(found.mean())) < 4.5 / math.sqrt(300 * 101)
-    assert torch.equal(found, signs(300, 101, seed=3))
-    assert not torch.equal(found, signs(300, 101, seed=4))
-    products = found.T @ found / 300 - torch.eye(101)
+    probes = signs(300, 101, seed=3)
+    assert probes.shape == (300, 101)
+    assert set(probes.unique().tolist()) == {-1.0, 1.0}
+    assert abs(float(probes.mean())) < 4.5 / math.sqrt(300 * 101)
+    assert torch.equal(probes, signs(300, 101, seed=3))
+    assert not torch.equal(probes, signs(300, 101, seed=4))
+    products = probes.T @ probes / 300 - torch.eye(101)
     assert float(products.abs().max()) < 5.5 / math.sqrt(300)
 
 
@@ -154,8 +155,8 @@ def test_signs_are_exact_where_the_hessian_is_diagonal():
         torch.eye(6, dtype=torch.float64),
         numbers(2, 6, 1),
     )
-    found = Curvature(model, F.mse_loss, x, y).trace(signs(9, 6))
-    assert found == (pytest.approx(2.0), pytest.approx(0.0, abs=1e-12))
+    estimate = Curvature(model, F.mse_loss, x, y).trace(signs(9, 6))
+    assert estimate == (pytest.approx(2.0), pytest.approx(0.0, abs=1e-12))
 
 
 # --- any model ---
@@ -208,14 +209,14 @@ MODELS = {
 def test_against_differences_of_gradients(name):
     make, x = MODELS[name]
     model, y = seeded(make), classes(2, 9)
-    found = Curvature(model, F.cross_entropy, x, y)
-    vectors, h = numbers(3, 3, found.layout.size), 1e-5
-    products = found.products(vectors)
+    curvature = Curvature(model, F.cross_entropy, x, y)
+    vectors, h = numbers(3, 3, curvature.layout.size), 1e-5
+    products = curvature.products(vectors)
     for v, product in zip(vectors, products, strict=True):
         ends = []
         for sign in (1, -1):
             moved = copy.deepcopy(model)
-            pieces = found.layout.split(sign * h * v)
+            pieces = curvature.layout.split(sign * h * v)
             with torch.no_grad():
                 for parameter, p in moved.named_parameters():
                     if p.requires_grad:
@@ -249,15 +250,15 @@ def test_float32_is_near_float64():
 
 def test_it_reads_the_model_as_it_stands_and_leaves_it():
     model, x, y = seeded(mlp), numbers(1, 30, 4), classes(2, 30)
-    found, v = Curvature(model, F.cross_entropy, x, y), numbers(3, 1, 43)
-    before = found.products(v)
+    curvature, v = Curvature(model, F.cross_entropy, x, y), numbers(3, 1, 43)
+    before = curvature.products(v)
     state = copy.deepcopy(model.state_dict())
-    found.trace(signs(3, 43)), found.extremes(), found.gradient()
+    curvature.trace(signs(3, 43)), curvature.extremes(), curvature.gradient()
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
     with torch.no_grad():
         model[0].weight += 0.5
-    assert not torch.allclose(found.products(v), before)
+    assert not torch.allclose(curvature.products(v), before)
 
 
 def test_dropout_is_left_out_and_put_back():
@@ -276,9 +277,9 @@ def test_dropout_is_left_out_and_put_back():
         return F.cross_entropy(output[:, 0], y, reduction="none")
 
     before = torch.get_rng_state()
-    found, expected = (Curvature(model, loss, x, y) for model in (with_it, without))
-    torch.testing.assert_close(found.products(v), expected.products(v))
-    torch.testing.assert_close(found.gradient(), expected.gradient())
+    curvature, expected = (Curvature(model, loss, x, y) for model in (with_it, without))
+    torch.testing.assert_close(curvature.products(v), expected.products(v))
+    torch.testing.assert_close(curvature.gradient(), expected.gradient())
     assert torch.equal(torch.get_rng_state(), before)
     assert with_it.training
     assert [m.p for m in with_it.modules() if isinstance(m, nn.Dropout)] == [0.5] * 4
@@ -300,5 +301,5 @@ def test_no_samples():
 def test_both_ends_of_a_spectrum(values):
     basis = np.linalg.qr(np.random.default_rng(0).standard_normal((len(values), len(values))))[0]
     matrix = torch.from_numpy(basis @ np.diag(values) @ basis.T)
-    found = extremes(lambda v: v.double() @ matrix, len(values))
-    assert found == pytest.approx((values.min(), values.max()), abs=1e-3 * np.abs(values).max())
+    ends = extremes(lambda v: v.double() @ matrix, len(values))
+    assert ends == pytest.approx((values.min(), values.max()), abs=1e-3 * np.abs(values).max())

@@ -1,6 +1,4 @@
-"""What a step costs each group: identities, the loss that really comes of it, and that looking
-changes nothing.
-"""
+"""The cost of a step to each group: identities, actual losses, and no effect on the run."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ named = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 
 
 def toy(n=120, seed=0):
-    """Two groups of different size; the smaller one has longer and other samples.  (x, y, group)"""
+    """Two groups; the smaller one has other samples with larger norms.  (x, y, group)"""
     random = torch.Generator().manual_seed(seed)
     group = (torch.arange(n) % 4 == 0).long()
     x = torch.randn(n, 3, generator=random, dtype=torch.float64) * (
@@ -60,33 +58,33 @@ def model(seed=0):
 )
 @settings(derandomize=True, deadline=None, database=None)
 def test_magnitude_and_direction_make_up_clipping(s, f, clipped_s, clipped_f, rho, lr):
-    found = terms(s, f, clipped_s, clipped_f, rho, lr)
-    size = sum(np.abs(found[name]) for name in found) + 1
-    assert (np.abs(found["mag"] + found["dir"] - found["clip"]) <= 1e-9 * size).all()
-    assert (np.abs(found["mag_star"] + found["dir_star"] - found["clip"]) <= 1e-9 * size).all()
+    values = terms(s, f, clipped_s, clipped_f, rho, lr)
+    size = sum(np.abs(values[name]) for name in values) + 1
+    assert (np.abs(values["mag"] + values["dir"] - values["clip"]) <= 1e-9 * size).all()
+    assert (np.abs(values["mag_star"] + values["dir_star"] - values["clip"]) <= 1e-9 * size).all()
 
 
 @given(FLOATS, FLOATS, st.floats(0.01, 3), st.floats(0.001, 10))
 @settings(derandomize=True, deadline=None, database=None)
 def test_scaling_alone_turns_nothing(s, f, scale, lr):
-    found = terms(s, f, scale * s, scale**2 * f, np.full(4, scale), lr)
+    values = terms(s, f, scale * s, scale**2 * f, np.full(4, scale), lr)
     for name in ("dir", "dir_star"):
-        assert np.abs(found[name]).max() <= 1e-9 * (
+        assert np.abs(values[name]).max() <= 1e-9 * (
             lr * np.abs(s).max() + lr**2 * np.abs(f).max() + 1
         )
 
 
 def test_turning_alone_changes_no_length():
-    found = terms(np.ones(4), np.ones(4), np.zeros(4), 2 * np.ones(4), np.ones(4), 0.5)
-    assert not found["mag"].any()
-    assert not found["mag_star"].any()
-    assert np.array_equal(found["dir"], found["clip"])
+    values = terms(np.ones(4), np.ones(4), np.zeros(4), 2 * np.ones(4), np.ones(4), 0.5)
+    assert not values["mag"].any()
+    assert not values["mag_star"].any()
+    assert np.array_equal(values["dir"], values["clip"])
 
 
 def test_no_gradient_has_length_ratio_one():
-    zero, one = torch.zeros(2, dtype=torch.float64), torch.tensor([3.0, 4.0], dtype=torch.float64)
-    found = Batches(torch.stack([zero, one, one, zero]), torch.stack([zero, one / 2, zero, one]))
-    assert found.rho.tolist() == [1.0, 0.5, 1.0, 1.0]
+    zero, v = torch.zeros(2, dtype=torch.float64), torch.tensor([3.0, 4.0], dtype=torch.float64)
+    batches = Batches(torch.stack([zero, v, v, zero]), torch.stack([zero, v / 2, zero, v]))
+    assert batches.rho.tolist() == [1.0, 0.5, 1.0, 1.0]
 
 
 # --- as an observer ---
@@ -116,18 +114,18 @@ def test_every_rule_has_its_terms(rule):
         assert [group["group"] for group in record["risk"]] == [0, 1]
         assert [group["n"] for group in record["risk"]] == [90, 30]
         for group in record["risk"]:
-            found = {name: value for name, (value, _) in group["terms"].items()}
-            assert found["mag"] + found["dir"] == pytest.approx(found["clip"], abs=1e-12)
+            values = {name: value for name, (value, _) in group["terms"].items()}
+            assert values["mag"] + values["dir"] == pytest.approx(values["clip"], abs=1e-12)
             if rule.name == "non-private":
-                assert found["clip"] == pytest.approx(0, abs=1e-12)
+                assert values["clip"] == pytest.approx(0, abs=1e-12)
             if rule.name in ("non-private", "dpsgd-global"):
                 expected = 0.0 if rule.name == "non-private" else None
-                assert expected is None or found["dir"] == pytest.approx(expected, abs=1e-12)
+                assert expected is None or values["dir"] == pytest.approx(expected, abs=1e-12)
             if rule.sigma:
                 noise = rule.sigma * record["sensitivity"] / 20
-                assert found["noise"] == pytest.approx(0.1**2 / 2 * group["trace"][0] * noise**2)
+                assert values["noise"] == pytest.approx(0.1**2 / 2 * group["trace"][0] * noise**2)
             else:
-                assert found["noise"] == 0
+                assert values["noise"] == 0
 
 
 @named
@@ -143,7 +141,7 @@ def test_looking_changes_nothing(rule):
 
 
 def test_a_rule_that_scales_all_alike_turns_nothing():
-    """DPSGD-Global with a Z that no gradient exceeds."""
+    """DPSGD-Global with a Z above every gradient norm."""
     for record in observed(DPSGDGlobal(C0=0.3, sigma=0.5, Z=1000.0)).records:
         for group in record.get("risk", ()):
             assert group["terms"]["dir"][0] == pytest.approx(0, abs=1e-12)
@@ -152,9 +150,7 @@ def test_a_rule_that_scales_all_alike_turns_nothing():
 
 
 def after_a_step(start, data, rule, lr, q, draws):
-    """Each group's loss after a step of DPSGD, many times over from the same start.  # [draw,
-    group]
-    """
+    """Each group's loss after one DPSGD step, repeated from the same start.  # [draw, group]"""
     x, y, group = data
     names, B, random = (
         list(dict(start.named_parameters())),
@@ -196,22 +192,22 @@ def test_the_prediction_is_the_loss_that_comes_of_it():
     ).records
     losses = after_a_step(start, data, rule, lr, 20 / len(y), 6_000)
     before = cross_entropy(start(x), y, reduction="none").detach()
-    for k, found in enumerate(record["risk"]):
-        step = {name: found["terms"][name] for name in ("non_private", "clip", "noise")}
+    for k, risk in enumerate(record["risk"]):
+        step = {name: risk["terms"][name] for name in ("non_private", "clip", "noise")}
         predicted = float(before[group == k].mean()) + sum(value for value, _ in step.values())
         spread = losses[:, k].std() / math.sqrt(len(losses))
-        # The first two are of the same batches: what varies in their sum is η⟨g_a, ḡ_B⟩, far less
-        # than either.
-        batches = lr * float(np.std(found["clipped_slopes"])) / math.sqrt(600)
+        # The first two terms use the same batches: their sum varies by η⟨g_a, ḡ_B⟩, far less than
+        # either.
+        batches = lr * float(np.std(risk["clipped_slopes"])) / math.sqrt(600)
         error = math.hypot(batches, step["noise"][1], spread)
         assert abs(losses[:, k].mean() - predicted) < 3 * error
         assert (
             abs(step["clip"][0]) > 4 * error
-        )  # it can tell: without clipping's part it would fail
+        )  # the test has power: without the clipping term it would fail
 
 
 def test_the_noise_term_is_what_noise_does_to_the_loss():
-    """Steps of noise alone, each with its opposite, so that what is linear in the noise cancels."""
+    """Steps of pure noise, each with its opposite, so that terms linear in the noise cancel."""
     data, rule, lr, start = toy(), DPSGD(C0=0.1, sigma=2.0), 0.2, model()
     x, y, group = data
     looking = RiskTerms(data, lr, probes=300, every=1)
@@ -231,11 +227,11 @@ def test_the_noise_term_is_what_noise_does_to_the_loss():
         losses.append([float(each[group == k].mean()) for k in (0, 1)])
     before = cross_entropy(start(x), y, reduction="none").detach()
     pairs = np.array(losses).reshape(500, 2, 2).mean(axis=1)  # [pair, group]
-    for k, found in enumerate(record["risk"]):
-        value, se = found["terms"]["noise"]
+    for k, risk in enumerate(record["risk"]):
+        value, se = risk["terms"]["noise"]
         error = math.hypot(se, pairs[:, k].std() / math.sqrt(500))
         assert abs(pairs[:, k].mean() - float(before[group == k].mean()) - value) < 4 * error
-        assert value > 10 * error  # it can tell
+        assert value > 10 * error  # the test has power
 
 
 def test_a_sample_of_a_group_is_right_within_its_error():

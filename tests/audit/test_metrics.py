@@ -1,4 +1,4 @@
-"""Metrics by group against scikit-learn, counting by hand, and what must not change them."""
+"""Metrics by group against scikit-learn, manual counts, and invariances."""
 
 import math
 import subprocess
@@ -35,11 +35,11 @@ problems = st.builds(
 )
 
 
-def same(one, other):
-    """Equal tables; numbers to rounding, None only where None is."""
-    assert one.keys() == other.keys()
-    for name in one:
-        for a, b in zip(one[name], other[name], strict=True):
+def same(actual, expected):
+    """Assert that tables are equal up to rounding; None equals only None."""
+    assert actual.keys() == expected.keys()
+    for name in actual:
+        for a, b in zip(actual[name], expected[name], strict=True):
             assert (a is None) == (b is None), name
             assert a is None or a == pytest.approx(b, rel=1e-12, abs=1e-12), name
 
@@ -92,13 +92,13 @@ def test_calibration_error_is_its_definition_and_bounded(given):
         inside = (confidence > b / 15) & (confidence <= (b + 1) / 15)
         if inside.any():
             error += inside.mean() * abs(right[inside].mean() - confidence[inside].mean())
-    found = overall(s, y)["calibration_error"]
-    assert found == pytest.approx(error, abs=1e-12)
-    # Bins can hide an error but not make one: between |accuracy − mean confidence| and one bin of
-    # its own for each.
+    actual = overall(s, y)["calibration_error"]
+    assert actual == pytest.approx(error, abs=1e-12)
+    # The error lies between |accuracy − mean confidence| and that with one bin per sample: bins can
+    # hide an error but not create one.
     assert (
         abs(right.mean() - confidence.mean()) - 1e-12
-        <= found
+        <= actual
         <= np.abs(right - confidence).mean() + 1e-12
         <= 1
     )
@@ -145,20 +145,20 @@ def test_the_order_of_samples_does_not_matter(given, seed):
 @given(problems)
 def test_groups_merge_by_their_weights(given):
     s, y, group = given
-    parts, whole = by_group(s, y, group, 5), overall(s, y)
+    groups, whole = by_group(s, y, group, 5), overall(s, y)
     weights = {
-        "accuracy": parts["support"],
-        "loss": parts["support"],
-        "selection_rate": parts["support"],
+        "accuracy": groups["support"],
+        "loss": groups["support"],
+        "selection_rate": groups["support"],
         "tpr": [int(((group == k) & (y == 1)).sum()) for k in range(5)],
         "fpr": [int(((group == k) & (y == 0)).sum()) for k in range(5)],
     }
-    assert sum(parts["support"]) == whole["support"] == len(y)
+    assert sum(groups["support"]) == whole["support"] == len(y)
     for name, weight in weights.items():
         if whole[name] is None:
-            assert parts[name] == [None] * 5
+            assert groups[name] == [None] * 5
             continue
-        known = [(w, v) for w, v in zip(weight, parts[name], strict=True) if w]
+        known = [(w, v) for w, v in zip(weight, groups[name], strict=True) if w]
         assert whole[name] == pytest.approx(
             sum(w * v for w, v in known) / sum(weight), rel=1e-9, abs=1e-9
         )
@@ -180,13 +180,13 @@ def test_a_constant_on_all_scores_of_a_sample_changes_nothing(given, shift):
 
 def test_swapping_the_classes_mirrors_the_rates():
     s, y, group = problem(3)
-    one, other = by_group(s, y, group, 3), by_group(s.flip(1), 1 - y, group, 3)
-    assert [100 - value for value in one["tpr"]] == pytest.approx(other["fpr"])
-    assert [100 - value for value in one["selection_rate"]] == pytest.approx(
-        other["selection_rate"]
+    table, flipped = by_group(s, y, group, 3), by_group(s.flip(1), 1 - y, group, 3)
+    assert [100 - value for value in table["tpr"]] == pytest.approx(flipped["fpr"])
+    assert [100 - value for value in table["selection_rate"]] == pytest.approx(
+        flipped["selection_rate"]
     )
-    assert one["auc"] == pytest.approx(other["auc"])  # mirrored twice: the classes and their scores
-    assert one["accuracy"] == other["accuracy"]
+    assert table["auc"] == pytest.approx(flipped["auc"])  # classes and scores are both flipped
+    assert table["accuracy"] == flipped["accuracy"]
 
 
 # Edges
@@ -240,7 +240,7 @@ def test_a_score_that_is_not_finite_is_wrong_in_every_column(bad, column):
         s = good.clone()
         s[row, column] = bad
         line, wrong = overall(s, y), good.clone()
-        wrong[row] = -200 * good[row]  # as sure and as wrong as can be
+        wrong[row] = -200 * good[row]  # wrong with full confidence
         expected = overall(wrong, y) | {"loss": math.inf}
         assert line == pytest.approx(expected)
         assert predictions(s, y).tolist() == predictions(wrong, y).tolist()
@@ -283,7 +283,7 @@ def test_the_worst_group():
 
 
 class Tower(nn.Module):
-    """With parts that behave differently in training."""
+    """A model with layers that behave differently in training."""
 
     def __init__(self):
         super().__init__()
@@ -306,18 +306,18 @@ def data_of(n=37):
 @pytest.mark.parametrize("rows", [1, 5, 37, 4096])
 def test_scores_are_the_outputs_of_the_model_in_evaluation(rows):
     model, data = Tower(), data_of()
-    frozen = model.body[1].eval()  # one part frozen while the others train
+    frozen = model.body[1].eval()  # one module is frozen
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    found = scores(model, data, rows=rows)
+    actual = scores(model, data, rows=rows)
     assert model.training
     assert model.body[2].training
     assert not frozen.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with torch.no_grad():
         expected = model.eval()(data.x)
-    assert found.dtype == torch.float32
-    assert not found.requires_grad
-    torch.testing.assert_close(found, expected)
+    assert actual.dtype == torch.float32
+    assert not actual.requires_grad
+    torch.testing.assert_close(actual, expected)
 
 
 def test_the_mode_is_restored_after_an_error():

@@ -1,6 +1,4 @@
-"""A sample whose gradient is not finite takes no part in training, and none in the audit of
-training.
-"""
+"""Samples with gradients that are not finite are left out of training and of its audit."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ def data(bad: bool):
 
 
 def numbers(value):
-    """All numbers in a record."""
+    """Yield all numbers in a record."""
     if isinstance(value, dict):
         return [number for part in value.values() for number in numbers(part)]
     if isinstance(value, list | tuple):
@@ -58,17 +56,17 @@ def records(bad: bool, rule, **more):
     "rule", [NonPrivate(), DPSGD(), DPSGDF(), DPSGDGlobalAdapt()], ids=lambda rule: rule.name
 )
 def test_the_audit_is_finite_where_training_is(rule):
-    found = records(bad=True, rule=rule)
-    assert len(found) == 5
-    assert all(math.isfinite(number) for number in numbers(found))
-    for record in found:
-        assert [group["n"] for group in record["risk"]] == [29, 29]  # those that take part
+    observed = records(bad=True, rule=rule)
+    assert len(observed) == 5
+    assert all(math.isfinite(number) for number in numbers(observed))
+    for record in observed:
+        assert [group["n"] for group in record["risk"]] == [29, 29]  # the finite samples
         assert [group["of"] for group in record["risk"]] == [30, 30]
 
 
 def test_a_sample_of_a_group_is_finite_too():
-    found = records(bad=True, rule=DPSGD(), sample=32)
-    assert all(math.isfinite(number) for number in numbers(found))
+    observed = records(bad=True, rule=DPSGD(), sample=32)
+    assert all(math.isfinite(number) for number in numbers(observed))
 
 
 def test_everybody_takes_part_where_all_are_finite():

@@ -81,10 +81,10 @@ def coverage(interval, n, rounds, draw):
 )
 def test_the_bootstrap_covers_what_the_module_says(n, expected):
     random = np.random.default_rng(n)
-    found = coverage(
+    covered = coverage(
         lambda v: bootstrap_interval(v, draws=500), n, 1200, lambda n: random.normal(size=n)
     )
-    assert found == pytest.approx(expected, abs=0.03)  # three standard deviations and more
+    assert covered == pytest.approx(expected, abs=0.03)  # over three standard deviations
 
 
 @pytest.mark.parametrize("n", [3, 5, 8])
@@ -105,7 +105,7 @@ def test_the_bootstrap_goes_with_the_t_interval_where_values_are_many():
 def test_the_bootstrap_depends_on_its_seed_and_on_nothing_else():
     values = [0.3, -1.0, 2.0, 0.7, 1.1]
     first = bootstrap_interval(values, draws=200)
-    np.random.seed(3)  # noqa: NPY002 - whoever still uses numpy's global stream must not matter, nor be disturbed
+    np.random.seed(3)  # noqa: NPY002 - numpy's global stream must not be used or changed
     following = np.random.random()  # noqa: NPY002
     np.random.seed(3)  # noqa: NPY002
     assert bootstrap_interval(values, draws=200) == first
@@ -127,7 +127,7 @@ def test_the_bootstrap_stays_in_the_range_and_moves_with_the_values(values):
 
 
 def by_enumeration(differences, alternative):
-    """Every assignment of signs to the ranks, counted."""
+    """Count over all assignments of signs to the ranks."""
     d = [value for value in differences if value]
     ranks = scipy.stats.rankdata(np.abs(d)) if d else []
     seen = sum(rank for rank, value in zip(ranks, d, strict=True) if value > 0)
@@ -191,9 +191,7 @@ def test_zeros_are_left_out_before_ranking():
 
 
 def test_wilcoxon_keeps_its_level():
-    """Under symmetric differences p ≤ α at most as often as α, and for α = 1/16 with six seeds
-    nearly as often.
-    """
+    """P(p ≤ α) ≤ α for symmetric differences, and nearly equal for α = 1/16 with six seeds."""
     random = np.random.default_rng(0)
     p = np.array([wilcoxon(random.normal(size=6)) for _ in range(4000)])
     for k in (1, 2, 4, 8):
@@ -216,7 +214,7 @@ P_VALUES = st.dictionaries(st.text("abcdef", min_size=1, max_size=2), st.floats(
 
 @given(P_VALUES, st.floats(0.001, 0.999))
 def test_holm_rejects_what_stepping_down_rejects(p_values, alpha):
-    """The procedure itself: from the smallest p on, reject while p ≤ α/(number of questions left)."""
+    """Holm's procedure: from the smallest p, reject while p ≤ α/(number of remaining tests)."""
     corrected = holm(p_values)
     assert list(corrected) == list(p_values)
     left = sorted(p_values.items(), key=lambda item: item[1])
@@ -231,9 +229,9 @@ def test_holm_rejects_what_stepping_down_rejects(p_values, alpha):
 @given(P_VALUES)
 def test_holm_keeps_the_order_and_lies_between_p_and_bonferroni(p_values):
     corrected = holm(p_values)
-    for one, p in p_values.items():
-        assert p <= corrected[one] <= min(1, len(p_values) * p) + 1e-12
-        assert all(corrected[one] <= corrected[other] for other, q in p_values.items() if p <= q)
+    for name, p in p_values.items():
+        assert p <= corrected[name] <= min(1, len(p_values) * p) + 1e-12
+        assert all(corrected[name] <= corrected[other] for other, q in p_values.items() if p <= q)
 
 
 def test_holm_by_hand():
@@ -256,30 +254,30 @@ def test_holm_by_hand():
 
 def test_a_pair_in_numbers_and_words():
     a, b = [1.0, 2.5, 2.0, 3.0, 1.5], [3.0, 4.0, 4.5, 5.5, 3.0]
-    found, expected = paired(a, b), scipy.stats.ttest_rel(a, b)
+    verdict, expected = paired(a, b), scipy.stats.ttest_rel(a, b)
     low, high = expected.confidence_interval(0.95)
-    assert (found.n, found.mean) == (5, pytest.approx(-2.0))
-    assert (found.low, found.high) == (pytest.approx(low), pytest.approx(high))
-    assert found.se == pytest.approx(found.mean / expected.statistic)
-    assert found.p == 1 / 32
-    assert found.reads == "smaller by 2 (1.38 to 2.62)"
+    assert (verdict.n, verdict.mean) == (5, pytest.approx(-2.0))
+    assert (verdict.low, verdict.high) == (pytest.approx(low), pytest.approx(high))
+    assert verdict.se == pytest.approx(verdict.mean / expected.statistic)
+    assert verdict.p == 1 / 32
+    assert verdict.reads == "smaller by 2 (1.38 to 2.62)"
     mirrored = paired(b, a)
     assert mirrored.reads == "larger by 2 (1.38 to 2.62)"
     assert mirrored.p == 1.0
     with pytest.raises(dataclasses.FrozenInstanceError):
-        found.n = 6
+        verdict.n = 6
 
 
 @given(st.lists(st.tuples(st.floats(-50, 50), st.floats(-50, 50)), min_size=3, max_size=8))
 def test_the_words_follow_the_interval(pairs):
     a, b = zip(*pairs, strict=True)
-    found = paired(a, b)
-    if found.low <= 0 <= found.high:
-        assert found.reads == "no difference shown"
+    verdict = paired(a, b)
+    if verdict.low <= 0 <= verdict.high:
+        assert verdict.reads == "no difference shown"
     else:
-        assert found.reads.startswith("smaller by" if found.mean < 0 else "larger by")
+        assert verdict.reads.startswith("smaller by" if verdict.mean < 0 else "larger by")
         number, low, _, high = (
-            found.reads.split(" by ")[1].replace("(", "").replace(")", "").split()
+            verdict.reads.split(" by ")[1].replace("(", "").replace(")", "").split()
         )
         assert 0 < float(low) <= float(number) <= float(high)
 
@@ -297,24 +295,24 @@ def test_an_end_near_zero_is_not_printed_as_zero():
 
 @pytest.mark.parametrize("n", [0, 1, 2])
 def test_too_few_seeds_tell_nothing(n):
-    found = paired([1.0] * n, [5.0] * n)
-    assert (found.n, found.reads) == (n, "too few seeds to tell")
-    assert found.low is None
-    assert found.high is None
-    assert found.mean == (-4.0 if n else None)
-    assert found.se == (0.0 if n == 2 else None)
-    assert found.p == (smallest_p(n) if n else None)
+    verdict = paired([1.0] * n, [5.0] * n)
+    assert (verdict.n, verdict.reads) == (n, "too few seeds to tell")
+    assert verdict.low is None
+    assert verdict.high is None
+    assert verdict.mean == (-4.0 if n else None)
+    assert verdict.se == (0.0 if n == 2 else None)
+    assert verdict.p == (smallest_p(n) if n else None)
 
 
 def test_pairs_with_something_undefined_are_left_out():
-    found = paired([1.0, None, 2.5, 2.0, math.nan], [3.0, 9.0, 4.0, 4.5, 9.0])
-    assert found == paired([1.0, 2.5, 2.0], [3.0, 4.0, 4.5])
-    assert found.n == 3
+    verdict = paired([1.0, None, 2.5, 2.0, math.nan], [3.0, 9.0, 4.0, 4.5, 9.0])
+    assert verdict == paired([1.0, 2.5, 2.0], [3.0, 4.0, 4.5])
+    assert verdict.n == 3
 
 
 def test_a_run_that_diverged_is_said():
-    found = paired([1.0, math.inf, 2.0, 2.0], [3.0, math.inf, 4.0, None])
-    assert found == Paired(3, None, None, None, None, None, "not finite in 1 of 3 seeds")
+    verdict = paired([1.0, math.inf, 2.0, 2.0], [3.0, math.inf, 4.0, None])
+    assert verdict == Paired(3, None, None, None, None, None, "not finite in 1 of 3 seeds")
 
 
 def test_mistakes_are_refused():

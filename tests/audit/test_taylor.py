@@ -84,9 +84,9 @@ def test_forms_are_those_of_the_hessian(name, loss):
     vectors = torch.randn(
         7, len(H), generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
-    found = Curvature(model, loss, x, y, parts=2)
-    assert found._jets
-    means = found.sizes @ found.forms(vectors) / found.n
+    curvature = Curvature(model, loss, x, y, parts=2)
+    assert curvature._taylor
+    means = curvature.sizes @ curvature.forms(vectors) / curvature.n
     torch.testing.assert_close(
         means, torch.einsum("vi,ij,vj->v", vectors, H, vectors), rtol=1e-10, atol=1e-11
     )
@@ -94,13 +94,13 @@ def test_forms_are_those_of_the_hessian(name, loss):
 
 def test_they_are_those_of_products():
     model, (x, y) = mlp(4, 3, (5, 6), seed=1).double(), batch(40)
-    found = Curvature(model, cross_entropy, x, y)
-    vectors = torch.randn(5, found.layout.size, dtype=torch.float64)
-    by_jets = found.forms(vectors)
-    found._jets = False
-    torch.testing.assert_close(by_jets, found.forms(vectors), rtol=1e-10, atol=1e-12)
+    curvature = Curvature(model, cross_entropy, x, y)
+    vectors = torch.randn(5, curvature.layout.size, dtype=torch.float64)
+    by_taylor = curvature.forms(vectors)
+    curvature._taylor = False
+    torch.testing.assert_close(by_taylor, curvature.forms(vectors), rtol=1e-10, atol=1e-12)
     assert (
-        found.forms(vectors[:0]).shape
+        curvature.forms(vectors[:0]).shape
         == Curvature(model, cross_entropy, x, y).forms(vectors[:0]).shape
     )
 
@@ -114,13 +114,13 @@ def test_a_loss_that_cannot_be_carried_forwards_has_products(monkeypatch):
         raise NotImplementedError("Trying to use forward AD")
 
     monkeypatch.setattr(taylor, "forms", refuse)
-    found = Curvature(model, cross_entropy, x, y)
-    torch.testing.assert_close(found.forms(vectors), expected, rtol=1e-10, atol=1e-12)
-    assert not found._jets
+    curvature = Curvature(model, cross_entropy, x, y)
+    torch.testing.assert_close(curvature.forms(vectors), expected, rtol=1e-10, atol=1e-12)
+    assert not curvature._taylor
 
 
 class Own(nn.Linear):
-    """Somebody's own layer may do anything."""
+    """A custom layer may compute something else."""
 
 
 def test_what_they_are_not_for():
@@ -148,11 +148,11 @@ def test_what_they_are_not_for():
 
 
 def test_parts_are_the_samples_in_their_order():
-    """Whatever passes at once: the form of a part is that of its samples alone."""
+    """The form of a part is that of its samples alone, for any number of rows per pass."""
     model, (x, y) = cnn(1, 6, 3, seed=1).double(), batch(2500, shape=(1, 6, 6))
-    found = Curvature(model, cross_entropy, x, y, parts=16)
-    vectors = torch.randn(3, found.layout.size, dtype=torch.float64)
-    forms, size = found.forms(vectors), int(found.sizes[0])
+    curvature = Curvature(model, cross_entropy, x, y, parts=16)
+    vectors = torch.randn(3, curvature.layout.size, dtype=torch.float64)
+    forms, size = curvature.forms(vectors), int(curvature.sizes[0])
     assert forms.shape == (16, 3)
     for part in (0, 6, 15):
         here = slice(part * size, (part + 1) * size)
@@ -169,29 +169,29 @@ def test_other_convolutions_have_products(layer):
         nn.Sequential(layer, nn.Flatten(), nn.Linear(size, 3)).double(),
         batch(shape=(2, 6, 6)),
     )
-    found = Curvature(model, cross_entropy, x, y)
-    vectors = torch.randn(4, found.layout.size, dtype=torch.float64)
-    forms = found.sizes @ found.forms(vectors) / found.n
-    assert not found._jets
-    torch.testing.assert_close(forms, torch.linalg.vecdot(found.products(vectors), vectors))
+    curvature = Curvature(model, cross_entropy, x, y)
+    vectors = torch.randn(4, curvature.layout.size, dtype=torch.float64)
+    forms = curvature.sizes @ curvature.forms(vectors) / curvature.n
+    assert not curvature._taylor
+    torch.testing.assert_close(forms, torch.linalg.vecdot(curvature.products(vectors), vectors))
 
 
 def test_several_positions_a_sample_have_products():
-    """Four samples and four lines: shapes that fit by chance."""
+    """Four samples and four lines have equal shapes, which must not be confused."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2)).double()
     x, y = torch.randn(4, 5, 3, dtype=torch.float64), torch.randn(4, 5, 2, dtype=torch.float64)
-    found = Curvature(model, nn.MSELoss(), x, y)
-    vectors = torch.randn(4, found.layout.size, dtype=torch.float64)
-    forms = found.sizes @ found.forms(vectors) / found.n
-    assert not found._jets
-    torch.testing.assert_close(forms, torch.linalg.vecdot(found.products(vectors), vectors))
+    curvature = Curvature(model, nn.MSELoss(), x, y)
+    vectors = torch.randn(4, curvature.layout.size, dtype=torch.float64)
+    forms = curvature.sizes @ curvature.forms(vectors) / curvature.n
+    assert not curvature._taylor
+    torch.testing.assert_close(forms, torch.linalg.vecdot(curvature.products(vectors), vectors))
 
 
 def test_the_model_is_left_as_it_was():
     model, (x, y) = mlp(4, 3, (5,), seed=1).double(), batch()
     before = {n: p.clone() for n, p in model.named_parameters()}
-    found = Curvature(model, cross_entropy, x, y)
-    found.forms(torch.randn(3, found.layout.size, dtype=torch.float64))
+    curvature = Curvature(model, cross_entropy, x, y)
+    curvature.forms(torch.randn(3, curvature.layout.size, dtype=torch.float64))
     assert all(torch.equal(before[n], p) and p.grad is None for n, p in model.named_parameters())
     assert torch.equal(x, batch()[0])

@@ -1,4 +1,4 @@
-"""`evenclip compare`, as it is typed."""
+"""Tests of the `evenclip compare` command line."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ def test_results_are_written_and_a_table_printed(typed, tmp_path):
     assert list(plain["table"]) == ["non-private", "dpsgd", "dpsgd-global-adapt"]
     assert plain["seeds"] == [0, 1]
     assert "1/6 " in err
-    assert (tmp_path / "out" / "report.html").read_text() == page(
-        plain
-    )  # the page has nothing that the file has not
+    # The page depends on results.json only.
+    assert (tmp_path / "out" / "report.html").read_text() == page(plain)
     again, out_again, err_again = typed(
         *QUICK,
         "--seeds",
@@ -118,16 +117,14 @@ def test_where_results_cannot_be_kept(typed, tmp_path):
     (tmp_path / "file").write_text("")
     status, _, err = typed(*QUICK, "--out", tmp_path / "file" / "out")
     assert status == 2
-    assert (
-        err == f"evenclip: {tmp_path}/file/out cannot be made (Not a directory); choose another "
-        "--out.\n"
-    )
+    where = f"{tmp_path}/file/out"
+    assert err == f"evenclip: {where} cannot be created (Not a directory); choose another --out.\n"
 
 
 def test_runs_that_fail_are_status_1(typed, tmp_path):
     (tmp_path / "net.py").write_text(
-        "import torch\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n        raise "
-        "ValueError('I am tired')\n"
+        "import torch\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n"
+        "        raise ValueError('I am tired')\n"
         "def make(x, classes):\n    return Net(x.shape[1], classes)\n"
     )
     status, out, err = typed(

@@ -1,4 +1,4 @@
-"""`evenclip data`: what it lists, in words and as JSON, and what it says when it is asked wrongly."""
+"""Tests of `evenclip data`: its list as text and JSON, its schemas, and its error messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evenclip.data import SOURCES
 
 
 def run(capsys, *arguments):
-    """Run the verb; (exit status, stdout, stderr)."""
+    """Run the subcommand; return (exit status, stdout, stderr)."""
     with pytest.raises(SystemExit) as stop:
         main(["data", *map(str, arguments)])
     out, err = capsys.readouterr()
@@ -63,8 +63,9 @@ def test_json_has_everything(capsys, tmp_path):
     facts = json.loads(out)
     assert status == 0
     assert facts["data_directory"] == str(tmp_path)
-    assert [found["name"] for found in facts["datasets"]] == list(SOURCES)
-    assert [found["here"] for found in facts["datasets"]] == [True, False, False, False, True, True]
+    assert [dataset["name"] for dataset in facts["datasets"]] == list(SOURCES)
+    here = [dataset["here"] for dataset in facts["datasets"]]
+    assert here == [True, False, False, False, True, True]
     mnist = facts["datasets"][2]
     assert mnist["pair"] == ["2", "8"]
     assert mnist["files"][0] == {
@@ -81,8 +82,7 @@ def test_a_directory_that_is_none_is_one_sentence(capsys, tmp_path):
     assert (status, out) == (2, "")
     assert err == (
         f"evenclip: The data directory {tmp_path / 'absent'} (as given) is not a folder; name one "
-        "with --data-dir or "
-        "the environment variable EVENCLIP_DATA.\n"
+        "with --data-dir or the environment variable EVENCLIP_DATA.\n"
     )
 
 
@@ -129,10 +129,8 @@ def test_a_schema_is_written_and_not_written_over(capsys, table, tmp_path):
     path.write_text("edited")
     status, _, err = run(capsys, "schema", table, "--out", path)
     assert (status, path.read_text()) == (2, "edited")
-    assert (
-        err
-        == f"evenclip: --out is {path}, which is already there; remove it, or name another file.\n"
-    )
+    expected = f"--out is {path}, which already exists; remove it or name another file."
+    assert err == f"evenclip: {expected}\n"
 
 
 def test_a_target_that_is_no_column_is_one_sentence(capsys, table):

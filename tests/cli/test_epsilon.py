@@ -1,4 +1,4 @@
-"""`evenclip epsilon`: what it prints, and what it says when it is asked wrongly."""
+"""Tests of `evenclip epsilon`: its output and its error messages."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ ADULT = ["epsilon", "--rate", str(1 / 92), "--steps", "1840", "--delta", "1e-6"]
 
 
 def run(capsys, *arguments):
-    """Run the command line; (exit status, stdout, stderr)."""
+    """Run the command line; return (exit status, stdout, stderr)."""
     with pytest.raises(SystemExit) as stop:
         main([*arguments])
     out, err = capsys.readouterr()
@@ -30,7 +30,7 @@ def test_both_figures_in_words(capsys):
 
 def test_the_count_is_accounted_on_the_same_batch(capsys):
     _, out, _ = run(capsys, *ADULT, "--sigma", "1", "--sigma-count", "10")
-    assert "σ = 1, σ_count = 10; as one, 0.995037" in out
+    assert "σ = 1, σ_count = 10; joint: 0.995037" in out
     assert "3.444 by RDP" in out
 
 
@@ -104,8 +104,7 @@ def test_the_sigma_that_is_found_costs_the_target(capsys, sigma_count):
     facts = json.loads(out)
     assert status == 0
     assert 0.9995 * 3 <= facts["pld"] <= 3
-    # The six digits that are printed are the whole number: whoever types them again gets no more
-    # than the target.
+    # The printed six digits are the exact value: with them ε is at most the target.
     assert facts["sigma"] == float(f"{facts['sigma']:.6g}")
     assert facts["joint_multiplier"] >= scale_for(
         {"joint": 1.0}, epsilon=3.0, delta=1e-6, q=1 / 92, steps=1840
@@ -158,7 +157,7 @@ def test_the_sigma_that_is_found_costs_the_target(capsys, sigma_count):
         ),
         (
             [*ADULT, "--target-epsilon", "3", "--sigma-count", "1"],
-            "--sigma-count is 1; the count alone then costs",
+            "--sigma-count is 1; the count alone costs more than ε = 3. Give more than",
         ),
     ],
 )
@@ -192,8 +191,8 @@ def test_the_version(capsys):
 
 def test_the_process_exits_with_the_status():
     code = "from evenclip.cli import main; main()"
-    asked = [sys.executable, "-c", code, *ADULT, "--sigma", "-1"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", code, *ADULT, "--sigma", "-1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "evenclip: --sigma is -1.0; it must be a finite number above 0.\n"
 

@@ -1,4 +1,4 @@
-"""`evenclip train` and `evenclip predict`, end to end on a file with every difficulty."""
+"""End-to-end tests of `evenclip train` and `evenclip predict` on a difficult file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAST = ["--epochs", "1", "--batch-size", "64", "--model", "mlp:8"]
 
 
 def run(capsys, *arguments):
-    """Run the command line; (exit status, stdout, stderr)."""
+    """Run the command line; return (exit status, stdout, stderr)."""
     with pytest.raises(SystemExit) as stop:
         main([*map(str, arguments)])
     out, err = capsys.readouterr()
@@ -25,8 +25,9 @@ def run(capsys, *arguments):
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """Semicolons, decimal commas, umlauts, an unnamed index, an identifier, dates, missing values,
-    a rare group.
+    """A CSV with semicolons, decimal commas, umlauts, an unnamed index and a rare group.
+
+    It also has an identifier, dates and missing values.
     """
     stream, n = np.random.default_rng(1), 900
     frame = pd.DataFrame(
@@ -138,11 +139,8 @@ def test_predicting_new_rows_into_a_file(capsys, model, tmp_path):
 def test_a_model_that_is_there_is_refused_before_training(capsys, file, model):
     status, out, err = run(capsys, "train", file, *ASK, "--out", model)
     assert (status, out) == (2, "")
-    assert (
-        err
-        == f"evenclip: {model} already holds a model; give another folder, or --force to replace "
-        "it.\n"
-    )
+    expected = f"{model} already holds a model; give another folder, or --force to replace it."
+    assert err == f"evenclip: {expected}\n"
     status, _, _ = run(capsys, "train", file, *ASK, *FAST, "--out", model, "--force")
     assert status == 0
 
@@ -173,8 +171,7 @@ MISTAKES = {
     "no column": (
         ["train", "FILE", "--target", "credits", "--group", "sex"],
         "There is no column 'credits' in kunden.csv; did you mean 'credit'? its columns are "
-        "'Unnamed: 0', "
-        "'customer id', 'income', 'since', 'job', 'const', 'sex', 'credit'.",
+        "'Unnamed: 0', 'customer id', 'income', 'since', 'job', 'const', 'sex', 'credit'.",
     ),
     "target is group": (
         ["train", "FILE", "--target", "sex", "--group", "sex"],
@@ -190,17 +187,17 @@ MISTAKES = {
     ),
     "no model": (
         ["predict", "nowhere", "FILE"],
-        "nowhere holds no model (model.safetensors is not there); give the folder that `evenclip "
+        "nowhere holds no model (model.safetensors is missing); give the folder that `evenclip "
         "train --out` wrote.",
     ),
     "no rows": (["predict", "MODEL", "none.csv"], "none.csv is not there; give a file."),
     "kept": (
         ["predict", "MODEL", "FILE", "--keep", "shoe"],
-        "--keep is 'shoe' and FILE has no such column; leave it out.",
+        "--keep is 'shoe', but FILE has no such column; leave it out.",
     ),
     "onto itself": (
         ["predict", "MODEL", "FILE", "--out", "FILE"],
-        "--out is FILE, the file with the rows; give another one.",
+        "--out is FILE, the input file; give another file.",
     ),
 }
 

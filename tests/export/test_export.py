@@ -1,10 +1,9 @@
-"""Models to give away: what is in the folder, that it predicts the same on raw rows, and what is
-refused.
-"""
+"""Tests of exported models: the folder, predictions on raw rows, and error messages."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -26,14 +25,14 @@ from evenclip.models import mlp
 
 
 def refusal(error, attempt):
-    """What is said when this is attempted."""
+    """Return the message of the error that `attempt` raises."""
     with pytest.raises(error) as caught:
         attempt()
     return str(caught.value)
 
 
 def people(n=1500, seed=0):
-    """Rows whose class follows from age and job."""
+    """Return rows whose class is a function of age and job."""
     stream = np.random.default_rng(seed)
     age, job = stream.integers(18, 80, n), stream.choice(["baker", "miller"], n)
     frame = pd.DataFrame(
@@ -93,15 +92,15 @@ def test_the_noise_is_for_the_epsilon_that_was_asked_for(trained, folder):
 def test_the_matched_step_is_the_default(trained):
     assert trained.result.settings.lr == pytest.approx(0.1)
     faster = export.train(people(), epsilon=2.0, rule="dpsgd-f", **FEW)
-    assert faster.result.settings.lr == pytest.approx(0.05)  # S is about 2·C0
+    assert faster.result.settings.lr == pytest.approx(0.1 / (1 + math.sqrt(2)))
 
 
 def test_what_is_loaded_predicts_what_was_trained(trained, folder):
-    shipped = export.load(folder)
-    assert shipped.encoder == trained.tabled.encoder
-    assert shipped.privacy == json.loads(json.dumps(trained.privacy))
+    predictor = export.load(folder)
+    assert predictor.encoder == trained.tabled.encoder
+    assert predictor.privacy == json.loads(json.dumps(trained.privacy))
     rows = people(200, seed=3).set_index(np.arange(200)[::-1] * 10)
-    found = shipped.predict(rows.drop(columns="hired"))
+    found = predictor.predict(rows.drop(columns="hired"))
     with torch.no_grad():
         expected = torch.softmax(
             trained.result.model(trained.tabled.encoder.encode(rows)).double(), 1
@@ -126,24 +125,24 @@ def test_the_parameters_can_be_read_without_this_package(trained, folder):
 
 
 def test_unseen_rows_are_handled(folder):
-    shipped = export.load(folder)
+    predictor = export.load(folder)
     rows = pd.DataFrame(
         {"age": [None, "old", 1e300], "job": ["pilot", None, "baker"], "sex": "x", "more": 1}
     )
-    found = shipped.predict(rows)
+    found = predictor.predict(rows)
     assert np.isfinite(found[["P(no)", "P(yes)"]].to_numpy()).all()
-    assert refusal(ValueError, lambda: shipped.predict(rows.drop(columns="job"))) == (
+    assert refusal(ValueError, lambda: predictor.predict(rows.drop(columns="job"))) == (
         "The rows lack the column 'job', which the model was trained with; add them (empty where "
         "they are unknown)."
     )
-    assert len(shipped.predict(rows.head(0))) == 0
+    assert len(predictor.predict(rows.head(0))) == 0
 
 
 def test_many_rows_are_predicted_piece_by_piece(folder, monkeypatch):
-    shipped, rows = export.load(folder), people(100)
-    whole = shipped.predict(rows)
+    predictor, rows = export.load(folder), people(100)
+    whole = predictor.predict(rows)
     monkeypatch.setattr("evenclip.export.predict.CHUNK", 7)
-    pd.testing.assert_frame_equal(shipped.predict(rows), whole)
+    pd.testing.assert_frame_equal(predictor.predict(rows), whole)
 
 
 def test_it_learns():
@@ -187,7 +186,7 @@ def test_persons_are_the_unit_where_they_are_named():
     made = export.train(frame, epsilon=2.0, unit="person", **FEW)
     assert (
         made.privacy["unit"]
-        == "one person, as the column 'person' tells them apart: one row of each was kept"
+        == "one person, identified by the column 'person'; one row per person was kept"
     )
     assert made.privacy["n"] == 480
 
@@ -268,14 +267,11 @@ def test_nothing_else_is_ever_replaced(trained, tmp_path):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.tex").write_text("...")
     said = refusal(ValueError, lambda: export.save(trained, tmp_path / "precious", force=True))
-    assert (
-        said
-        == f"{tmp_path / 'precious'} holds other things than a model; give a folder that is not "
-        "there yet."
-    )
+    expected = "is not empty and holds no model; give a new folder."
+    assert said == f"{tmp_path / 'precious'} {expected}"
     (tmp_path / "file").write_text("")
     said = refusal(ValueError, lambda: export.save(trained, tmp_path / "file", force=True))
-    assert said == f"{tmp_path / 'file'} is a file; give a folder that is not there yet."
+    assert said == f"{tmp_path / 'file'} is a file; give a new folder."
     (tmp_path / "empty").mkdir()
     assert export.load(export.save(trained, tmp_path / "empty")).encoder == trained.tabled.encoder
 
@@ -311,7 +307,7 @@ REFUSED = {
     "epochs": ({"epochs": 0}, "epochs is 0; it must be a whole number of at least 1."),
     "batch size": (
         {"batch_size": 961},
-        "batch_size is 961 and there are 960 training rows; choose at most 960.",
+        "batch_size is 961, but there are 960 training rows; choose at most 960.",
     ),
     "delta": (
         {"delta": 1.0},
@@ -323,13 +319,12 @@ REFUSED = {
     ),
     "no noise": (
         {"rule": "non-private"},
-        "non-private has no valid ε, so no private model comes out of it; choose another rule.",
+        "non-private has no valid ε and cannot train a private model; choose another rule.",
     ),
     "model": (
         {"model": "cnn"},
-        "The model is 'cnn'; one that is given away must be known by name and take the columns of "
-        "a table: choose mlp, "
-        "mlp:WIDTH,WIDTH, linear or sigmoid-then-softmax.",
+        "The model is 'cnn', which cannot be exported; choose mlp, mlp:WIDTH,WIDTH, linear or "
+        "sigmoid-then-softmax.",
     ),
 }
 
@@ -344,7 +339,7 @@ def test_what_cannot_be_trained_is_explained(case):
 def test_folders_without_a_model_are_explained(folder, tmp_path):
     none = tmp_path / "none"
     assert refusal(FileNotFoundError, lambda: export.load(none)) == (
-        f"{none} holds no model (model.safetensors is not there); give the folder that `evenclip "
+        f"{none} holds no model (model.safetensors is missing); give the folder that `evenclip "
         "train --out` wrote."
     )
 
@@ -413,6 +408,6 @@ def test_the_start_is_the_one_of_the_seed():
 
 def test_what_is_published_holds_no_counts_of_private_data(trained, tmp_path):
     counts = {"empty_batches", "non_finite_samples", "clamped_weights"}
-    assert counts <= set(trained.result.privacy)  # whoever trains may see them
+    assert counts <= set(trained.result.privacy)  # the trainer may see them
     published = json.loads((export.save(trained, tmp_path / "model") / "privacy.json").read_text())
     assert not counts & set(published)

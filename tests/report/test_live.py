@@ -1,4 +1,4 @@
-"""Progress, on a terminal and elsewhere."""
+"""Tests of the progress displays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPECS = [Spec({"name": "toy"}, {"name": "mlp"}, {"name": rule}, 0.1, 1, 32, None
 
 
 def drawn(live, width=80):
-    """What stands on a terminal of that width now."""
+    """Return what the display shows on a terminal of this width."""
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
     console.print(live._draw())
     return console.file.getvalue()

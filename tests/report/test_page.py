@@ -1,6 +1,4 @@
-"""report.html: what it says, in which order, and that nothing in it needs or trusts anything
-outside.
-"""
+"""Tests of report.html: its text, its order, and that it is self-contained."""
 
 import copy
 import json
@@ -17,7 +15,7 @@ from evenclip.report import charts, words
 from evenclip.report.page import NEEDED, WARNING, page
 
 
-def part(n, seed):
+def dataset(n, seed):
     random = torch.Generator().manual_seed(seed)
     group = torch.arange(n) % 2
     x = torch.randn(n, 4, generator=random)
@@ -27,9 +25,9 @@ def part(n, seed):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, here):
-    """A real comparison, as results.json has it."""
-    found = evenclip.compare(
-        Splits(part(400, 0), part(300, 1), part(100, 2)),
+    """Return the results of a real comparison, as in results.json."""
+    comparison = evenclip.compare(
+        Splits(dataset(400, 0), dataset(300, 1), dataset(100, 2)),
         seeds=3,
         epochs=3,
         batch_size=50,
@@ -38,7 +36,7 @@ def whole(tmp_path_factory, here):
         store=tmp_path_factory.mktemp("store"),
         on=here,
     )
-    return json.loads(json.dumps(found.to_json()))
+    return json.loads(json.dumps(comparison.to_json()))
 
 
 @pytest.fixture
@@ -52,8 +50,8 @@ def cost(results, rule, women, men, gap):
     row["privacy_cost_gap"] = {"mean": gap, "se": 0.1}
 
 
-def told(results):
-    """With numbers to speak of."""
+def with_known_numbers(results):
+    """Set known numbers in the results."""
     cost(results, "dpsgd", 3.62, 10.58, 6.96)
     cost(results, "dpsgd-f", 2.0, 3.0, 1.0)
     cost(results, "dpsgd-global", 2.0, 4.0, 2.0)
@@ -73,7 +71,7 @@ def told(results):
 
 
 def test_the_answer_is_one_sentence_with_its_interval(results):
-    first, second = words.answer(told(results))
+    first, second = words.answer(with_known_numbers(results))
     assert first == (
         "At ε = 3, DPSGD costs women 3.6 points of accuracy and men 10.6; DPSGD-Global-Adapt "
         "costs 0.1 and 0.0."
@@ -85,7 +83,7 @@ def test_the_answer_is_one_sentence_with_its_interval(results):
 
 
 def test_an_epsilon_is_never_rounded_down(results):
-    results = told(results)
+    results = with_known_numbers(results)
     results["privacy"]["dpsgd"]["epsilon_pld"] = 3.0001
     assert words.answer(results)[0].startswith("At ε = 3.01 and 3, ")
 
@@ -96,16 +94,15 @@ def test_an_epsilon_is_never_rounded_down(results):
         ({"reads": "no difference shown", "low": -1.0, "high": 2.0},
          "Between the gaps of DPSGD-Global-Adapt and DPSGD no difference is shown with 3 seeds."),
         ({"reads": "too few seeds to tell", "low": None, "high": None},
-         "Whether the gap of DPSGD-Global-Adapt differs from DPSGD's: too few seeds to tell (3 "
-         "seeds)."),
+         "Whether the gap of DPSGD-Global-Adapt differs from DPSGD's: "
+         "too few seeds to tell (3 seeds)."),
         ({"mean": 2.0, "reads": "larger by 2 (1 to 3)", "low": 1.0, "high": 3.0},
          "The gap between the groups is 2.0 points larger with DPSGD-Global-Adapt than with DPSGD "
-         "(95\u00a0% interval "
-         "1.0 to 3.0, over 3 seeds)."),
+         "(95\u00a0% interval 1.0 to 3.0, over 3 seeds)."),
     ],
 )  # fmt: skip
 def test_what_is_not_shown_is_not_said(results, verdict, sentence):
-    results = told(results)
+    results = with_known_numbers(results)
     results["verdict"]["dpsgd-global-adapt"] |= verdict
     assert words.answer(results)[1] == sentence
 
@@ -120,7 +117,7 @@ def test_without_a_valid_epsilon_there_is_no_price(results):
 
 
 def test_a_rule_alone_and_a_rule_of_ones_own(results):
-    results = told(results)
+    results = with_known_numbers(results)
     for name in ("dpsgd", "dpsgd-f", "dpsgd-global"):
         for what in ("table", "privacy", "settings", "course", "statement"):
             del results[what][name]
@@ -136,7 +133,7 @@ def test_a_rule_alone_and_a_rule_of_ones_own(results):
 
 
 def test_of_many_groups_the_pair_or_those_that_pay_least_and_most(results):
-    results = told(results)
+    results = with_known_numbers(results)
     cells = {
         name: {"mean": value, "se": 0.1}
         for name, value in zip("abcd", (5.0, 1.0, 3.0, 9.0), strict=True)
@@ -164,7 +161,7 @@ def test_only_matched_steps_are_said_to_be_matched(results):
 
 
 class Outline(HTMLParser):
-    """Headings in their order; tags that are open; whatever refers to something else."""
+    """Collects headings, open tags, ids and external references."""
 
     def __init__(self):
         super().__init__()
@@ -204,12 +201,16 @@ def outline(text):
 
 
 def test_the_page_stands_alone_and_in_order(results):
-    text = page(told(results))
+    text = page(with_known_numbers(results))
     found = outline(text)
     assert found.headings[1:7] == [
-        "What this does not say", "The table", "Pictures", "Privacy statement", "How each method "
-                                                                                "works", "Settings",
-    ]  # fmt: skip
+        "What this does not say",
+        "The table",
+        "Pictures",
+        "Privacy statement",
+        "How each method works",
+        "Settings",
+    ]
     assert found.headings[0].startswith("At ε = 3, DPSGD costs women")
     assert found.refers == []
     assert len(set(found.ids)) == len(found.ids)
@@ -230,7 +231,7 @@ def test_names_of_groups_are_text_and_nothing_else(results):
 
 
 def test_every_number_of_the_table_is_there_and_the_best_private_one_is_marked(results):
-    results = told(results)
+    results = with_known_numbers(results)
     text = page(results)
     rows = re.search(r"points of accuracy lost against.*?</table>", text, re.S)[0]
     assert re.search(
@@ -246,15 +247,15 @@ def test_every_number_of_the_table_is_there_and_the_best_private_one_is_marked(r
     for rule in results["table"]:
         for group in ("women", "men"):
             assert f"{results['table'][rule]['loss'][group]['mean']:.3f}" in losses
-    assert not re.search(r"Non-private</th><td><strong>", losses)  # whatever it is, it has no ε
+    assert not re.search(r"Non-private</th><td><strong>", losses)  # it has no ε
 
 
 def test_the_statement_has_every_field_of_the_report(results):
     statement = page(results).split('id="statement"')[1].split("</section>")[0]
     one = results["statement"]["dpsgd-global-adapt"]
-    told_elsewhere = {"method", "rule", "reference", "versions", "n"}
+    shown_elsewhere = {"method", "rule", "reference", "versions", "n"}
     for name, value in one.items():
-        if name in told_elsewhere or value is None:
+        if name in shown_elsewhere or value is None:
             continue
         if isinstance(value, list):
             assert all(text in statement for text in (v.replace("'", "&#x27;") for v in value)), (
@@ -414,7 +415,7 @@ def test_report_writes_the_page_beside_the_results(results, tmp_path, capsys):
     [
         (None, "cannot be read"),
         ("{", "is not JSON"),
-        ("[]", "has no results in it"),
+        ("[]", "contains no results"),
         ("{}", "There is no 'dataset'"),
     ],
 )

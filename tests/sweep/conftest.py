@@ -1,4 +1,4 @@
-"""Small splits, and specifications of runs that take a moment."""
+"""Fixtures: small splits, and specifications of short runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from evenclip.sweep import RunsError, Spec, Store, carry_out
 from evenclip.sweep.describe import describe_file, save_splits
 
 
-def part(n, seed):
+def dataset(n, seed):
     random = torch.Generator().manual_seed(seed)
     x, group = torch.randn(n, 3, generator=random), torch.arange(n) % 2
     y = (x[:, 0] + 0.5 * group > 0).long()
@@ -22,7 +22,7 @@ def part(n, seed):
 
 @pytest.fixture
 def splits():
-    return Splits(part(200, 0), part(100, 1))
+    return Splits(dataset(200, 0), dataset(100, 1))
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def spec(splits, tmp_path):
-    """A function seed -> specification, of DPSGD unless said otherwise."""
+    """Return a function seed -> specification, of DPSGD unless given."""
     data = save_splits(splits, tmp_path / "data")
 
     def make(seed=0, rule=None, **changes):
@@ -51,8 +51,8 @@ def spec(splits, tmp_path):
     return make
 
 
-class Told:
-    """Writes down what it is told."""
+class ProgressRecorder:
+    """Records the progress events."""
 
     def __init__(self):
         self.begun, self.over, self.steps, self.runs = [], [], [], 0
@@ -71,28 +71,28 @@ class Told:
 
 
 @pytest.fixture
-def told():
-    return Told()
+def progress():
+    return ProgressRecorder()
 
 
 @pytest.fixture
-def one_of_three_fails(store, spec, told):
-    """A function of an executor: a run that cannot succeed is tried three times, reported, and the
-    others are kept.
+def one_of_three_fails(store, spec, progress):
+    """Return a function that checks an executor: a failing run is tried three times and reported.
+
+    The other runs are kept.
     """
 
     def check(executor):
         with pytest.raises(RunsError) as raised:
-            carry_out([spec(0), spec(5, lr=-1.0), spec(1)], store, told, executor)
+            carry_out([spec(0), spec(5, lr=-1.0), spec(1)], store, progress, executor)
         assert str(raised.value) == (
             "1 of 3 runs failed; the other 2 are kept. dpsgd, seed 5: lr is -1.0; it must be a "
-            "finite number above 0. "
-            "Run the same command again to finish what is missing. Details are in "
-            f"{store.root / 'failures.txt'}."
+            "finite number above 0. Run the same command again to finish what is missing. "
+            f"Details are in {store.root / 'failures.txt'}."
         )
         (failure,) = raised.value.failures
         assert "Traceback" in failure.trace
-        assert sorted(told.begun) == [0, 1, 5, 5, 5]
+        assert sorted(progress.begun) == [0, 1, 5, 5, 5]
         assert store.has(spec(0))
         assert store.has(spec(1))
 
@@ -107,7 +107,7 @@ from torch import nn
 def wait():
     try:
         gate = os.open(GATE, os.O_RDONLY)
-    except FileNotFoundError:  # open for all
+    except FileNotFoundError:  # the gate is open
         return
     os.read(gate, 1)
     os.close(gate)
@@ -132,11 +132,11 @@ def make(x, classes):
 
 
 class Gate:
-    """A FIFO at which every run with this model waits between its first step and its second.
+    """A FIFO at which every run with this model waits between its first and second step.
 
     A run reports its progress after its first step, so a test that receives `t == 1` knows that the
-    run is under way and cannot end before the test lets it. A byte in the FIFO lets exactly one run
-    through, whichever comes first.
+    run has started and cannot end before the test allows it. A byte in the FIFO lets exactly one
+    run through: the first to read it.
     """
 
     def __init__(self, folder: Path):
@@ -147,11 +147,11 @@ class Gate:
         self.model = {"function": "make", **describe_file(folder / "net.py")}
 
     def let_through(self):
-        """Let one run go on: one that waits, or the next to arrive."""
+        """Let one run continue: a waiting one, or the next to arrive."""
         os.write(self._end, b"x")
 
     def open_for_all(self):
-        """Let every run go on that waits or comes later."""
+        """Let all waiting and later runs continue."""
         if self._path.exists():
             self._path.unlink()
             os.write(self._end, bytes(1000))
@@ -163,6 +163,6 @@ class Gate:
 
 @pytest.fixture
 def gate(tmp_path):
-    made = Gate(tmp_path)
-    yield made
-    made.close()  # a process that a test has left waiting ends
+    gate = Gate(tmp_path)
+    yield gate
+    gate.close()  # releases processes that a test left waiting

@@ -1,4 +1,4 @@
-"""Bundles: how runs are cut into them, and what a worker says about each run of one."""
+"""Tests of bundles: how runs are split, and the events of a worker."""
 
 from __future__ import annotations
 
@@ -21,24 +21,23 @@ def test_every_run_is_in_one_bundle_and_with_its_data_and_model(spec, workers):
         spec(seed, rule, model=model)
         for rule, model, seed in itertools.product(RULES, models, range(4))
     ]  # 12 of each model
-    found = bundles(specs, workers)
-    assert Counter(one.hash for bundle in found for one in bundle) == Counter(
-        one.hash for one in specs
-    )
-    assert all(len({json.dumps(one.model) for one in bundle}) == 1 for bundle in found)
-    assert Counter(json.dumps(bundle[0].model) for bundle in found) == {
+    split = bundles(specs, workers)
+    hashes = Counter(run.hash for bundle in split for run in bundle)
+    assert hashes == Counter(run.hash for run in specs)
+    assert all(len({json.dumps(run.model) for run in bundle}) == 1 for bundle in split)
+    assert Counter(json.dumps(bundle[0].model) for bundle in split) == {
         json.dumps(m): min(workers, 12) for m in models
     }
-    lengths = [len(bundle) for bundle in found]
+    lengths = [len(bundle) for bundle in split]
     assert max(lengths) - min(lengths) <= 1
 
 
 def test_the_runs_of_a_seed_are_neighbours(spec):
-    """A worker reads the data of a seed once, whatever rules and learning rates it trains on them."""
+    """A worker reads the data of a seed once, for all rules and learning rates."""
     specs = [
         spec(seed, rule, lr=lr) for rule, lr, seed in itertools.product(RULES, (0.1, 0.2), range(4))
     ]
-    seeds = [[one.seed for one in bundle] for bundle in bundles(specs, 2)]
+    seeds = [[run.seed for run in bundle] for bundle in bundles(specs, 2)]
     assert seeds == [[0] * 6 + [1] * 6, [2] * 6 + [3] * 6]
 
 
@@ -49,8 +48,8 @@ def test_nothing_to_do_is_no_bundle():
 # --- a worker -----------------------------------------------------------------------------------
 
 
-def said(task, store):
-    """What a worker says about a task, without how far it is: (number, event)."""
+def last_events(task, store):
+    """Carry out a task; return the last event of each run by number, without steps."""
     events = []
     task = json.loads(json.dumps(task | {"root": str(store.root)}))
     worker.carry_out(task, lambda **event: events.append(event))
@@ -63,25 +62,22 @@ def test_each_run_is_done_failed_or_busy(store, spec):
     task["hashes"][3] = "of other code"
     with store.claim(busy) as mine:
         assert mine
-        found = said(task, store)
-    assert {i: event["event"] for i, event in found.items()} == {
-        0: "done",
-        1: "failed",
-        2: "busy",
-        3: "failed",
-    }
-    assert found[1]["why"] == "lr is -1.0; it must be a finite number above 0."
-    assert "Traceback" in found[1]["trace"]
-    assert found[3]["why"] == "the package was changed while the command ran; start it again"
+        events = last_events(task, store)
+    ends = {i: event["event"] for i, event in events.items()}
+    assert ends == {0: "done", 1: "failed", 2: "busy", 3: "failed"}
+    assert events[1]["why"] == "lr is -1.0; it must be a finite number above 0."
+    assert "Traceback" in events[1]["trace"]
+    expected = "the package changed while the command ran; start the command again"
+    assert events[3]["why"] == expected
     assert store.has(done)
     assert not any(map(store.has, (bad, busy, foreign)))
 
 
 def test_a_run_is_prepared_once_and_not_at_all_if_it_is_stored(store, spec, monkeypatch):
     prepared, prepare = [], work.prepared
-    monkeypatch.setattr(work, "prepared", lambda one: (prepared.append(one.seed), prepare(one))[1])
+    monkeypatch.setattr(work, "prepared", lambda run: (prepared.append(run.seed), prepare(run))[1])
     for _ in range(2):
-        assert said(described([spec(0), spec(1)]), store) == {
+        assert last_events(described([spec(0), spec(1)]), store) == {
             i: {"event": "done", "i": i} for i in (0, 1)
         }
     assert prepared == [0, 1]
@@ -96,15 +92,13 @@ def test_a_result_that_cannot_be_written_is_told_of_its_run(store, spec, monkeyp
         write(self, spec, *rest)
 
     monkeypatch.setattr(Store, "write", full)
-    found = said(described([spec(0), spec(1), spec(2)]), store)
-    assert {i: event["event"] for i, event in found.items()} == {0: "done", 1: "failed", 2: "done"}
-    assert "No space left" in found[1]["why"]
+    events = last_events(described([spec(0), spec(1), spec(2)]), store)
+    assert {i: event["event"] for i, event in events.items()} == {0: "done", 1: "failed", 2: "done"}
+    assert "No space left" in events[1]["why"]
 
 
-def test_a_busy_run_of_a_bundle_is_looked_at_again(store, spec, told, monkeypatch):
-    """Another command computes one of two: the other is done at once, and the one is read when it
-    is there.
-    """
+def test_a_busy_run_of_a_bundle_is_looked_at_again(store, spec, progress, monkeypatch):
+    """Another command computes one of two runs: its result is read when it is complete."""
     specs = [spec(0), spec(1)]
     result, weights = work.work(specs[0], lambda t: None)
     waits = []
@@ -117,7 +111,7 @@ def test_a_busy_run_of_a_bundle_is_looked_at_again(store, spec, told, monkeypatc
     monkeypatch.setattr("evenclip.sweep.local.time.sleep", later)
     with store.claim(specs[0]) as mine:
         assert mine
-        found = carry_out(specs, store, told, Local(1))
+        results = carry_out(specs, store, progress, Local(1))
     assert waits
-    assert found[0]["train_loss"] == result["train_loss"]
-    assert sorted(seed for seed, failure in told.over if failure is None) == [0, 1]
+    assert results[0]["train_loss"] == result["train_loss"]
+    assert sorted(seed for seed, failure in progress.over if failure is None) == [0, 1]

@@ -1,4 +1,4 @@
-"""Descriptions that come back as what they described."""
+"""Tests of descriptions: they restore what they describe."""
 
 from __future__ import annotations
 
@@ -66,12 +66,14 @@ def test_a_changed_file_is_another_run(stranger, spec):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("dp-sgd", "There is no rule 'dp-sgd'; choose among non-private, dpsgd, dpsgd-f, "
-                   "dpsgd-global, "
-         "dpsgd-global-adapt, fairlens, or give file.py:Class for your own."),
-        ("nowhere.py:Half", "nowhere.py is not there; give the path of a file."),
+        (
+            "dp-sgd",
+            "There is no rule 'dp-sgd'; choose among non-private, dpsgd, dpsgd-f, dpsgd-global, "
+            "dpsgd-global-adapt, fairlens, or give file.py:Class for your own.",
+        ),
+        ("nowhere.py:Half", "nowhere.py does not exist; give the path of a file."),
     ],
-)  # fmt: skip
+)
 def test_rules_that_are_not_there(given, says):
     with pytest.raises((ValueError, FileNotFoundError)) as raised:
         describe.named_rule(given)
@@ -118,9 +120,11 @@ def test_a_model_of_ones_own_starts_from_the_seed(tmp_path, splits):
         "import torch\ndef make(x, classes):\n    return torch.nn.Linear(x.shape[1], classes)\n"
     )
     description = describe.describe_model(f"{path}:make")
-    one, same, other = (describe.make_model(description, splits.train, seed) for seed in (0, 0, 1))
-    assert torch.equal(one.weight, same.weight)
-    assert not torch.equal(one.weight, other.weight)
+    first, same, other = (
+        describe.make_model(description, splits.train, seed) for seed in (0, 0, 1)
+    )
+    assert torch.equal(first.weight, same.weight)
+    assert not torch.equal(first.weight, other.weight)
 
 
 @pytest.mark.parametrize("given", ["resnet", "mlp:a,b", "cnn:3"])
@@ -133,8 +137,9 @@ BROKEN = {
     "def make(x, classes)": "cannot be loaded: SyntaxError",
     "1 / 0": "cannot be loaded: ZeroDivisionError: division by zero",
     "x = 1": "has no function 'make'; give file.py:function, called as function(x, classes).",
-    "def make(x, classes): return 1 / 0": "make of {path} failed: ZeroDivisionError: division by "
-    "zero",
+    "def make(x, classes): return 1 / 0": (
+        "make of {path} failed: ZeroDivisionError: division by zero"
+    ),
     "def make(x, classes): return 3": "make of {path} returned int; it must return an nn.Module.",
 }
 
@@ -148,14 +153,14 @@ def test_a_file_of_ones_own_that_is_broken(text, tmp_path, splits):
 
 
 def test_a_model_that_does_not_fit_into_memory(splits):
-    with pytest.raises(ValueError, match="The model mlp cannot be made as it is given"):
+    with pytest.raises(ValueError, match="The model mlp cannot be created with these options"):
         describe.make_model(describe.describe_model("mlp:99999999999"), splits.train, 0)
 
 
 def test_splits_come_back(splits, tmp_path):
-    found = describe.load_data(describe.save_splits(splits, tmp_path), seed=0)
+    loaded = describe.load_data(describe.save_splits(splits, tmp_path), seed=0)
     for name in ("train", "test"):
-        given, back = getattr(splits, name), getattr(found.splits, name)
+        given, back = getattr(splits, name), getattr(loaded.splits, name)
         assert all(
             torch.equal(getattr(given, field), getattr(back, field))
             for field in ("x", "y", "group")
@@ -165,7 +170,7 @@ def test_splits_come_back(splits, tmp_path):
             ("no", "yes"),
             "made",
         )
-    assert found.splits.validation is None
+    assert loaded.splits.validation is None
 
 
 def test_held_out_rows_are_taken_from_the_training_rows(splits, tmp_path):
@@ -185,9 +190,8 @@ def test_fewer_rows_are_a_sample_of_each_part(splits, tmp_path):
     whole = [tuple(row) for row in splits.train.x.tolist()]
     rows = [tuple(row) for row in found.train.x.tolist()]
     assert len(set(rows)) == 120
-    assert [
-        row for row in whole if row in set(rows)
-    ] == rows  # in their order, each with its own label
+    # Rows keep their order and their labels.
+    assert [row for row in whole if row in set(rows)] == rows
     place = [whole.index(row) for row in rows]
     assert found.train.y.tolist() == splits.train.y[place].tolist()
     assert found.train.group.tolist() == splits.train.group[place].tolist()

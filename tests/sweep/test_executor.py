@@ -1,5 +1,6 @@
-"""What the executors share: the count of tries; and what they say about options and packages, which
-need no cluster.
+"""Tests of what the executors share: tries, file transfer, and error messages.
+
+None of them needs a cluster.
 """
 
 from __future__ import annotations
@@ -19,42 +20,42 @@ from evenclip.sweep.transfer import contents, unpacked
 FAILED = {"event": "failed", "i": 0, "why": "a sentence", "trace": "Traceback"}
 
 
-def test_a_run_is_tried_so_many_times_by_itself_and_then_reported(store, spec, told):
-    tries, one, other = Tries(store, told, most=3), spec(0), spec(1)
-    hand = InHand({0: one, 1: other})
+def test_a_run_is_tried_so_many_times_by_itself_and_then_reported(store, spec, progress):
+    tries, run, other = Tries(store, progress, most=3), spec(0), spec(1)
+    hand = InHand({0: run, 1: other})
     assert tries.heard(hand, {"event": "step", "i": 0, "t": 1}) == []
-    assert tries.heard(hand, FAILED) == [one]
-    assert tries.over(hand, "its node died") == [other]  # only what it had not ended
-    assert tries.heard(InHand({0: one}), FAILED) == [one]
-    assert told.over == []
-    assert tries.over(InHand({0: one}), "its node died", "what Ray said") == []
+    assert tries.heard(hand, FAILED) == [run]
+    assert tries.over(hand, "its node died") == [other]  # unfinished runs only
+    assert tries.heard(InHand({0: run}), FAILED) == [run]
+    assert progress.over == []
+    assert tries.over(InHand({0: run}), "its node died", "Ray's message") == []
     (failure,) = tries.failures
-    assert (failure.spec, failure.why, failure.trace) == (one, "its node died", "what Ray said")
-    assert told.over == [(0, failure)]
-    assert told.begun == [0, 0]
+    assert (failure.spec, failure.why, failure.trace) == (run, "its node died", "Ray's message")
+    assert progress.over == [(0, failure)]
+    assert progress.begun == [0, 0]
 
 
-def test_busy_is_not_a_failed_try(store, spec, told):
-    tries, one = Tries(store, told, most=1), spec(0)
+def test_busy_is_not_a_failed_try(store, spec, progress):
+    tries, run = Tries(store, progress, most=1), spec(0)
     for _ in range(5):
-        assert tries.heard(InHand({0: one}), {"event": "busy", "i": 0}) == [one]
+        assert tries.heard(InHand({0: run}), {"event": "busy", "i": 0}) == [run]
     assert tries.failures == []
 
 
-def test_what_a_dead_worker_had_put_into_the_store_is_done(store, spec, told):
-    one = spec(0)
-    store.write(one, {}, {})
-    tries = Tries(store, told, most=3)
-    assert tries.over(InHand({0: one}), "its node died") == []
-    assert told.over == [(0, None)]
+def test_what_a_dead_worker_had_put_into_the_store_is_done(store, spec, progress):
+    run = spec(0)
+    store.write(run, {}, {})
+    tries = Tries(store, progress, most=3)
+    assert tries.over(InHand({0: run}), "its node died") == []
+    assert progress.over == [(0, None)]
 
 
-def test_what_is_said_of_a_run_that_is_over_changes_nothing(store, spec, told):
-    """A job that Slurm starts once more says again what it had done."""
-    tries, hand = Tries(store, told, most=3), InHand({0: spec(0)})
+def test_what_is_said_of_a_run_that_is_over_changes_nothing(store, spec, progress):
+    """A job that Slurm restarts repeats its events."""
+    tries, hand = Tries(store, progress, most=3), InHand({0: spec(0)})
     for _ in range(2):
         assert tries.heard(hand, {"event": "done", "i": 0}) == []
-    assert told.over == [(0, None)]
+    assert progress.over == [(0, None)]
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -73,9 +74,8 @@ def test_a_file_is_taken_from_where_it_is_or_from_what_was_sent(spec, tmp_path):
     with pytest.raises(FileNotFoundError) as raised:
         unpacked(moved, lambda digest: None, tmp_path / "new")
     assert str(raised.value) == (
-        f"/nowhere/made.pt is not on {platform.node()}, and is too large to be sent (over 2 GiB); "
-        "put it there, under "
-        "the same path."
+        f"/nowhere/made.pt is not on {platform.node()} and is too large to be sent (over 2 GiB); "
+        "put it there, under the same path."
     )
 
 
@@ -89,13 +89,13 @@ def test_another_copy_of_a_named_dataset_is_refused(spec, tmp_path, monkeypatch)
     }
     given = replace(spec(0), data=data)
     with pytest.raises(
-        ValueError, match=r"dutch_census_2001.arff of the dataset dutch is not there on "
+        ValueError, match=r"dutch_census_2001.arff of the dataset dutch does not exist on "
     ):
         unpacked(given, lambda digest: None, tmp_path)
     (tmp_path / "dutch").mkdir()
     (tmp_path / "dutch" / "dutch_census_2001.arff").write_text("four")
     with pytest.raises(
-        ValueError, match=r"is another version on .*; put the same files into the same folder"
+        ValueError, match=r"has another size on .*; put the same files into the same folder"
     ):
         unpacked(given, lambda digest: None, tmp_path)
     (tmp_path / "dutch" / "dutch_census_2001.arff").write_text("fives")
@@ -111,11 +111,11 @@ def test_another_copy_of_a_named_dataset_is_refused(spec, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--workers", "2", "--on", "ray"], "--workers is for --on local, and this is --on ray."),
-        (["--ray-address", "x:1"], "--ray-address is for --on ray, and this is --on local."),
+        (["--workers", "2", "--on", "ray"], "--workers is for --on local, not for --on ray."),
+        (["--ray-address", "x:1"], "--ray-address is for --on ray, not for --on local."),
         (
             ["--gpus-per-run", "1"],
-            "--gpus-per-run is for --on ray and --on slurm, and this is --on local.",
+            "--gpus-per-run is for --on ray and --on slurm, not for --on local.",
         ),
         (
             ["--on", "slurm", "--gpus-per-run", "0.2"],
@@ -127,11 +127,11 @@ def test_another_copy_of_a_named_dataset_is_refused(spec, tmp_path, monkeypatch)
         ),
         (
             ["--on", "ray", "--device", "cuda"],
-            "device is 'cuda' and Ray gives a run no GPU unless it is asked to; add",
+            "device is 'cuda', but Ray assigns no GPU to a run by default; add",
         ),
         (
             ["--on", "slurm", "--device", "cuda"],
-            "device is 'cuda' and Slurm gives a job no GPU unless it is asked to",
+            "device is 'cuda', but Slurm assigns no GPU to a job by default",
         ),
         (
             ["--on", "slurm", "--slurm-minutes", "0"],
@@ -165,11 +165,11 @@ def test_a_mistake_in_the_options_is_a_sentence(words, says, command, tmp_path, 
     ],
 )
 def test_without_the_package_it_says_what_to_install(
-    executor, package, says, store, spec, told, monkeypatch
+    executor, package, says, store, spec, progress, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError) as raised:
-        carry_out([spec(0)], store, told, executor)
+        carry_out([spec(0)], store, progress, executor)
     assert str(raised.value).startswith(says)
 
 
@@ -183,17 +183,18 @@ def test_without_the_package_it_says_what_to_install(
         ),
         (
             "ray://head:10001",
-            "ray://head:10001 is an address of Ray's client, through which results cannot be "
-            "streamed",
+            "ray://head:10001 is an address of Ray's client, which cannot stream results",
         ),
         ("head", "The Ray address is 'head'; give HOST:PORT of its head, such as 10.0.0.1:6379."),
     ],
 )
-def test_an_address_that_leads_nowhere_is_a_sentence(address, says, store, spec, told, monkeypatch):
+def test_an_address_that_leads_nowhere_is_a_sentence(
+    address, says, store, spec, progress, monkeypatch
+):
     pytest.importorskip("ray")
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises((ValueError, ConnectionError), match=says):
-        carry_out([spec(0)], store, told, Ray())
+        carry_out([spec(0)], store, progress, Ray())
 
 
 def test_workers_and_on_are_not_both_given(splits, tmp_path):

@@ -1,4 +1,4 @@
-"""Processes that work, fail, and are killed."""
+"""Tests of local processes that succeed, fail, and are killed."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ import pytest
 from evenclip.sweep import Local, RunsError, carry_out
 
 
-def test_results_come_in_the_order_asked_for_and_once(store, spec, told):
+def test_results_come_in_the_order_asked_for_and_once(store, spec, progress):
     specs = [spec(seed) for seed in (2, 0, 2, 1)]
-    found = carry_out(specs, store, told, Local(2))
+    found = carry_out(specs, store, progress, Local(2))
     assert [result["settings"]["seed_given"] for result in found] == [True] * 4
     assert found[0] == found[2]
     assert found[0]["test"] != found[1]["test"]
-    assert (told.runs, sorted(told.begun)) == (3, [0, 1, 2])
+    assert (progress.runs, sorted(progress.begun)) == (3, [0, 1, 2])
     before = {p: p.stat().st_mtime_ns for p in store.root.rglob("result.json")}
-    assert carry_out(specs, store, told, Local(2)) == found
-    assert told.runs == 3  # nothing was computed again
+    assert carry_out(specs, store, progress, Local(2)) == found
+    assert progress.runs == 3  # nothing was computed again
     assert {p: p.stat().st_mtime_ns for p in store.root.rglob("result.json")} == before
 
 
-def test_a_run_that_fails_does_not_stop_the_others(store, spec, told):
+def test_a_run_that_fails_does_not_stop_the_others(store, spec, progress):
     bad = spec(5, lr=-1.0)
     with pytest.raises(RunsError) as raised:
-        carry_out([spec(0), bad, spec(1)], store, told, Local(1))
+        carry_out([spec(0), bad, spec(1)], store, progress, Local(1))
     assert str(raised.value) == (
         "1 of 3 runs failed; the other 2 are kept. dpsgd, seed 5: lr is -1.0; it must be a finite "
-        "number above 0. "
-        "Run the same command again to finish what is missing. "
+        "number above 0. Run the same command again to finish what is missing. "
         f"Details are in {store.root / 'failures.txt'}."
     )
     assert "Traceback" in raised.value.failures[0].trace
@@ -44,8 +43,8 @@ def test_a_run_that_fails_does_not_stop_the_others(store, spec, told):
 
 
 def children():
-    """The process ids of our workers."""
-    found = subprocess.run(
+    """Return the process ids of our workers."""
+    listed = subprocess.run(
         ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())],
         capture_output=True,
         text=True,
@@ -53,17 +52,15 @@ def children():
     )
     return [
         int(line.split()[0])
-        for line in found.stdout.splitlines()
+        for line in listed.stdout.splitlines()
         if "evenclip.sweep.worker" in line
     ]
 
 
 def test_a_killed_worker_costs_the_bundle_it_had_in_hand_and_the_command_can_be_given_again(
-    store, spec, told, gate, here
+    store, spec, progress, gate, here
 ):
-    """Killed while the second of three runs is under way: two are lost, and the other bundle is
-    carried out.
-    """
+    """Kill it during the second of three runs: two are lost, the other bundle is carried out."""
     bundle, other = [spec(seed, model=gate.model) for seed in (7, 8, 9)], [spec(0), spec(1)]
 
     def step(spec, t):
@@ -73,20 +70,20 @@ def test_a_killed_worker_costs_the_bundle_it_had_in_hand_and_the_command_can_be_
             (worker,) = children()
             os.kill(worker, signal.SIGKILL)
 
-    told.step = step
+    progress.step = step
     with pytest.raises(RunsError) as raised:
-        carry_out([*bundle, *other], store, told, Local(1))
+        carry_out([*bundle, *other], store, progress, Local(1))
     assert [failure.spec.seed for failure in raised.value.failures] == [8, 9]
-    assert {seed for seed, failure in told.over if failure is None} == {0, 1, 7}
+    assert {seed for seed, failure in progress.over if failure is None} == {0, 1, 7}
     assert str(raised.value).startswith(
         "2 of 5 runs failed; the other 3 are kept. dpsgd, seed 8: its process was ended by "
         "SIGKILL (out of memory?)."
     )
-    assert [one.seed for one in (*bundle, *other) if store.has(one)] == [7, 0, 1]
+    assert [run.seed for run in (*bundle, *other) if store.has(run)] == [7, 0, 1]
     assert not any(p.name.startswith(".") for p in store.root.iterdir())
     assert children() == []
     gate.open_for_all()
-    assert len(carry_out([*bundle, *other], store, type(told)(), here)) == 5
+    assert len(carry_out([*bundle, *other], store, type(progress)(), here)) == 5
 
 
 def test_things_done_apart_come_back_with_their_place():
@@ -94,17 +91,17 @@ def test_things_done_apart_come_back_with_their_place():
     assert list(Local(1).map_processes(abs, [])) == []
 
 
-def test_two_commands_on_one_store_share_the_work(store, spec, told):
-    specs, found = [spec(seed, epochs=2) for seed in range(4)], {}
+def test_two_commands_on_one_store_share_the_work(store, spec, progress):
+    specs, results = [spec(seed, epochs=2) for seed in range(4)], {}
 
     def command(name):
-        found[name] = carry_out(specs, store, type(told)(), Local(1))
+        results[name] = carry_out(specs, store, type(progress)(), Local(1))
 
-    threads = [threading.Thread(target=command, args=(name,)) for name in ("one", "other")]
+    threads = [threading.Thread(target=command, args=(name,)) for name in ("first", "second")]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found["one"] == found["other"]
+    assert results["first"] == results["second"]
     folders = [p for p in store.root.iterdir() if (p / "result.json").is_file()]
     assert len(folders) == 4

@@ -1,4 +1,4 @@
-"""The worker process itself: lines in, lines out, and its end."""
+"""Tests of the worker process: its input, its output, and its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from evenclip.sweep.bundle import described
 
 
 def test_a_worker_answers_line_by_line_and_ends_with_its_input(store, spec):
-    """Two tasks in, one answer for each run out, and nothing else on its output."""
+    """Two tasks give one final event per run, and no other output."""
     tasks = [
         described(specs) | {"root": str(store.root)}
         for specs in ([spec(0), spec(1)], [spec(2), spec(0)])
@@ -23,12 +23,8 @@ def test_a_worker_answers_line_by_line_and_ends_with_its_input(store, spec):
     out, _ = worker.communicate("".join(json.dumps(task) + "\n" for task in tasks))
     events = [json.loads(line) for line in out.splitlines()]
     ends = [(event["event"], event["i"]) for event in events if event["event"] != "step"]
-    assert ends == [
-        ("done", 0),
-        ("done", 1),
-        ("done", 1),
-        ("done", 0),
-    ]  # what is stored is said first
+    # Stored runs are reported first.
+    assert ends == [("done", 0), ("done", 1), ("done", 1), ("done", 0)]
     assert all(store.has(spec(seed)) for seed in range(3))
     process.end(worker, at_once=False)
     process.close(worker)
@@ -45,12 +41,11 @@ def test_a_worker_that_is_ended_at_once_is_gone():
 
 
 def test_workers_do_not_outlive_their_parent():
-    """They inherit its error stream, which ends when the last of them does: `run` waits for that."""
+    """They inherit its error stream; `run` waits until the last of them closes it."""
     code = (
         "import subprocess, sys\n"
-        "p = subprocess.Popen([sys.executable, '-m', 'evenclip.sweep.worker'], "
-        "stdin=subprocess.PIPE,"
-        " stdout=subprocess.DEVNULL, start_new_session=True)\n"
+        "p = subprocess.Popen([sys.executable, '-m', 'evenclip.sweep.worker'],"
+        " stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)\n"
         "print(p.pid)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

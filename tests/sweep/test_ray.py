@@ -1,4 +1,4 @@
-"""A real cluster of two nodes on this machine; one of them is killed."""
+"""Tests on a real Ray cluster of two nodes on this machine; one of them is killed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from evenclip.sweep import Ray, RunsError, Store, carry_out
 from evenclip.sweep import ray as module
 from evenclip.sweep.transfer import contents
 
-# Read by Ray when it is imported, so once and for all: token authentication is on, for the nodes
-# and for this process.
+# Ray reads these on import: they turn on token authentication for the nodes and this process.
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 os.environ.pop("RAY_ADDRESS", None)
 pytest.importorskip("ray")
@@ -39,7 +38,7 @@ def free_port():
 
 @contextmanager
 def node(*options, cpus):
-    """A node of a cluster in the foreground, ended with everything that it has started; its folder."""
+    """Run a node of a cluster; yield its folder, and end its processes on exit."""
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the path of a socket must be short
     command = [SCRIPTS / "ray", "start", "--block", "--disable-usage-stats", f"--temp-dir={folder}"]
     process = subprocess.Popen(
@@ -61,7 +60,7 @@ def node(*options, cpus):
 
 @pytest.fixture(scope="module")
 def cluster():
-    """The address of a head with two processors."""
+    """Start a head with two processors; yield its address."""
     port = free_port()
     with node("--head", f"--port={port}", "--include-dashboard=false", cpus=2):
         address = f"127.0.0.1:{port}"
@@ -77,7 +76,7 @@ def wait_for(condition):
 
 
 def nodes(address):
-    """How many are alive."""
+    """Return the number of living nodes."""
     try:
         with Ray(address)._cluster() as connected:
             return sum(each["Alive"] for each in connected.nodes())
@@ -87,7 +86,7 @@ def nodes(address):
 
 @pytest.fixture
 def written(monkeypatch):
-    """How often each result is written."""
+    """Count how often each result is written."""
     count, write = Counter(), Store.write
 
     def counted(self, spec, result, weights):
@@ -100,19 +99,19 @@ def written(monkeypatch):
 
 @pytest.fixture
 def lost(monkeypatch):
-    """The runs that workers had in hand when they died."""
-    found, over = [], module.Tries.over
+    """Collect the unfinished runs of dead workers."""
+    specs, over = [], module.Tries.over
 
-    def watched(self, hand, *why):
-        found.extend(hand.specs.values())
+    def recorded(self, hand, *why):
+        specs.extend(hand.specs.values())
         return over(self, hand, *why)
 
-    monkeypatch.setattr(module.Tries, "over", watched)
-    return found
+    monkeypatch.setattr(module.Tries, "over", recorded)
+    return specs
 
 
 def kill(folder):
-    """All of a node at once, as if its plug was pulled; whether it was at something."""
+    """Kill all processes of a node if it is running a task; return whether it was."""
     listed = subprocess.run(
         ["ps", "-wweo", "pid=,args="], capture_output=True, text=True, check=True
     ).stdout
@@ -132,14 +131,11 @@ def kill(folder):
 
 
 def test_forty_runs_of_which_a_node_dies_half_way_are_all_there_and_none_twice(
-    cluster, store, spec, told, written, lost, gate
+    cluster, store, spec, progress, written, lost, gate
 ):
-    """The node is killed when twenty runs have ended and all three processors are at one that
-    cannot end.
-    """
-    specs = [
-        spec(seed, model=gate.model | {"kind": seed % 10}) for seed in range(40)
-    ]  # ten kinds: many bundles
+    """Kill the node when twenty runs have ended and each of the three processors runs another."""
+    # Ten kinds of models give many bundles.
+    specs = [spec(seed, model=gate.model | {"kind": seed % 10}) for seed in range(40)]
     arrived, under_way, let_through = set(), set(), 0
 
     def step(spec, t):
@@ -147,27 +143,25 @@ def test_forty_runs_of_which_a_node_dies_half_way_are_all_there_and_none_twice(
         if t != 1 or under_way:
             return
         arrived.add(spec.seed)
-        if len(told.over) < 20:
+        if len(progress.over) < 20:
             let_through += 1
             gate.let_through()
         elif len(arrived) - let_through == 3:
-            under_way.update(arrived.difference(seed for seed, _ in told.over))
+            under_way.update(arrived.difference(seed for seed, _ in progress.over))
             assert kill(second)
             gate.open_for_all()
 
-    told.step = step
+    progress.step = step
     with node(f"--address={cluster}", cpus=1) as second:
         wait_for(lambda: nodes(cluster) == 2)
-        found = carry_out(specs, store, told, Ray(cluster))
-    assert len(found) == 40
-    assert {spec.seed for spec in lost} & under_way  # what was running there
+        results = carry_out(specs, store, progress, Ray(cluster))
+    assert len(results) == 40
+    assert {spec.seed for spec in lost} & under_way  # runs of the killed node
     assert set(written.values()) == {1}
     assert len(written) == 40
-    assert sorted(told.over) == [(seed, None) for seed in range(40)]
-    assert len(told.begun) > 40
-    assert (
-        carry_out(specs, store, told, Ray("127.0.0.1:1")) == found
-    )  # nothing is left for which to ask anybody
+    assert sorted(progress.over) == [(seed, None) for seed in range(40)]
+    assert len(progress.begun) > 40
+    assert carry_out(specs, store, progress, Ray("127.0.0.1:1")) == results  # needs no cluster
 
 
 def test_a_run_that_fails_three_times_is_reported_with_its_traceback_and_the_rest_completes(
@@ -198,7 +192,7 @@ class Deadly(DPSGD):
 
 
 def test_a_run_that_kills_its_process_does_not_cost_the_others_of_its_bundle(
-    cluster, store, spec, told, tmp_path
+    cluster, store, spec, progress, tmp_path
 ):
     path, tries = tmp_path / "deadly.py", tmp_path / "tries"
     path.write_text(RULE)
@@ -207,19 +201,19 @@ def test_a_run_that_kills_its_process_does_not_cost_the_others_of_its_bundle(
     rule = {"class": "Deadly", "options": {"tries": str(tries)}, **describe_file(path)}
     specs = [spec(0), spec(1, rule), spec(2), spec(3)]
     with pytest.raises(RunsError, match="seed 1: its process on the Ray cluster died") as raised:
-        carry_out(specs, store, told, Ray(cluster, cpus=2))  # one slot, so one bundle
+        carry_out(specs, store, progress, Ray(cluster, cpus=2))  # one slot, so one bundle
     assert [failure.spec.seed for failure in raised.value.failures] == [1]
     assert tries.read_text() == "xxx"
     assert all(store.has(spec(seed)) for seed in (0, 2, 3))
 
 
-def test_steps_are_told_while_a_run_goes_on(cluster, store, spec, told, gate):
-    """It cannot go on before its first step was told."""
-    told.step = lambda spec, t: gate.let_through() if t == 1 else None
-    assert len(carry_out([spec(0, model=gate.model)], store, told, Ray(cluster))) == 1
+def test_steps_are_told_while_a_run_goes_on(cluster, store, spec, progress, gate):
+    """The run waits until its first step was reported."""
+    progress.step = lambda spec, t: gate.let_through() if t == 1 else None
+    assert len(carry_out([spec(0, model=gate.model)], store, progress, Ray(cluster))) == 1
 
 
-def test_a_file_that_only_the_driver_has_is_sent(cluster, store, spec, told, monkeypatch):
+def test_a_file_that_only_the_driver_has_is_sent(cluster, store, spec, progress, monkeypatch):
     given = spec(0)
     path = Path(given.data["path"])
 
@@ -228,20 +222,22 @@ def test_a_file_that_only_the_driver_has_is_sent(cluster, store, spec, told, mon
         path.rename(path.with_suffix(".elsewhere"))
 
     monkeypatch.setattr(module, "contents", then_gone)
-    (found,) = carry_out([given], store, told, Ray(cluster))
+    (found,) = carry_out([given], store, progress, Ray(cluster))
     assert found["dataset"] == "made"
 
 
-def test_a_file_too_large_to_be_sent_must_be_on_the_worker(cluster, store, spec, told, monkeypatch):
+def test_a_file_too_large_to_be_sent_must_be_on_the_worker(
+    cluster, store, spec, progress, monkeypatch
+):
     given = spec(0)
     path = Path(given.data["path"])
     monkeypatch.setattr(
         module, "contents", lambda specs: iter([path.rename(path.with_suffix(".elsewhere"))][1:])
     )
     with pytest.raises(
-        RunsError, match=r"seed 0: .*\.pt is not on .*, and is too large to be sent \(over 2 GiB\)"
+        RunsError, match=r"seed 0: .*\.pt is not on .* and is too large to be sent \(over 2 GiB\)"
     ):
-        carry_out([given], store, told, Ray(cluster))
+        carry_out([given], store, progress, Ray(cluster))
 
 
 def test_things_done_apart_come_back_with_their_place(cluster):
@@ -249,12 +245,12 @@ def test_things_done_apart_come_back_with_their_place(cluster):
     assert list(Ray(cluster).map_processes(abs, [])) == []
 
 
-def test_what_no_node_has_is_said_and_not_waited_for(cluster, store, spec, told):
+def test_what_no_node_has_is_said_and_not_waited_for(cluster, store, spec, progress):
     with pytest.raises(
         ValueError,
-        match=r"A run is to have 64 CPUs and 0.5 GPUs, and no node of the Ray cluster has",
+        match=r"A run needs 64 CPUs and 0.5 GPUs, but no node of the Ray cluster has",
     ):
-        carry_out([spec(0)], store, told, Ray(cluster, cpus=64, gpus=0.5))
+        carry_out([spec(0)], store, progress, Ray(cluster, cpus=64, gpus=0.5))
 
 
 def evenclip(*words, **environment):
@@ -283,10 +279,9 @@ def test_a_wrong_token_is_a_sentence(cluster, tmp_path):
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == (
-        f"evenclip: The Ray cluster at {cluster} does not let us in: if it asks for a token, set "
-        "RAY_AUTH_MODE=token "
-        "and RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head; if it does not, "
-        "leave RAY_AUTH_MODE out.\n"
+        f"evenclip: The Ray cluster at {cluster} rejected the connection; if the cluster requires "
+        "a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the output of `ray "
+        "get-auth-token` on its head; otherwise unset RAY_AUTH_MODE.\n"
     )
 
 
@@ -297,14 +292,12 @@ def test_no_token_is_a_sentence(cluster, tmp_path):
     )
     assert done.returncode == 2
     assert done.stderr.startswith(
-        "evenclip: Ray's token was not found: if it asks for a token, set RAY_AUTH_MODE"
+        "evenclip: Ray found no token; if the cluster requires a token, set RAY_AUTH_MODE"
     )
 
 
 def test_a_command_on_a_cluster_of_its_own(tmp_path):
-    """Started for the command, and gone after it; what is printed is the result and nothing of
-    Ray's.
-    """
+    """The command starts and ends its own cluster, and prints no message of Ray."""
     words = [
         "compare",
         "--seeds",

@@ -1,4 +1,4 @@
-"""Jobs as submitit runs them without a cluster: processes of this machine, one of which is killed."""
+"""Tests of Slurm jobs without a cluster: submitit runs them as processes of this machine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ pytest.importorskip("submitit")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """Where what is done apart is kept; and jobs are looked at often."""
+    """Use an empty cache, and poll the jobs often."""
     monkeypatch.setenv("EVENCLIP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "_LOOK", 0.05)
+    monkeypatch.setattr(module, "_POLL", 0.05)
 
 
 @pytest.fixture
@@ -31,11 +31,11 @@ def test_a_run_that_fails_three_times_is_reported_with_its_traceback_and_the_res
     store, one_of_three_fails
 ):
     one_of_three_fails(Slurm(jobs=1, cluster="local"))
-    assert len(list((store.root / "slurm").iterdir())) == 1  # what the jobs wrote can be looked at
+    assert len(list((store.root / "slurm").iterdir())) == 1  # the output of the jobs is kept
 
 
 def kill(store):
-    """Kill the one job of a sweep that is under way."""
+    """Kill the only running job of a sweep."""
     listed = subprocess.run(
         ["ps", "-wweo", "pid=,args="], capture_output=True, text=True, check=True
     ).stdout
@@ -47,55 +47,55 @@ def kill(store):
 
 
 def test_a_killed_job_costs_nothing_that_was_finished_and_the_rest_of_it_is_tried_again(
-    store, spec, told, gate
+    store, spec, progress, gate
 ):
-    """One job with three runs, killed while the second is under way."""
+    """Kill a job with three runs during the second."""
 
     def step(spec, t):
         if t == 1 and spec.seed == 0:
             gate.let_through()
-        if t == 1 and told.begun == [0, 1]:
+        if t == 1 and progress.begun == [0, 1]:
             kill(store)
             gate.open_for_all()
 
-    told.step = step
-    alike = [spec(seed, model=gate.model) for seed in range(3)]
-    found = carry_out(alike, store, told, Slurm(jobs=1, cluster="local"))
-    assert len(found) == 3
-    assert told.begun[:2] == [0, 1]
-    assert sorted(told.begun[2:]) == [1, 2]
-    assert sorted(told.over) == [(0, None), (1, None), (2, None)]
+    progress.step = step
+    specs = [spec(seed, model=gate.model) for seed in range(3)]
+    results = carry_out(specs, store, progress, Slurm(jobs=1, cluster="local"))
+    assert len(results) == 3
+    assert progress.begun[:2] == [0, 1]
+    assert sorted(progress.begun[2:]) == [1, 2]
+    assert sorted(progress.over) == [(0, None), (1, None), (2, None)]
     assert list((store.root / "slurm").iterdir()) == []  # the folder of the sweep is gone
-    assert (
-        carry_out(alike, store, told, Slurm()) == found
-    )  # nothing is left for which to ask a cluster
+    assert carry_out(specs, store, progress, Slurm()) == results  # needs no cluster
 
 
 def test_a_job_that_is_killed_as_often_as_it_is_tried_is_reported(
-    store, spec, told, slurm, gate, monkeypatch
+    store, spec, progress, slurm, gate, monkeypatch
 ):
     monkeypatch.setattr(module, "TRIES", 2)
-    told.step = lambda spec, t: kill(store) if t == 1 else None
+    progress.step = lambda spec, t: kill(store) if t == 1 else None
     with pytest.raises(RunsError, match=r"seed 1: its job \d+ ended without a result"):
-        carry_out([spec(1, model=gate.model)], store, told, slurm)
-    assert told.begun == [1, 1]
+        carry_out([spec(1, model=gate.model)], store, progress, slurm)
+    assert progress.begun == [1, 1]
 
 
-def test_a_run_that_another_command_is_at_is_asked_for_again(store, spec, told, slurm, monkeypatch):
-    monkeypatch.setattr(module, "_LATER", 0.0)
+def test_a_run_that_another_command_is_at_is_asked_for_again(
+    store, spec, progress, slurm, monkeypatch
+):
+    monkeypatch.setattr(module, "_RETRY", 0.0)
     lock = store.claim(spec(0))
     assert lock.__enter__()
-    heard = told.started
+    started = progress.started
 
-    def let_go(one):
-        heard(one)
-        if told.begun == [0]:
+    def release(run):
+        started(run)
+        if progress.begun == [0]:
             lock.__exit__(None, None, None)
 
-    told.started = let_go
-    carry_out([spec(0)], store, told, slurm)
-    assert told.begun == [0, 0]
-    assert told.over == [(0, None)]
+    progress.started = release
+    carry_out([spec(0)], store, progress, slurm)
+    assert progress.begun == [0, 0]
+    assert progress.over == [(0, None)]
 
 
 def test_things_done_apart_come_back_with_their_place(slurm):
@@ -110,19 +110,19 @@ def test_something_done_apart_that_fails_as_often_as_it_is_tried_is_said(slurm, 
 
 
 def test_a_line_that_was_cut_off_is_passed_over(tmp_path):
-    """Its job was killed while it wrote, and another wrote on."""
+    """A job was killed while it wrote, and another continued the file."""
     path = tmp_path / "1.jsonl"
-    hearing = module._Hearing(InHand({}), path)
-    assert hearing.news() == []
+    log = module._EventFile(InHand({}), path)
+    assert log.new_events() == []
     path.write_text('\n{"event": "step", "i": 0, "t": 1}\n{"event": "st')
-    assert [event["t"] for event in hearing.news()] == [1]
+    assert [event["t"] for event in log.new_events()] == [1]
     with path.open("a") as file:
         file.write('\n{"event": "done", "i": 0}\n')
-    assert [event["event"] for event in hearing.news()] == ["done"]
-    assert hearing.news() == []
+    assert [event["event"] for event in log.new_events()] == ["done"]
+    assert log.new_events() == []
 
 
-def test_interrupted_it_cancels_its_jobs(store, spec, told, slurm, gate, monkeypatch):
+def test_interrupted_it_cancels_its_jobs(store, spec, progress, slurm, gate, monkeypatch):
     from submitit.local.local import LocalJob
 
     cancel, cancelled = LocalJob.cancel, []
@@ -135,15 +135,15 @@ def test_interrupted_it_cancels_its_jobs(store, spec, told, slurm, gate, monkeyp
         raise KeyboardInterrupt
 
     monkeypatch.setattr(LocalJob, "cancel", waited_for)
-    told.step = interrupt
+    progress.step = interrupt
     with pytest.raises(KeyboardInterrupt):
-        carry_out([spec(seed, model=gate.model) for seed in (0, 1)], store, told, slurm)
+        carry_out([spec(seed, model=gate.model) for seed in (0, 1)], store, progress, slurm)
     assert len(cancelled) == 2
 
 
-def test_without_slurm_it_says_where_to_go(store, spec, told, monkeypatch):
+def test_without_slurm_it_says_where_to_go(store, spec, progress, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(
-        ValueError, match=r"There is no Slurm here \(no sbatch\); run the command on a login node"
+        ValueError, match=r"Slurm is not installed \(no sbatch\); run the command on a login node"
     ):
-        carry_out([spec(0)], store, told, Slurm())
+        carry_out([spec(0)], store, progress, Slurm())

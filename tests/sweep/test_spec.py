@@ -1,4 +1,4 @@
-"""What makes a run another run."""
+"""Tests of specifications: what changes the hash of a run."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from evenclip.sweep import spec as module
 
 
 def test_where_files_are_does_not_matter(spec):
-    one = spec()
+    given = spec()
     moved = replace(
-        one, data={**one.data, "path": "/elsewhere"}, rule={**one.rule, "path": "/elsewhere"}
+        given, data={**given.data, "path": "/elsewhere"}, rule={**given.rule, "path": "/elsewhere"}
     )
-    assert moved.hash == one.hash
+    assert moved.hash == given.hash
 
 
 def test_a_column_called_path_does(spec):
-    one = spec()
+    given = spec()
     schemas = [{"columns": {"path": {"kind": "number", "range": [0, top]}}} for top in (99, 1000)]
     tables = [
-        replace(one, data={"table": True, "options": {"schema": schema}}) for schema in schemas
+        replace(given, data={"table": True, "options": {"schema": schema}}) for schema in schemas
     ]
     assert tables[0].hash != tables[1].hash
 
 
 def test_everything_else_does(spec):
-    one = spec()
+    given = spec()
     changes = {
         "lr": 0.2,
         "epochs": 2,
@@ -36,13 +36,13 @@ def test_everything_else_does(spec):
         "device": "cuda",
     }
     changes["tf32"] = True
-    others = [replace(one, **{name: value}) for name, value in changes.items()]
+    others = [replace(given, **{name: value}) for name, value in changes.items()]
     others += [
-        replace(one, **{part: {**getattr(one, part), "sha256": "other"}})
+        replace(given, **{part: {**getattr(given, part), "sha256": "other"}})
         for part in ("data", "model", "rule")
     ]
-    others.append(replace(one, data={**one.data, "test": {"path": "/a", "sha256": "b"}}))
-    assert len({other.hash for other in (one, *others)}) == len(others) + 1
+    others.append(replace(given, data={**given.data, "test": {"path": "/a", "sha256": "b"}}))
+    assert len({other.hash for other in (given, *others)}) == len(others) + 1
 
 
 def test_other_code_has_other_names(spec, monkeypatch):

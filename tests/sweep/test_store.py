@@ -1,4 +1,4 @@
-"""A result is there whole or not at all."""
+"""Tests of the store: writing a result is atomic."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ WEIGHTS = {"w": torch.arange(6.0).reshape(2, 3).T}  # not contiguous
 
 
 def test_what_is_written_is_read(store, spec):
-    one = spec()
-    assert not store.has(one)
-    store.write(one, {"accuracy": 1.5}, WEIGHTS)
-    assert store.has(one)
-    assert store.read(one) == {"accuracy": 1.5}
-    assert torch.equal(load_file(store.folder(one) / "model.safetensors")["w"], WEIGHTS["w"])
-    assert type(one).from_json(json.loads((store.folder(one) / "spec.json").read_text())) == one
+    given = spec()
+    assert not store.has(given)
+    store.write(given, {"accuracy": 1.5}, WEIGHTS)
+    assert store.has(given)
+    assert store.read(given) == {"accuracy": 1.5}
+    assert torch.equal(load_file(store.folder(given) / "model.safetensors")["w"], WEIGHTS["w"])
+    assert (
+        type(given).from_json(json.loads((store.folder(given) / "spec.json").read_text())) == given
+    )
     assert not store.has(spec(seed=1))
 
 
@@ -31,7 +33,7 @@ def test_the_first_result_stays(store, spec):
     store.write(spec(), {"by": "first"}, WEIGHTS)
     store.write(spec(), {"by": "second"}, WEIGHTS)
     assert store.read(spec()) == {"by": "first"}
-    assert [p.name for p in store.root.iterdir()] == [spec().hash]  # nothing is left lying about
+    assert [p.name for p in store.root.iterdir()] == [spec().hash]  # no scratch files remain
 
 
 @pytest.mark.parametrize("fails_at", ["spec.json", "model.safetensors", "result.json"])
@@ -76,6 +78,6 @@ def test_a_run_is_claimed_by_one_at_a_time(store, spec):
 def test_where_no_folder_can_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        OSError, match=r"cannot be made \(Not a directory\); choose another folder for results\."
+        OSError, match=r"cannot be created \(Not a directory\); choose another folder for results\."
     ):
         Store(tmp_path / "file" / "runs")

@@ -1,4 +1,4 @@
-"""Who is served how well, what privacy cost whom, by what, and what a few seeds can show of it."""
+"""Metrics by group, the cost of privacy to each group, its causes, and statistics over seeds."""
 
 from evenclip.audit.bounds import (
     Conditions,

@@ -1,22 +1,25 @@
-"""Lower bounds on how much more clipping costs one group than another, from slopes and norms alone.
+"""Lower bounds on the difference in the cost of clipping between two groups.
 
-All are bounds on differences of the terms of `evenclip.audit.decomposition` between groups a and b.
+The bounds use slopes and norms only. They bound differences of the terms of
+`evenclip.audit.decomposition` between groups a and b:
 
-| bound on | from | holds if |
-|---|---|---|
-| R_dir_a − R_dir_b | Proposition 3 of Esipova et al. 2023 | the losses are convex and η ≤ 1/max λ_k |
-| R_dir*_a − R_dir*_b | Proposition 3*, with E‖g_B‖² where ‖g_B‖ is printed without the square | likewise |
-| R_dir_a − R_dir_b | the same without either condition, from the extreme eigenvalues of H^a − H^b | always |
-| R_clip_a − R_clip_b | as in Theorem 3 of Tran et al. 2021: two groups, norms only | like the first, in expectation |
+- `direction_bound`: R_dir_a − R_dir_b, by Proposition 3 of Esipova et al. 2023. It holds if the
+  losses are convex and η ≤ 1/max λ_k.
+- `direction_bound_star`: R_dir*_a − R_dir*_b, by Proposition 3*, with E‖g_B‖² where the paper
+  prints ‖g_B‖ without the square. It holds under the same conditions.
+- `unconditional_bound`: R_dir_a − R_dir_b without either condition, from the extreme eigenvalues of
+  H^a − H^b. It always holds.
+- `clipping_bound`: R_clip_a − R_clip_b for two groups, from norms only, as in Theorem 3 of Tran et
+  al. 2021. It holds in expectation under the conditions of the first.
 
-The paper asks for convexity in its statement and then plots the bound for networks that are not
-convex. So each bound comes with its conditions, looked at and not assumed: λ_min ≥ 0 up to
-rounding, and η λ_max ≤ 1, for both groups.
+The paper states the bound for convex losses and plots it for networks that are not convex. So the
+conditions are checked, not assumed: λ_min ≥ 0 up to rounding and η λ_max ≤ 1, for both groups
+(`Conditions`).
 
 Proof of the first: with s = ⟨g_a, g_B⟩, s̄ = ⟨g_a, ḡ_B⟩, R_dir_a − R_dir_b is the expectation of
-η[(ρs_a − s̄_a) − (ρs_b − s̄_b)] + η²/2 [ḡᵀH^aḡ − ρ²gᵀH^ag − ḡᵀH^bḡ + ρ²gᵀH^bg]. Of the four forms
-the first and the last are not negative, each of the others is at most λ‖ḡ_B‖² ≤ ‖ḡ_B‖²/η, as ρ‖g_B‖
-= ‖ḡ_B‖. So the bracket is at least −2‖ḡ_B‖²/η.
+η[(ρs_a − s̄_a) − (ρs_b − s̄_b)] + η²/2 [ḡᵀH^aḡ − ρ²gᵀH^ag − ḡᵀH^bḡ + ρ²gᵀH^bg]. The first and the
+last of the four forms are not negative. Each of the others is at most λ‖ḡ_B‖² ≤ ‖ḡ_B‖²/η, because
+ρ‖g_B‖ = ‖ḡ_B‖. So the second bracket is at least −2‖ḡ_B‖²/η.
 """
 
 from __future__ import annotations
@@ -34,14 +37,13 @@ __all__ = [
     "unconditional_bound",
 ]
 
-# λ_min may be this far below 0, relative to the largest eigenvalue, and be called 0: how well it is
-# known.
+# A λ_min above −_ROUNDING times the largest absolute eigenvalue counts as 0: its accuracy.
 _ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Whether the bounds that ask for it hold.
+    """The conditions of the bounds.
 
     Attributes:
         convex: no group's Hessian has a negative eigenvalue.
@@ -57,12 +59,12 @@ class Conditions:
 
     @property
     def hold(self) -> bool:
-        """Both of them."""
+        """Whether both conditions hold."""
         return self.convex and self.small_steps
 
     @staticmethod
     def of(extremes: list[tuple[float, float]], lr: float) -> Conditions:
-        """From (λ_min, λ_max) of every group.
+        """Check the conditions from (λ_min, λ_max) of every group.
 
         >>> Conditions.of([(0.0, 4.0), (0.5, 2.0)], lr=0.25).hold
         True
@@ -85,10 +87,10 @@ Slopes = tuple[NDArray[np.float64], NDArray[np.float64]]
 def direction_bound(
     a: Slopes, b: Slopes, rho: NDArray[np.float64], clipped_norms: NDArray[np.float64], lr: float
 ) -> float:
-    """Proposition 3: R_dir_a − R_dir_b is at least this.
+    """Return the lower bound on R_dir_a − R_dir_b of Proposition 3.
 
-    In the paper's words η(‖g_a‖E[‖ḡ_B‖(cos θ_a − cos θ̄_a)] − ‖g_b‖E[‖ḡ_B‖(cos θ_b − cos θ̄_b)] −
-    E‖ḡ_B‖²), and ‖g_a‖‖ḡ_B‖cos θ_a = ρ⟨g_a, g_B⟩.
+    In the paper's notation it is η(‖g_a‖E[‖ḡ_B‖(cos θ_a − cos θ̄_a)] − ‖g_b‖E[‖ḡ_B‖(cos θ_b − cos θ̄_b)] −
+    E‖ḡ_B‖²), where ‖g_a‖‖ḡ_B‖cos θ_a = ρ⟨g_a, g_B⟩.
     """
     return float(lr * np.mean(_turned(a, rho) - _turned(b, rho) - clipped_norms**2))
 
@@ -96,7 +98,7 @@ def direction_bound(
 def direction_bound_star(
     a: Slopes, b: Slopes, rho: NDArray[np.float64], norms: NDArray[np.float64], lr: float
 ) -> float:
-    """Proposition 3*, corrected: R_dir*_a − R_dir*_b is at least this."""
+    """Return the lower bound on R_dir*_a − R_dir*_b of Proposition 3*, corrected."""
     return float(lr * np.mean(_turned(a, rho) / rho - _turned(b, rho) / rho - norms**2))
 
 
@@ -104,11 +106,11 @@ def unconditional_bound(
     a: Slopes, b: Slopes, rho: NDArray[np.float64], clipped_norms: NDArray[np.float64], lr: float,
     difference: tuple[float, float],
 ) -> float:  # fmt: skip
-    """The first bound where nothing is convex and steps are long.
+    """Return a lower bound on R_dir_a − R_dir_b without convexity and for any step size.
 
     Args:
         a: slopes of the group that pays more.
-        b: of the other.
+        b: slopes of the other group.
         rho: ‖ḡ_B‖/‖g_B‖.  # [batch]
         clipped_norms: ‖ḡ_B‖.  # [batch]
         lr: η.
@@ -129,36 +131,36 @@ def clipping_bound(
     spread: float,
     lr: float,
 ) -> float:
-    """R_clip_a − R_clip_b is at least this, in expectation over Poisson batches, for two groups
-    that are all there is.
+    """Return a lower bound on R_clip_a − R_clip_b for data with exactly two groups.
 
-    η[p_a A² − p_b D² − |p_a − p_b|AD − S(A + D) − ½E‖g_B‖² − ½S²(1 + (1−q)/B)] with A = ‖g_a‖ and D
-    = ‖g_b‖: in ⟨g_a − g_b, g_D − ḡ_D⟩, g_D = p_a g_a + p_b g_b and ‖ḡ_D‖ ≤ S; the second-order
-    terms are at least −η/2 (E‖g_B‖² + E‖ḡ_B‖²) as above.
+    It holds in expectation over Poisson batches. With A = ‖g_a‖ and D = ‖g_b‖ the bound is
+    η[p_a A² − p_b D² − |p_a − p_b|AD − S(A + D) − ½E‖g_B‖² − ½S²(1 + (1−q)/B)]. It follows from
+    ⟨g_a − g_b, g_D − ḡ_D⟩ with g_D = p_a g_a + p_b g_b and ‖ḡ_D‖ ≤ S. The second-order terms are at
+    least −η/2 (E‖g_B‖² + E‖ḡ_B‖²), as in the proof above.
 
     Args:
         norm_a: A.
         norm_b: D.
         share_a: p_a, the group's share of the data.
         share_b: p_b.
-        S: what every clipped gradient is held to.
+        S: bound on every clipped gradient.
         mean_square: E‖g_B‖².
-        spread: (1 − q)/B, what a Poisson batch adds to the square of a mean.
+        spread: (1 − q)/B, the variance of a Poisson batch relative to a squared mean.
         lr: η.
 
     Raises:
-        ValueError: the shares do not add up to 1.
+        ValueError: if the shares do not add up to 1.
     """
     if abs(share_a + share_b - 1) > 1e-9:
         raise ValueError(
-            f"The shares are {share_a} and {share_b}; this bound is for two groups that are all "
-            "of the data."
+            f"The shares are {share_a} and {share_b}; this bound is for data with exactly two "
+            "groups, so give shares that add up to 1."
         )
     first = share_a * norm_a**2 - share_b * norm_b**2 - abs(share_a - share_b) * norm_a * norm_b
     return lr * (first - S * (norm_a + norm_b) - mean_square / 2 - S**2 * (1 + spread) / 2)
 
 
 def _turned(group: Slopes, rho: NDArray[np.float64]) -> NDArray[np.float64]:
-    """⟨g_k, ρg_B − ḡ_B⟩.  # [batch]"""
+    """Return ⟨g_k, ρg_B − ḡ_B⟩.  # [batch]"""
     slopes, clipped = group
     return rho * slopes - clipped

@@ -1,15 +1,15 @@
-"""What privacy cost whom: the non-private model θ* against the private one θ̃, seed by seed.
+"""The cost of privacy to each group: the non-private model θ* against the private θ̃, per seed.
 
 θ* is the non-private run with the same seed: same split, same initialisation. So differences are
-paired, and what a lucky split does to both cancels.
+paired, and effects of the split that are common to both cancel.
 
     π_k = acc_k(θ*) − acc_k(θ̃)      privacy cost of group k, in points
     R_k = L_k(θ̃) − L_k(θ*)          excessive risk of group k
 
-and the gaps |π_a − π_b|, |R_a − R_b| say how unevenly the groups pay. Everything is [seed, group],
-from arrays or nested lists. A value that is undefined (a group without a sample in that seed's
-split) is None or NaN, comes out as NaN, and is left out of gaps: `left_out` says which groups those
-are, so that a report can name them. An infinite loss is no such value: it stays infinite.
+The gaps |π_a − π_b| and |R_a − R_b| say how unevenly the groups pay. Values are [seed, group],
+arrays or nested lists. An undefined value (a group without a sample in that seed's split) is None
+or NaN. The result is NaN there, and gaps leave it out; `left_out` lists these groups, so that a
+report can name them. An infinite loss is defined and stays infinite.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 __all__ = ["Values", "excessive_risk", "gap", "left_out", "privacy_cost"]
 
 Values: TypeAlias = NDArray[np.float64] | Sequence[Sequence[float | None]]
-"""[seed, group]; None or NaN where undefined."""
+"""[seed, group]; None or NaN if undefined."""
 
 
 def privacy_cost(reference: Values, private: Values) -> NDArray[np.float64]:
-    """π_k = acc_k(θ*) − acc_k(θ̃), what privacy takes from group k's accuracy, in the unit given.
-    # [seed, group]
+    """Return π_k = acc_k(θ*) − acc_k(θ̃), the loss of accuracy of group k.  # [seed, group]
+
+    The unit is that of the arguments.
 
     >>> privacy_cost([[85.0, 93.0]], [[70.0, 88.5]])
     array([[15. ,  4.5]])
@@ -41,7 +42,7 @@ def privacy_cost(reference: Values, private: Values) -> NDArray[np.float64]:
 
 
 def excessive_risk(reference: Values, private: Values) -> NDArray[np.float64]:
-    """R_k = L_k(θ̃) − L_k(θ*), what privacy adds to group k's loss.  # [seed, group]
+    """Return R_k = L_k(θ̃) − L_k(θ*), the increase of group k's loss.  # [seed, group]
 
     >>> excessive_risk([[0.25, None]], [[0.75, 0.5]])
     array([[0.5, nan]])
@@ -54,15 +55,14 @@ def excessive_risk(reference: Values, private: Values) -> NDArray[np.float64]:
 
 
 def gap(values: Values, pair: tuple[int, int] | None = None) -> NDArray[np.float64]:
-    """|v_a − v_b| for the `pair` (a, b) of positions, else the largest one between any two groups.
-    # [seed]
+    """Return |v_a − v_b| for the `pair` (a, b), or the largest gap of any two groups.  # [seed]
 
-    NaN where it is undefined: one of the pair is, or fewer than two groups are left. Which groups
-    are left out depends on the split only, so two methods with the same seed are compared on the
-    same groups.
+    `pair` has positions of groups. The gap is NaN if a group of the pair is undefined, or if fewer
+    than two groups are defined. The undefined groups depend on the split only, so two methods with
+    the same seed are compared on the same groups.
 
-    A gap is never negative, so the mean of gaps over seeds is at least the gap of the means over
-    seeds, and above 0 even where groups pay alike on average; for the gap of the means, give the
+    A gap is never negative. So the mean of gaps over seeds is at least the gap of the means over
+    seeds, and above 0 even if groups pay the same on average. For the gap of the means, give the
     means as one row.
 
     >>> gap([[15.0, 4.5, 7.0], [1.0, None, 3.0]])
@@ -77,17 +77,17 @@ def gap(values: Values, pair: tuple[int, int] | None = None) -> NDArray[np.float
     if pair is not None:
         table = table[:, list(_checked(pair, table.shape[1]))]
     undefined = np.isnan(table)
-    enough = np.count_nonzero(~undefined, axis=1) >= (
-        2 if pair is None else table.shape[1]
-    )  # [seed]
+    needed = 2 if pair is None else table.shape[1]
+    enough = np.count_nonzero(~undefined, axis=1) >= needed  # [seed]
     highest = np.where(undefined, -np.inf, table).max(axis=1, initial=-np.inf)
     lowest = np.where(undefined, np.inf, table).min(axis=1, initial=np.inf)
     return np.where(enough, _minus(highest, lowest), np.nan)
 
 
 def left_out(values: Values) -> list[int]:
-    """The positions of the groups that are undefined for one seed or more: those that a gap leaves
-    out there.
+    """Return the positions of the groups that are undefined for at least one seed.
+
+    Gaps leave these groups out for these seeds.
 
     >>> left_out([[15.0, 4.5, 7.0], [1.0, None, 3.0]])
     [1]
@@ -96,25 +96,24 @@ def left_out(values: Values) -> list[int]:
 
 
 def _both(reference: Values, private: Values) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The two as arrays, if they are of one shape."""
+    """Return both as arrays; raise unless they have the same shape."""
     a, b = _table("reference", reference), _table("private", private)
     if a.shape != b.shape:
         raise ValueError(
             f"reference is {list(a.shape)} and private is {list(b.shape)}, [seed, group]; they "
-            "must be of the same "
-            "seeds and groups: train the reference with every seed."
+            "must be of the same seeds and groups: train the reference with every seed."
         )
     return a, b
 
 
 def _minus(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The difference; infinite less infinite is NaN, without a warning."""
+    """Return the difference; ∞ − ∞ is NaN, without a warning."""
     with np.errstate(invalid="ignore"):
         return np.asarray(a - b, np.float64)
 
 
 def _table(name: str, values: Values) -> NDArray[np.float64]:
-    """As an array [seed, group], None as NaN."""
+    """Return the values as an array [seed, group], with NaN for None."""
     table = np.array(values, np.float64)
     if table.ndim != 2:
         raise ValueError(
@@ -124,7 +123,7 @@ def _table(name: str, values: Values) -> NDArray[np.float64]:
 
 
 def _checked(pair: tuple[int, int], K: int) -> tuple[int, int]:
-    """The pair, if it names two groups."""
+    """Return the pair; raise unless it names two groups."""
     a, b = pair
     if not (0 <= a < K and 0 <= b < K and a != b):
         raise ValueError(

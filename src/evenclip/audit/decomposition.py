@@ -1,4 +1,4 @@
-"""What one step costs each group, and by what: clipping's magnitude, its direction, noise.
+"""The cost of one step to each group, split into clipping magnitude, clipping direction and noise.
 
 To second order in the step, the expected loss of group a after step t is (Tran et al. 2021;
 Propositions 1 and 2 of Esipova et al. 2023), with g_a and H^a the gradient and the Hessian of the
@@ -7,16 +7,17 @@ group's mean loss over the training set,
     E L(θ_{t+1}; D_a) ≈ L(θ_t; D_a) + non-private + R_clip + R_noise,        R_clip = R_mag + R_dir
 
     non-private   −η⟨g_a, g_D⟩ + η²/2 E[g_Bᵀ H^a g_B]
-    R_mag         η⟨g_a, E[(1−ρ) g_B]⟩ + η²/2 E[(ρ²−1) g_Bᵀ H^a g_B]          from g_B to ρ g_B
-    R_dir         η⟨g_a, E[ρ g_B − ḡ_B]⟩ + η²/2 E[ḡ_Bᵀ H^a ḡ_B − ρ² g_Bᵀ H^a g_B]     from ρ g_B on to ḡ_B
+    R_mag         η⟨g_a, E[(1−ρ) g_B]⟩ + η²/2 E[(ρ²−1) g_Bᵀ H^a g_B]
+    R_dir         η⟨g_a, E[ρ g_B − ḡ_B]⟩ + η²/2 E[ḡ_Bᵀ H^a ḡ_B − ρ² g_Bᵀ H^a g_B]
     R_noise       η²/2 Tr(H^a) (σS/B)²
 
-g_B = Σ g_i / B and ḡ_B = Σ γ_i g_i / B are what plain SGD and the rule would step along, ρ =
-‖ḡ_B‖/‖g_B‖ (1 if either is 0). The starred pair goes the other way round, first turned, then
-shortened: from g_B to ḡ_B/ρ to ḡ_B.
+g_B = Σ g_i / B and ḡ_B = Σ γ_i g_i / B are the directions of plain SGD and of the rule, and ρ =
+‖ḡ_B‖/‖g_B‖ (1 if either is 0). R_mag is the effect of going from g_B to ρ g_B, and R_dir that of
+going from ρ g_B to ḡ_B. The starred pair changes the direction first and then the length: from g_B
+to ḡ_B/ρ to ḡ_B.
 
 Differs from the paper: R_noise has the 1/B² of the algorithm, which the paper leaves out (its
-figures are 65,000 times too high for a batch of 256); S is the sensitivity that was really used.
+figures are 65,000 times too high for a batch of 256); S is the sensitivity that was actually used.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from evenclip.training.step import Chunk, Step, WeightedSums, clip
 
 __all__ = ["NAMES", "Batches", "GroupTerms", "RiskTerms", "terms"]
 
-# The parts of a step's effect on a group's loss.
+# The terms of a step's effect on a group's loss.
 NAMES = ("non_private", "clip", "mag", "dir", "noise", "mag_star", "dir_star")
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Batch gradients of one step, of its own batch and perhaps of others drawn alike.
+    """Batch gradients of one step, for its own batch and optionally for other drawn batches.
 
     Attributes:
         plain: g_B.  # [batch, parameter], float64
@@ -58,14 +59,14 @@ class Batches:
     @property
     def norms(self) -> NDArray[np.float64]:
         """‖g_B‖.  # [batch]"""
-        found: NDArray[np.float64] = self.plain.norm(dim=1).cpu().numpy()
-        return found
+        norms: NDArray[np.float64] = self.plain.norm(dim=1).cpu().numpy()
+        return norms
 
     @property
     def clipped_norms(self) -> NDArray[np.float64]:
         """‖ḡ_B‖.  # [batch]"""
-        found: NDArray[np.float64] = self.clipped.norm(dim=1).cpu().numpy()
-        return found
+        norms: NDArray[np.float64] = self.clipped.norm(dim=1).cpu().numpy()
+        return norms
 
     @property
     def rho(self) -> NDArray[np.float64]:
@@ -77,21 +78,23 @@ class Batches:
 
 @dataclass(frozen=True)
 class GroupTerms:
-    """What a step does to one group's loss; each number with its standard error over batches (and
-    over a sample).
+    """The effect of a step on one group's loss.
+
+    Estimates have a standard error over batches and, if only a sample of the group is measured,
+    over samples.
 
     Attributes:
-        group: its number.
-        n: samples that were looked at.
-        of: samples that the group has.
+        group: number of the group.
+        n: number of measured samples.
+        of: number of samples in the group.
         loss_gradient_norm: ‖g_a‖.
         slopes: ⟨g_a, g_B⟩.  # [batch]
         clipped_slopes: ⟨g_a, ḡ_B⟩.  # [batch]
         trace: Tr H^a.
-        terms: name, of `NAMES` -> its estimate.
+        terms: name from `NAMES` -> estimate.
         cosine: mean of cos ∠(g_a, g_B); None if one of them is 0.
         clipped_cosine: mean of cos ∠(g_a, ḡ_B).
-        extremes: (λ_min, λ_max) of H^a, if they were asked for.
+        extremes: (λ_min, λ_max) of H^a, if requested.
     """
 
     group: int
@@ -107,22 +110,23 @@ class GroupTerms:
     extremes: tuple[float, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """For a file."""
-        found = asdict(self)
-        found["terms"] = {name: list(value) for name, value in self.terms.items()}
-        found["trace"] = None if self.trace is None else list(self.trace)
-        return found
+        """Return the terms as a JSON object."""
+        record = asdict(self)
+        record["terms"] = {name: list(value) for name, value in self.terms.items()}
+        record["trace"] = None if self.trace is None else list(self.trace)
+        return record
 
 
 def terms(
     slopes: NDArray[np.float64], forms: NDArray[np.float64], clipped_slopes: NDArray[np.float64],
     clipped_forms: NDArray[np.float64], rho: NDArray[np.float64], lr: float,
 ) -> dict[str, NDArray[np.float64]]:  # fmt: skip
-    """The terms of clipping, and the non-private one, batch by batch; R_mag + R_dir = R_clip =
-    R_mag* + R_dir*.
+    """Return the clipping terms and the non-private term of each batch.
+
+    R_mag + R_dir = R_clip = R_mag* + R_dir*.
 
     Args:
-        slopes: ⟨g_a, g_B⟩.  # [..., batch], and so are all
+        slopes: ⟨g_a, g_B⟩.  # [..., batch], like all arrays here
         forms: g_Bᵀ H^a g_B.
         clipped_slopes: ⟨g_a, ḡ_B⟩.
         clipped_forms: ḡ_Bᵀ H^a ḡ_B.
@@ -141,12 +145,12 @@ def terms(
 
 
 class RiskTerms:
-    """An observer of training (`fit(observers=[...])`): what a step does to each group, every so
-    many steps.
+    """An observer (`fit(observers=[...])`) that measures a step's effect on each group.
 
-    What it returns, and `Result.records` collects: {"risk": one `GroupTerms.to_json()` for each
-    group, "norms": ‖g_B‖ and ‖ḡ_B‖ of each batch, "sensitivity", "lr"}. Private, like everything an
-    observer sees; it changes nothing, and draws from its own random numbers.
+    It returns, and `Result.records` collects, {"risk": one `GroupTerms.to_json()` for each group,
+    "norms": ‖g_B‖ and ‖ḡ_B‖ of each batch, "sensitivity", "lr"}. These values are private, like
+    everything an observer sees. The observer does not change the run, and has its own random
+    stream.
     """
 
     def __init__(
@@ -163,26 +167,25 @@ class RiskTerms:
         eigenvalues: bool = False,
         seed: int = 0,
     ) -> None:
-        """Look at steps 0, every, 2 · every, …
+        """Measure steps 0, every, 2 · every, …
 
         Args:
-            data: (x, y, group) or a `Dataset`: what is trained on.
+            data: the training data, (x, y, group) or a `Dataset`.
             lr: η.
-            loss: what is trained on.
-            every: so many steps.
-            groups: which; all unless given.
-            batches: how many batches stand for all; the first is the step's own, the others are
-                drawn like it.
-            probes: random signs for the trace; 0 leaves R_noise out.
-            sample: of this many samples of a group at the most, drawn once, instead of the whole.
-            eigenvalues: whether to look for λ_min and λ_max, which takes a few dozen products.
-            seed: of probes, samples and further batches.
+            loss: the training loss.
+            every: steps between two measurements.
+            groups: numbers of the groups to measure; by default all.
+            batches: number of batches for expectations. The first is the step's own batch, the
+                others are drawn in the same way.
+            probes: number of random sign vectors for the trace; 0 leaves R_noise out.
+            sample: maximum number of samples per group, drawn once; by default all.
+            eigenvalues: whether to compute λ_min and λ_max, which takes a few dozen products.
+            seed: seed for probes, samples and further batches.
         """
         data = as_dataset(data)
         if not isinstance(data, Dataset) or data.group is None:
             raise ValueError(
-                "Risk is told apart by group: give (x, y, group) in memory, as a tuple or a "
-                "Dataset."
+                "Risk is measured by group: give (x, y, group) in memory, as a tuple or a Dataset."
             )
         for name, value, least in (
             ("every", every, 1),
@@ -193,15 +196,11 @@ class RiskTerms:
                 raise ValueError(f"{name} is {value}; it must be at least {least}.")
         if sample is not None and sample < 32:
             raise ValueError(
-                f"sample is {sample}; a standard error takes at least 32 samples a group."
+                f"sample is {sample}; a standard error needs at least 32 samples per group."
             )
         self._data, self._loss, self._lr, self._every = data, loss, lr, every
-        self._batches, self._probes, self._eigenvalues, self._seed = (
-            batches,
-            probes,
-            eigenvalues,
-            seed,
-        )
+        self._batches, self._probes = batches, probes
+        self._eigenvalues, self._seed = eigenvalues, seed
         self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 1])))
         known = torch.unique(data.group).tolist()
         chosen = known if groups is None else list(groups)
@@ -215,12 +214,11 @@ class RiskTerms:
     def _some(self, rows: Tensor, sample: int | None) -> tuple[Tensor, int]:
         if sample is None or sample >= len(rows):
             return rows, len(rows)
-        return rows[
-            torch.from_numpy(self._random.permutation(len(rows))[:sample]).to(rows.device)
-        ], len(rows)
+        chosen = torch.from_numpy(self._random.permutation(len(rows))[:sample])
+        return rows[chosen.to(rows.device)], len(rows)
 
     def __call__(self, step: Step) -> dict[str, Any] | None:
-        """This step's terms, if it is one of those that are looked at."""
+        """Return the terms of this step, or None if it is not one of the measured steps."""
         if step.t % self._every:
             return None
         if self._data.y.device != step.clipped_sum.device:
@@ -228,10 +226,10 @@ class RiskTerms:
         batches = self._gradients(step)
         probes = signs(self._probes, batches.plain.shape[1], self._seed)
         sigma, S = float(step.mechanism.rule.sigma), float(step.public.sensitivity)
-        noise = sigma * S / step.B if sigma else 0.0  # without noise nothing need be bounded
-        found = [self._group(k, step, batches, probes, noise) for k in self._rows]
+        noise = sigma * S / step.B if sigma else 0.0  # without noise S may be infinite
+        groups = [self._group(k, step, batches, probes, noise) for k in self._rows]
         return {
-            "risk": [group.to_json() for group in found],
+            "risk": [group.to_json() for group in groups],
             "norms": [batches.norms.tolist(), batches.clipped_norms.tolist()],
             "sensitivity": S if math.isfinite(S) else None,
             "lr": self._lr,
@@ -253,21 +251,20 @@ class RiskTerms:
         both = torch.cat([batches.plain, batches.clipped])
         slopes = (gradients @ both.T).cpu().numpy()  # [part, 2 · batch]
         forms = curvature.forms(both).cpu().numpy()
-        parts = terms(
+        by_part = terms(
             slopes[:, :m], forms[:, :m], slopes[:, m:], forms[:, m:], batches.rho, self._lr
         )
-        found = {
-            name: _estimate(value, sizes, of if partial else None) for name, value in parts.items()
+        estimates = {
+            name: _estimate(value, sizes, of if partial else None)
+            for name, value in by_part.items()
         }
         trace = curvature.trace(probes, of if partial else None) if len(probes) else None
         if trace is not None:
             scale = self._lr**2 / 2 * noise**2
-            found["noise"] = Estimate(scale * trace.value, scale * trace.se)
-        mean, whole = (
-            sizes @ slopes / sizes.sum(),
-            torch.from_numpy(sizes).to(gradients) @ gradients / len(rows),
-        )
-        length = float(whole.norm())
+            estimates["noise"] = Estimate(scale * trace.value, scale * trace.se)
+        mean = sizes @ slopes / sizes.sum()
+        gradient = torch.from_numpy(sizes).to(gradients) @ gradients / len(rows)
+        length = float(gradient.norm())
         return GroupTerms(
             k,
             len(rows),
@@ -276,21 +273,23 @@ class RiskTerms:
             mean[:m].tolist(),
             mean[m:].tolist(),
             trace,
-            found,
+            estimates,
             _cosine(mean[:m], batches.norms, length),
             _cosine(mean[m:], batches.clipped_norms, length),
             curvature.extremes() if self._eigenvalues else None,
         )
 
     def _curvature(self, step: Step, rows: Tensor, partial: bool) -> tuple[Curvature, Tensor]:
-        """The loss of these samples, and its gradients [part, parameter]."""
+        """Return the curvature of the samples' loss, and its gradients [part, parameter]."""
         samples = self._data.take(rows.to(self._data.y.device))
-        found = Curvature(step.model, self._loss, samples.x, samples.y, parts=16 if partial else 1)
-        return found, found.gradients()
+        parts = 16 if partial else 1
+        curvature = Curvature(step.model, self._loss, samples.x, samples.y, parts=parts)
+        return curvature, curvature.gradients()
 
     def _gradients(self, step: Step) -> Batches:
-        """g_B and ḡ_B of the step's batch, and of others that could have been drawn in its place:
-        with the bounds that were public at this step.
+        """Return g_B and ḡ_B of the step's batch and of other batches drawn in the same way.
+
+        All are clipped with the bounds that were public at this step.
         """
         ones = step.weighted_sum(torch.ones_like(step.weights))
         plain, clipped = [ones.double() / step.B], [step.clipped_sum.double() / step.B]
@@ -306,15 +305,16 @@ class RiskTerms:
         return Batches(torch.stack(plain), torch.stack(clipped))
 
     def _chunk(self, rows: Tensor) -> list[Chunk]:
-        """These samples as a batch; none is an empty one."""
+        """Return these samples as a batch; the batch is empty without samples."""
         x, y, group = self._data.take(rows.to(self._data.y.device))
         assert group is not None
         return [Chunk(x, y, group)] if len(rows) else []
 
 
 def _estimate(values: NDArray[np.float64], sizes: NDArray[np.float64], of: int | None) -> Estimate:
-    """The mean of [part, batch], with the errors of batches and, where the parts are a sample of
-    `of`, of parts.
+    """Return the mean of [part, batch] with its standard error.
+
+    The error covers batches and, if the parts are a sample of `of` samples, also parts.
     """
     batch = sizes @ values / sizes.sum()
     square = float(batch.var(ddof=1) / len(batch)) if len(batch) > 1 else 0.0
@@ -325,7 +325,7 @@ def _estimate(values: NDArray[np.float64], sizes: NDArray[np.float64], of: int |
 
 
 def _cosine(slopes: NDArray[np.float64], norms: NDArray[np.float64], length: float) -> float | None:
-    """Mean of ⟨g_a, g⟩/(‖g_a‖‖g‖) over batches with a gradient."""
+    """Return the mean of ⟨g_a, g⟩/(‖g_a‖‖g‖) over batches with a nonzero gradient."""
     known = norms > 0
     if not known.any() or not length:
         return None

@@ -1,4 +1,4 @@
-"""The same figures as a Fairlearn MetricFrame, for those who go on with Fairlearn's tools."""
+"""Group metrics as a Fairlearn MetricFrame, for use with Fairlearn's tools."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ _Ints = NDArray[np.int64]
 def metric_frame(
     scores: Tensor, y: Tensor, group: Tensor, group_names: Sequence[str]
 ) -> MetricFrame:
-    """A `fairlearn.metrics.MetricFrame` of accuracy, selection_rate, tpr and fpr by group, as
-    shares from 0 to 1.
+    """Return a Fairlearn `MetricFrame` of accuracy, selection_rate, tpr and fpr by group.
 
-    Fairlearn lists the groups that occur. A rate without a sample to take it from is NaN
-    (Fairlearn's own functions say 0). With more than two classes there is accuracy only. The
-    frame's `.difference()` and `.ratio()` then are the fairness figures: that of selection_rate is
-    the demographic parity difference.
+    Values are shares from 0 to 1. Fairlearn lists the groups that occur. A rate without samples is
+    NaN (Fairlearn's own functions return 0). With more than two classes the frame has accuracy
+    only. The frame's `.difference()` and `.ratio()` are fairness metrics; the difference of
+    selection_rate is the demographic parity difference.
 
     Raises:
         ImportError: if Fairlearn is not installed.
-        ValueError: lengths that differ, or a group without a name.
+        ValueError: if lengths differ or a group has no name.
     """
     try:
         from fairlearn.metrics import MetricFrame
@@ -53,8 +52,7 @@ def metric_frame(
     if len(codes) and not 0 <= codes.min() <= codes.max() < len(group_names):
         raise ValueError(
             f"group has codes {codes.min()} to {codes.max()} and group_names has "
-            f"{len(group_names)} names; "
-            "name every group."
+            f"{len(group_names)} names; name every group."
         )
     metrics = {"accuracy": _accuracy}
     if scores.shape[1] == 2:
@@ -68,25 +66,25 @@ def metric_frame(
 
 
 def _accuracy(y_true: _Ints, y_pred: _Ints) -> float:
-    """Share predicted right."""
+    """Return the share of correct predictions."""
     return _share(y_true == y_pred)
 
 
 def _selection_rate(y_true: _Ints, y_pred: _Ints) -> float:
-    """Share predicted as class 1."""
+    """Return the share predicted as class 1."""
     return _share(y_pred == 1)
 
 
 def _tpr(y_true: _Ints, y_pred: _Ints) -> float:
-    """Share predicted as class 1 of those of class 1."""
+    """Return the share of class 1 predicted as class 1."""
     return _share(y_pred[y_true == 1] == 1)
 
 
 def _fpr(y_true: _Ints, y_pred: _Ints) -> float:
-    """Share predicted as class 1 of those of class 0."""
+    """Return the share of class 0 predicted as class 1."""
     return _share(y_pred[y_true == 0] == 1)
 
 
 def _share(true: NDArray[np.bool_]) -> float:
-    """Share of them that are true; NaN of none."""
+    """Return the share of true values; NaN if there are none."""
     return float(np.mean(true)) if len(true) else float("nan")

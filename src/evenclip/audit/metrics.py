@@ -1,28 +1,27 @@
-"""How well a model serves each group: from scores to accuracy, loss, rates, AUC and calibration,
-group by group.
+"""Metrics of a model by group: accuracy, loss, rates, AUC and calibration error.
 
 With s the scores (logits) of a sample, its predicted class is argmax_c s_c (the first one in a
 tie), its confidence the softmax probability of that class, its loss the cross-entropy. For each
 group:
 
-| name | of the group's samples | unit |
-|---|---|---|
-| support | how many there are | count |
-| accuracy | share predicted right | percent |
-| loss | mean cross-entropy | nats |
-| selection_rate | share predicted as class 1 | percent |
-| tpr, fpr | share predicted as class 1 among those of class 1; of class 0 | percent |
-| auc | probability that one of class 1 has a larger s_1 − s_0 than one of class 0, ties counting one half | 0 to 1 |
-| calibration_error | Σ_b n_b/n·abs(accuracy_b − mean confidence_b) over 15 equal bins b of the confidence | 0 to 1 |
+- support: number of samples.
+- accuracy: share of correct predictions, in percent.
+- loss: mean cross-entropy, in nats.
+- selection_rate: share predicted as class 1, in percent.
+- tpr, fpr: share predicted as class 1 among the samples of class 1, of class 0, in percent.
+- auc: probability that a sample of class 1 has a larger s_1 − s_0 than a sample of class 0, with
+  ties counting one half; 0 to 1.
+- calibration_error: Σ_b n_b/n·abs(accuracy_b − mean confidence_b) over 15 equal bins b of the
+  confidence; 0 to 1.
 
 selection_rate, tpr, fpr and auc are for two classes; with more they are None for every group,
-because no class is the favourable one. None also stands where there is nothing to average:
-everything but support of an empty group; tpr, fpr or auc of a group that lacks the class.
+because no class is the favourable one. Values without samples are None: all but the support of an
+empty group, and tpr, fpr or auc of a group without samples of the class.
 
-A sample with a score that is not finite (training diverged) is as wrong as can be, in every column
-alike: predicted as another class than its own with confidence 1, ranked last among its kind, and
-its loss is infinite. So is then the group's mean loss: leaving the sample out would reward a model
-for breaking down.
+A sample with a score that is not finite (training diverged) counts as completely wrong in every
+metric: it is predicted as another class with confidence 1, it is ranked last in its class, and its
+loss is infinite. The mean loss of the group is then infinite too; leaving the sample out would
+reward a model for diverging.
 
 Calibration error: Guo, Pleiss, Sun, Weinberger 2017, "On calibration of modern neural networks",
 arXiv:1706.04599.
@@ -48,7 +47,7 @@ from evenclip.gradients.tape import call
 __all__ = ["NAMES", "by_group", "overall", "predictions", "scores", "worst"]
 
 NAMES = ("support", "accuracy", "loss", "selection_rate", "tpr", "fpr", "auc", "calibration_error")
-"""What is said of every group, in the order of the tables."""
+"""Names of the metrics, in the order of the tables."""
 
 BINS = 15  # as in most published calibration errors
 
@@ -63,14 +62,13 @@ def scores(
     device: torch.device | str = "cpu",
     rows: int = 4096,
 ) -> Tensor:
-    """The model's scores (logits), in evaluation mode and without gradients.  # [sample, class]
-    float32
+    """Return the model's scores (logits) in evaluation mode.  # [sample, class], float32
 
     Args:
-        model: on `device`; every part of it is left in the mode it was in, also after an error.
-        data: taken `rows` samples at a time, in order.
-        device: where the model computes; the answer lies on the CPU.
-        rows: changes memory and speed, not the answer (but for the last bit).
+        model: on `device`. The mode of each module is restored, also after an error.
+        data: read in order, `rows` samples at a time.
+        device: device of the model; the scores are on the CPU.
+        rows: changes memory and speed, but not the scores (except for the last bit).
 
     >>> data = Dataset(torch.tensor([[1.0], [3.0]]), torch.tensor([0, 1]))
     >>> model = nn.Linear(1, 2, bias=False)
@@ -80,8 +78,8 @@ def scores(
             [6., 6.]])
 
     Raises:
-        ValueError: a model that is elsewhere, or does not answer with one row of scores for each
-            sample.
+        ValueError: if the model is on another device, or does not return one row of scores for
+            each sample.
     """
     check.natural(rows=rows)
     _check_place(model, torch.device(device))
@@ -98,8 +96,9 @@ def scores(
 def by_group(
     scores: Tensor, y: Tensor, group: Tensor | None, K: int
 ) -> dict[str, list[float | None]]:
-    """Every one of `NAMES` for each of the K groups, {name: [group]}; `group` may be None where K
-    is 1.
+    """Return every metric of `NAMES` for each of the K groups, {name: [group]}.
+
+    `group` may be None if K is 1.
 
     >>> s = torch.tensor([[0.0, 1.0], [2.0, 1.0], [0.0, 3.0]])
     >>> table = by_group(s, torch.tensor([1, 1, 0]), torch.tensor([0, 0, 2]), 3)
@@ -107,8 +106,7 @@ def by_group(
     ([2, 0, 1], [50.0, None, 0.0], [None, None, 100.0])
 
     Raises:
-        ValueError: lengths that differ, a class without a score, or a group that is not one of 0 to
-            K − 1.
+        ValueError: if lengths differ, a class has no score, or a group is not one of 0 to K − 1.
     """
     check.natural(K=K)
     judged = _judged(scores, y)
@@ -118,7 +116,7 @@ def by_group(
 
 
 def overall(scores: Tensor, y: Tensor) -> dict[str, float | None]:
-    """Every one of `NAMES` for everybody as one group.
+    """Return every metric of `NAMES` for all samples as one group.
 
     >>> overall(torch.tensor([[0.0, 1.0], [2.0, 1.0]]), torch.tensor([1, 1]))["accuracy"]
     50.0
@@ -127,10 +125,9 @@ def overall(scores: Tensor, y: Tensor) -> dict[str, float | None]:
 
 
 def worst(values: Iterable[float | None], *, highest: bool = False) -> float | None:
-    """The worst group's value: the lowest one, or the `highest` (loss, fpr, calibration error);
-    None if there is none.
+    """Return the worst group's value: the lowest, or the `highest` (loss, fpr, calibration error).
 
-    Groups without a value (None or NaN) are left out.
+    Groups without a value (None or NaN) are left out. Return None if no group has a value.
 
     >>> worst([93.5, None, 88.0]), worst([0.2, 0.5], highest=True), worst([None]) is None
     (88.0, 0.5, True)
@@ -142,21 +139,22 @@ def worst(values: Iterable[float | None], *, highest: bool = False) -> float | N
 
 
 def predictions(scores: Tensor, y: Tensor) -> NDArray[np.int64]:
-    """The class predicted for each sample; where its scores are not finite, another one than y.  #
-    [sample]
+    """Return the predicted class of each sample.  # [sample]
 
-    >>> predictions(torch.tensor([[0.0, 1.0], [1.0, 1.0], [0.0, torch.nan]]), torch.tensor([0, 0, 1]))
+    If the scores of a sample are not finite, its predicted class is one other than y.
+
+    >>> s = torch.tensor([[0.0, 1.0], [1.0, 1.0], [0.0, torch.nan]])
+    >>> predictions(s, torch.tensor([0, 0, 1]))
     array([1, 0, 0])
     """
     return _judged(scores, y).predicted
 
 
-# What the scores say of each sample
-# ----------------------------------------------------------------------------------
+# --- values of each sample ----------------------------------------------------------------------
 
 
 class _Judged(NamedTuple):
-    """Samples and what the scores say of them; each field [sample]."""
+    """Samples and the values computed from their scores; each field [sample]."""
 
     y: _Ints
     predicted: _Ints
@@ -165,7 +163,7 @@ class _Judged(NamedTuple):
     margin: _Floats | None  # s_1 − s_0; None with more than two classes
 
     def take(self, rows: NDArray[np.intp]) -> _Judged:
-        """Some of the samples."""
+        """Return the samples in `rows`."""
         margin = None if self.margin is None else self.margin[rows]
         return _Judged(
             self.y[rows], self.predicted[rows], self.confidence[rows], self.loss[rows], margin
@@ -173,7 +171,7 @@ class _Judged(NamedTuple):
 
 
 def _judged(scores: Tensor, y: Tensor) -> _Judged:
-    """Everything in float64, whatever the scores are in: sums over many samples follow."""
+    """Compute the values of each sample in float64, because sums over many samples follow."""
     _check_scores(scores, y)
     s, target = scores.detach().to("cpu", torch.float64), y.detach().to("cpu", torch.int64)
     broken = ~s.isfinite().all(dim=1)  # [sample]
@@ -190,7 +188,7 @@ def _judged(scores: Tensor, y: Tensor) -> _Judged:
 
 
 def _metrics(some: _Judged) -> dict[str, float | None]:
-    """One group's line."""
+    """Return the metrics of one group."""
     right = some.predicted == some.y
     line: dict[str, float | None] = dict.fromkeys(NAMES)
     line |= {
@@ -211,13 +209,14 @@ def _metrics(some: _Judged) -> dict[str, float | None]:
 
 
 def _percent(true: NDArray[np.bool_]) -> float | None:
-    """Share of them that are true, in percent; None of none."""
+    """Return the share of true values in percent; None if there are none."""
     return 100.0 * int(np.count_nonzero(true)) / len(true) if len(true) else None
 
 
 def _auc(margin: _Floats, positive: NDArray[np.bool_]) -> float | None:
-    """(Σ ranks of the positive − P(P + 1)/2)/(P·N), equal margins sharing the mean of their ranks
-    (Mann, Whitney).
+    """Return (Σ ranks of the positive − P(P + 1)/2)/(P·N) (Mann, Whitney).
+
+    Equal margins share the mean of their ranks.
     """
     P = int(np.count_nonzero(positive))
     N = len(positive) - P
@@ -229,44 +228,43 @@ def _auc(margin: _Floats, positive: NDArray[np.bool_]) -> float | None:
 
 
 def _calibration_error(confidence: _Floats, right: NDArray[np.bool_]) -> float | None:
-    """Σ_b abs(Σ_{i in b} (right_i − confidence_i))/n, bin b being (b/15, (b + 1)/15]; None of none."""
+    """Return Σ_b abs(Σ_{i in b} (right_i − confidence_i))/n; None if there are no samples.
+
+    Bin b is (b/15, (b + 1)/15].
+    """
     if len(right) == 0:
         return None
     bins = np.clip(np.ceil(confidence * BINS).astype(np.int64) - 1, 0, BINS - 1)
-    return float(
-        np.abs(np.bincount(bins, weights=right - confidence, minlength=BINS)).sum() / len(right)
-    )
+    sums = np.bincount(bins, weights=right - confidence, minlength=BINS)
+    return float(np.abs(sums).sum() / len(right))
 
 
-# What is refused
-# --------------------------------------------------------------------------------------------------
+# --- checks -------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and then each part in its own mode again: some may be frozen while others
-    train.
-    """
-    modes = [(part, part.training) for part in model.modules()]
+    """Switch to evaluation mode; on exit restore each module's own mode, as some may be frozen."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for part, training in modes:
-            part.training = training
+        for module, training in modes:
+            module.training = training
 
 
 def _check_place(model: nn.Module, device: torch.device) -> None:
-    """Raise where the model's parameters are on another kind of device."""
-    found = next((parameter.device for parameter in model.parameters()), device)
-    if found.type != device.type:
+    """Raise if the model's parameters are on another kind of device."""
+    place = next((parameter.device for parameter in model.parameters()), device)
+    if place.type != device.type:
         raise ValueError(
-            f"The model is on {found} and device is {device}; give the device that the model is on."
+            f"The model is on {place} and device is {device}; give the device that the model is on."
         )
 
 
 def _check_answer(answer: Any, rows: int) -> None:
-    """Raise unless this is one row of scores for each sample."""
+    """Raise unless the model returned one row of scores for each sample."""
     shape = list(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
     if (
         not isinstance(answer, Tensor)
@@ -276,8 +274,7 @@ def _check_answer(answer: Any, rows: int) -> None:
     ):
         raise ValueError(
             f"For {rows} samples the model answered {shape}; expected scores [{rows}, class] with "
-            "at least two "
-            "classes: give a classifier with one output for each class."
+            "at least two classes: give a classifier with one output for each class."
         )
 
 
@@ -290,8 +287,8 @@ def _check_scores(scores: Tensor, y: Tensor) -> None:
         )
     if y.shape != scores.shape[:1]:
         raise ValueError(
-            f"y is {list(y.shape)} and scores is {list(scores.shape)}; give one class for each "
-            "row of scores."
+            f"y is {list(y.shape)} and scores is {list(scores.shape)}; give one class for each row "
+            "of scores."
         )
     if y.is_floating_point() or y.is_complex():
         raise ValueError(
@@ -301,13 +298,13 @@ def _check_scores(scores: Tensor, y: Tensor) -> None:
     if len(y) and not 0 <= int(y.min()) <= int(y.max()) < scores.shape[1]:
         raise ValueError(
             f"y has classes {int(y.min())} to {int(y.max())} and there are scores for "
-            f"{scores.shape[1]}, 0 to "
-            f"{scores.shape[1] - 1}; give the model one output for each class."
+            f"{scores.shape[1]}, 0 to {scores.shape[1] - 1}; give the model one output for each "
+            "class."
         )
 
 
 def _codes(group: Tensor | None, n: int, K: int) -> _Ints:
-    """Each sample's group; 0 where there is no group."""
+    """Return each sample's group; 0 if there are no groups."""
     if group is None and K > 1:
         raise ValueError(
             f"group is None and K is {K}; give each sample's group, or K = 1 for everybody as one."

@@ -1,22 +1,21 @@
-"""What a handful of seeds can show: means with their errors, intervals, and exact tests for paired
-differences.
+"""Statistics over a few seeds: means with errors, intervals, and exact tests of paired differences.
 
-Runs are repeated with a few seeds, five as a rule. That decides the methods:
+Runs are repeated with a few seeds, usually five. The methods are chosen for that:
 
 * The interval of a verdict is Student's t of the paired differences. On normal differences it keeps
-  its level with three seeds already; on differences as skewed as an exponential a 95 % interval
+  its level with as few as three seeds; on differences as skewed as an exponential a 95 % interval
   covers 88 to 90 % up to eight seeds.
-* The bootstrap assumes no shape, but no resampling leaves the range of the n values, and that range
-  covers their median with probability 1 − 2^(1−n) only: 75 % for three seeds, 94 % for five. Its
-  percentiles are widened for small n; measured on normal differences, 95 % then cover 75, 87, 93,
-  95 % with 3, 4, 5, 8 seeds (plain percentiles: 75, 80, 85, 89 %).
+* The bootstrap assumes no shape. But resampled means stay in the range of the n values, and that
+  range covers their median with probability 1 − 2^(1−n) only: 75 % for three seeds, 94 % for five.
+  Its percentiles are widened for small n; measured on normal differences, 95 % intervals then cover
+  75, 87, 93, 95 % with 3, 4, 5, 8 seeds (plain percentiles: 75, 80, 85, 89 %).
 * The signed-rank test (Wilcoxon) is exact for every n, ties included. n pairs cannot give a p below
   2⁻ⁿ: 1/32 for five.
 * Several comparisons at once are corrected by Holm's method.
 
-A value that is undefined (None or NaN) is left out, a pair with it; counts say how many remained.
-Infinite values (the loss of a run that diverged) are not left out: there is then no interval, and
-the words say so.
+An undefined value (None or NaN) is left out, with its pair; counts give the number of remaining
+values. Infinite values (the loss of a run that diverged) are not left out: then there is no
+interval, and the verdict says so.
 
 Wilcoxon 1945, "Individual comparisons by ranking methods", Biometrics Bulletin 1; Holm 1979, "A
 simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6;
@@ -51,21 +50,19 @@ __all__ = [
 
 ALTERNATIVES = ("less", "greater", "two-sided")
 
-# Fewer values than this say next to nothing about their spread.
+# Minimum number of values for an interval.
 _LEAST = 3
-_STREAM = int.from_bytes(
-    b"bootstrap", "big"
-)  # so that no other user of the same seed draws the same numbers
+# Separates this stream from other streams with the same seed.
+_STREAM = int.from_bytes(b"bootstrap", "big")
 
 Values: TypeAlias = NDArray[np.float64] | Sequence[float | None]
 
 
 def mean_se(values: Values) -> tuple[float | None, float | None]:
-    """(mean, standard error of it s/√n with s² = Σ(v − mean)²/(n − 1)) of the values that are
-    defined.
+    """Return the mean of the defined values and its standard error.
 
-    The error is None with one value or an infinite one; the mean is None with no value, or with ∞
-    and −∞.
+    The error is s/√n with s² = Σ(v − mean)²/(n − 1). It is None with one value or an infinite
+    value. The mean is None with no value, or with both ∞ and −∞.
 
     >>> mean_se([1.0, 2.0, 3.0, None])
     (2.0, 0.5773502691896258)
@@ -84,8 +81,9 @@ def mean_se(values: Values) -> tuple[float | None, float | None]:
 
 
 def t_interval(values: Values, level: float = 0.95) -> tuple[float, float] | None:
-    """The mean ± t·s/√n, Student's interval for the mean; None with fewer than two values, or an
-    infinite one.
+    """Return mean ± t·s/√n, Student's interval for the mean.
+
+    Return None with fewer than two values or an infinite value.
 
     >>> low, high = t_interval([1.0, 2.0, 3.0])  # 2 ± 4.3027/√3
     >>> round(low, 4), round(high, 4)
@@ -102,13 +100,14 @@ def t_interval(values: Values, level: float = 0.95) -> tuple[float, float] | Non
 def bootstrap_interval(
     values: Values, level: float = 0.95, draws: int = 10_000, seed: int = 0
 ) -> tuple[float, float] | None:
-    """Expanded percentiles of the mean of n values drawn with replacement; None where n < 3, or one
-    is infinite.
+    """Return expanded percentiles of the mean of n values drawn with replacement.
 
-    Plain percentiles are too narrow by √((n − 1)/n), and by the normal quantile where Student's
-    belongs. So with α/2 = (1 − level)/2 the percentiles taken are α'/2 = Φ(−√(n/(n − 1))·t_{α/2,
-    n−1}) and 1 − α'/2, which coincide with `t_interval` where means are normal. The numbers drawn
-    depend on `seed` and n alone, and come from a stream that nothing else uses.
+    Plain percentiles are too narrow by the factor √((n − 1)/n), and because they use the normal
+    quantile instead of Student's. So with α/2 = (1 − level)/2 the percentiles are
+    α'/2 = Φ(−√(n/(n − 1))·t_{α/2, n−1}) and 1 − α'/2. For normal means they coincide with
+    `t_interval`. The draws depend on `seed` and n only, and come from their own stream.
+
+    Return None if n < 3 or a value is infinite.
 
     >>> bootstrap_interval([1.0, 1.0, 1.0]), bootstrap_interval([1.0, 2.0]) is None
     ((1.0, 1.0), True)
@@ -134,16 +133,16 @@ def bootstrap_interval(
 
 
 def wilcoxon(differences: Values, alternative: str = "less") -> float | None:
-    """The p of the signed-rank test that the differences are symmetric around 0; None without a
-    difference.
+    """Return the p of the signed-rank test that the differences are symmetric around 0.
 
-    W⁺ is the sum of the ranks of |d_i| over d_i > 0. With the |d_i| given, every sign is + with
-    probability ½, so that W⁺ has a known distribution: p = P(W⁺ ≤ w) against "less" (the
-    differences lie below 0), P(W⁺ ≥ w) against "greater", twice the smaller one, at most 1, against
-    "two-sided". Exact for every n.
+    W⁺ is the sum of the ranks of |d_i| over d_i > 0. Given the |d_i|, every sign is + with
+    probability ½, so W⁺ has a known distribution: p = P(W⁺ ≤ w) against "less" (the differences are
+    below 0), P(W⁺ ≥ w) against "greater", and twice the smaller one, at most 1, against
+    "two-sided". The test is exact for every n.
 
-    Differences of 0 are left out before ranking, as Wilcoxon did; if all are 0, p is 1. Equal |d_i|
-    share the mean of their ranks, and the distribution is that of the shared ranks.
+    Differences of 0 are left out before ranking, as in Wilcoxon's paper; if all are 0, p is 1.
+    Equal |d_i| share the mean of their ranks, and the distribution is that of the shared ranks.
+    Return None without a difference.
 
     >>> wilcoxon([-1.0, -2.0, -0.5, -3.0, -1.5])  # all five below 0
     0.03125
@@ -151,7 +150,7 @@ def wilcoxon(differences: Values, alternative: str = "less") -> float | None:
     (0.25, 0.5)
 
     Raises:
-        ValueError: if the alternative is another.
+        ValueError: if the alternative is unknown.
     """
     if alternative not in ALTERNATIVES:
         raise ValueError(
@@ -165,14 +164,12 @@ def wilcoxon(differences: Values, alternative: str = "less") -> float | None:
     chance = _sums(doubled)
     w = int(doubled[d > 0].sum())
     less, greater = float(chance[: w + 1].sum()), float(chance[w:].sum())
-    return min(
-        1.0, {"less": less, "greater": greater, "two-sided": 2 * min(less, greater)}[alternative]
-    )
+    p = {"less": less, "greater": greater, "two-sided": 2 * min(less, greater)}[alternative]
+    return min(1.0, p)
 
 
 def smallest_p(n: int) -> float:
-    """2⁻ⁿ, the smallest one-sided p that n pairs can give `wilcoxon`: no result of five seeds falls
-    below 1/32.
+    """Return 2⁻ⁿ, the smallest one-sided p of `wilcoxon` with n pairs; 1/32 for five seeds.
 
     >>> smallest_p(5)
     0.03125
@@ -186,11 +183,11 @@ def smallest_p(n: int) -> float:
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Each p corrected for asking m questions at once, by Holm: max over j ≤ i of (m − j +
-    1)·p_(j), at most 1.
+    """Correct m p-values for multiple comparisons by Holm's method.
 
-    Guarantee: rejecting where the answer is at most α errs in any of the m questions with
-    probability at most α, however they depend on each other.
+    The corrected p is the maximum over j ≤ i of (m − j + 1)·p_(j), at most 1. Rejecting every
+    hypothesis with a corrected p of at most α makes any false rejection with probability at most α,
+    for any dependence between the tests.
 
     >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
     {'a': 0.03, 'b': 0.06, 'c': 0.06}
@@ -217,8 +214,8 @@ class Paired:
 
     Attributes:
         n: number of pairs in which both are defined.
-        mean: of the differences; None with no pair, or a difference that is not finite.
-        se: its standard error; None with fewer than two pairs.
+        mean: mean difference; None with no pair, or a difference that is not finite.
+        se: standard error of the mean; None with fewer than two pairs.
         low: lower end of Student's 95 % interval, `t_interval`; None with fewer than three pairs.
         high: upper end.
         p: one-sided `wilcoxon`, against "a is smaller"; never below `smallest_p(n)`.
@@ -235,7 +232,7 @@ class Paired:
 
 
 def paired(a: Values, b: Values) -> Paired:
-    """How a differs from b, pair by pair: with its interval, its p, and in words.
+    """Compare a with b pair by pair: interval, p and verdict in words.
 
     An interval that contains 0 reads "no difference shown"; otherwise "smaller by x (low to high)",
     or "larger by". With fewer than three pairs it reads "too few seeds to tell", and with a run
@@ -249,18 +246,18 @@ def paired(a: Values, b: Values) -> Paired:
     Raises:
         ValueError: if a and b are not equally long.
     """
-    one, other = np.array(a, np.float64), np.array(b, np.float64)
-    if one.ndim != 1 or one.shape != other.shape:
+    first, second = np.array(a, np.float64), np.array(b, np.float64)
+    if first.ndim != 1 or first.shape != second.shape:
         raise ValueError(
-            f"a is {list(one.shape)} and b is {list(other.shape)}; give both for the same seeds, "
-            "in order."
+            f"a is {list(first.shape)} and b is {list(second.shape)}; give both for the same "
+            "seeds, in order."
         )
-    both = ~(np.isnan(one) | np.isnan(other))
-    infinite = np.count_nonzero(np.isinf(one[both]) | np.isinf(other[both]))
+    both = ~(np.isnan(first) | np.isnan(second))
+    infinite = np.count_nonzero(np.isinf(first[both]) | np.isinf(second[both]))
     n = int(np.count_nonzero(both))
     if infinite:
         return Paired(n, None, None, None, None, None, f"not finite in {infinite} of {n} seeds")
-    d = one[both] - other[both]
+    d = first[both] - second[both]
     mean, se = mean_se(d)
     interval = t_interval(d) if n >= _LEAST else None
     low, high = interval or (None, None)
@@ -268,7 +265,7 @@ def paired(a: Values, b: Values) -> Paired:
 
 
 def _words(mean: float | None, interval: tuple[float, float] | None) -> str:
-    """The verdict; numbers to three digits each, so that the end of an interval never rounds to 0."""
+    """Return the verdict; with three digits each, the end of an interval never rounds to 0."""
     if mean is None or interval is None:
         return "too few seeds to tell"
     low, high = interval
@@ -280,7 +277,7 @@ def _words(mean: float | None, interval: tuple[float, float] | None) -> str:
 
 
 def _defined(values: Values) -> NDArray[np.float64]:
-    """The values that are numbers, in order.  # [value]"""
+    """Return the values that are not NaN, in order.  # [value]"""
     array = np.array(values, np.float64)
     if array.ndim != 1:
         raise ValueError(
@@ -290,7 +287,7 @@ def _defined(values: Values) -> NDArray[np.float64]:
 
 
 def student(freedom: int, level: float = 0.95) -> float:
-    """The quantile of Student's t that leaves (1 − level)/2 above it."""
+    """Return the quantile of Student's t with (1 − level)/2 above it."""
     from scipy.special import stdtrit
 
     return -float(stdtrit(freedom, (1 - level) / 2))
@@ -303,15 +300,16 @@ def _check_level(level: float) -> None:
 
 
 def _doubled_ranks(sizes: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Twice the rank of each, equal ones sharing the mean of their ranks: twice, because that mean
-    may be a half.
+    """Return twice the rank of each value; equal values share the mean of their ranks.
+
+    Ranks are doubled because that mean may be a half-integer.
     """
     _, level, count = np.unique(sizes, return_inverse=True, return_counts=True)
     return (2 * np.cumsum(count) - count + 1)[level]
 
 
 def _sums(weights: NDArray[np.int64]) -> NDArray[np.float64]:
-    """P(Σ_i weight_i·sign_i = w) for w = 0, 1, …, each sign 0 or 1 with probability ½.  # [w]"""
+    """Return P(Σ_i weight_i·sign_i = w) for w = 0, 1, …; signs are 0 or 1 with p = ½.  # [w]"""
     chance = np.zeros(int(weights.sum()) + 1)
     chance[0] = 1.0
     for weight in weights:

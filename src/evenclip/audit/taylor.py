@@ -1,16 +1,16 @@
-"""The second derivative of a loss along lines, by carrying Taylor coefficients forwards.
+"""Second derivatives of a loss along lines, by forward propagation of Taylor coefficients.
 
 Along θ + εv the loss is φ(ε), and φ''(0) = vᵀHv. Every activation a(ε) has a value, a slope and a
-curvature, which follow from those of the layer before (Griewank, Walther 2008, "Evaluating
-Derivatives", ch. 13):
+curvature, which follow from those of the previous layer (Griewank, Walther 2008, "Evaluating
+Derivatives", ch. 13). Convolutions are linear layers here.
 
-    linear         z = Wa + b     z' = W'a + Wa' + b'     z'' = 2W'a' + Wa''        (and convolutions, which are linear)
+    linear         z = Wa + b     z' = W'a + Wa' + b'     z'' = 2W'a' + Wa''
     elementwise f  a = f(z)       a' = f'(z) z'           a'' = f'(z) z'' + f''(z) z'²
     loss           φ'' = ⟨∇ℓ, z''⟩ + z'ᵀ(∇²ℓ)z'
 
-No pass goes back, so a linear layer takes four products instead of the six of a Hessian product,
-and the first one; and every sample has its own φ''. For chains of such layers; the others have
-`evenclip.audit.curvature`.
+There is no backward pass. A linear layer takes one product for the value and four for each line,
+instead of the six of a Hessian product. Every sample has its own φ''. This module supports chains
+of such layers; `evenclip.audit.curvature` supports all models.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["forms", "takes"]
 
 
 class _Jet(NamedTuple):
-    """An activation along every line.
+    """The Taylor coefficients of an activation along every line.
 
     Attributes:
-        value: the same for all of them.  # [sample, ...]
-        slope: None where it does not depend on the parameters yet.  # [line, sample, ...]
-        curve: likewise.
+        value: the same for all lines.  # [sample, ...]
+        slope: None if the activation does not depend on the parameters.  # [line, sample, ...]
+        curve: None if the activation does not depend on the parameters.  # [line, sample, ...]
     """
 
     value: Tensor
@@ -43,20 +43,16 @@ class _Jet(NamedTuple):
 
 
 def takes(model: nn.Module) -> bool:
-    """Whether the model is a chain of layers that are known here, as torch has them, that share
-    nothing.
-    """
+    """Return whether the model is a chain of supported torch layers without shared parameters."""
     if type(model) is not nn.Sequential:
         return False
     layers = _layers(model)
-    own = [id(part) for layer in layers for part in (layer, *layer.parameters())]
+    own = [id(item) for layer in layers for item in (layer, *layer.parameters())]
     return len(set(own)) == len(own) and all(map(_is_plain, layers))
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether a layer is one of torch's, with parameters of the usual names and nothing hooked to
-    it.
-    """
+    """Return whether a layer is a supported torch layer with its usual parameters and no hooks."""
     hooks = (
         *layer._forward_hooks,
         *layer._forward_pre_hooks,
@@ -81,23 +77,23 @@ def forms(
     lines: Mapping[str, Tensor],
     parameters: Mapping[str, Tensor],
 ) -> Tensor:
-    """vᵀH_i v of every sample i, for each line.
+    """Return vᵀH_i v of every sample i, for each line.
 
     Args:
-        model: one that is taken.
-        loss: one value a sample.
+        model: a model that `takes` accepts.
+        loss: returns one value per sample.
         x: [sample, ...]
         y: targets.
         lines: name of a parameter -> its part of every v.  # [line, *parameter]
-        parameters: by name, as they stand.
+        parameters: current parameters by name.
 
     Returns:
         [line, sample], float64
     """
-    found = _Jet(x, None, None)
+    jet = _Jet(x, None, None)
     for name, layer in _named(model):
-        found = _KNOWN[type(layer)](layer, name, found, lines, parameters)
-    value, slope, curve = found
+        jet = _KNOWN[type(layer)](layer, name, jet, lines, parameters)
+    value, slope, curve = jet
 
     def total(output: Tensor) -> Tensor:
         return loss(output, y).sum()
@@ -107,26 +103,23 @@ def forms(
     if slope is None or curve is None:
         return value.new_zeros(number, len(value), dtype=torch.float64)
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "`torch.jit", DeprecationWarning
-        )  # torch's own, the first time
+        # torch itself raises this on the first use.
+        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
         bent = vmap(lambda along: jvp(grad(total), (value,), (along,))[1])(slope)
     each: Tensor = slopes * curve + slope * bent
     return each.flatten(2).sum(dim=2, dtype=torch.float64)
 
 
 def _named(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """The layers in their order, with their names in the model."""
-    found = []
-    for (
-        name,
-        child,
-    ) in model._modules.items():  # named_children() names a layer that is used twice once
+    """Return the layers in order, with their names in the model."""
+    layers = []
+    # `named_children` would list a layer that is used twice only once.
+    for name, child in model._modules.items():
         if child is None:
             continue
         full = f"{prefix}{name}"
-        found += _named(child, f"{full}.") if type(child) is nn.Sequential else [(full, child)]
-    return found
+        layers += _named(child, f"{full}.") if type(child) is nn.Sequential else [(full, child)]
+    return layers
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -142,20 +135,18 @@ def _linear(
 ) -> _Jet:
     assert isinstance(layer, nn.Linear)
     if jet.value.ndim != 2:
-        raise NotImplementedError("one position a sample")
+        raise NotImplementedError("Linear layers need one position per sample.")
     weight = parameters.get(f"{name}.weight", layer.weight.detach())
     bias = None if layer.bias is None else parameters.get(f"{name}.bias", layer.bias.detach())
-    turned, shifted = (
-        lines.get(f"{name}.weight"),
-        lines.get(f"{name}.bias"),
-    )  # W' [line, out, in], b' [line, out]
+    turned = lines.get(f"{name}.weight")  # W' [line, out, in]
+    shifted = lines.get(f"{name}.bias")  # b' [line, out]
     value = nn.functional.linear(jet.value, weight, bias)
     slope = curve = None
     if jet.slope is not None:
         slope = jet.slope @ weight.T
         curve = None if jet.curve is None else jet.curve @ weight.T
     if turned is not None:
-        first = jet.value @ turned.transpose(1, 2)  # W'a, on all lines at once
+        first = jet.value @ turned.transpose(1, 2)  # W'a on all lines
         slope = first if slope is None else slope.add_(first)
         if jet.slope is not None:
             second = torch.bmm(jet.slope, turned.transpose(1, 2)).mul_(2)
@@ -179,13 +170,11 @@ def _convolution(
 ) -> _Jet:
     assert isinstance(layer, nn.Conv2d)
     if jet.value.ndim != 4 or layer.groups != 1 or layer.padding_mode != "zeros":
-        raise NotImplementedError("one group, padded with zeros")
+        raise NotImplementedError("Convolutions need one group and zero padding.")
     weight = parameters.get(f"{name}.weight", layer.weight.detach())
     bias = None if layer.bias is None else parameters.get(f"{name}.bias", layer.bias.detach())
-    turned, shifted = (
-        lines.get(f"{name}.weight"),
-        lines.get(f"{name}.bias"),
-    )  # W' [line, out, in, ...], b' [line, out]
+    turned = lines.get(f"{name}.weight")  # W' [line, out, in, ...]
+    shifted = lines.get(f"{name}.bias")  # b' [line, out]
 
     def convolved(a: Tensor, kernel: Tensor, groups: int = 1) -> Tensor:
         return nn.functional.conv2d(
@@ -193,21 +182,19 @@ def _convolution(
         )
 
     def on_lines(a: Tensor) -> Tensor:
-        """Lines as further samples."""
-        found = convolved(a.flatten(0, 1), weight)
-        return found.reshape(*a.shape[:2], *found.shape[1:])
+        """Convolve with W, with the lines as further samples."""
+        out = convolved(a.flatten(0, 1), weight)
+        return out.reshape(*a.shape[:2], *out.shape[1:])
 
     def by_lines(a: Tensor, groups: int = 1) -> Tensor:
-        """Each line with its own W'; lines as further channels."""
+        """Convolve each line with its own W', with the lines as further channels."""
         assert turned is not None
-        found = convolved(a, turned.flatten(0, 1), groups)
-        return found.reshape(len(a), *turned.shape[:2], *found.shape[2:]).transpose(0, 1)
+        out = convolved(a, turned.flatten(0, 1), groups)
+        return out.reshape(len(a), *turned.shape[:2], *out.shape[2:]).transpose(0, 1)
 
-    value = (
-        convolved(jet.value, weight)
-        if bias is None
-        else convolved(jet.value, weight) + bias[:, None, None]
-    )
+    value = convolved(jet.value, weight)
+    if bias is not None:
+        value = value + bias[:, None, None]
     slope = curve = None
     if jet.slope is not None:
         slope, curve = on_lines(jet.slope), None if jet.curve is None else on_lines(jet.curve)
@@ -269,7 +256,7 @@ def _flatten(layer: nn.Module, name: str, jet: _Jet, lines: object, parameters: 
     del name, lines, parameters
     assert isinstance(layer, nn.Flatten)
     if (layer.start_dim, layer.end_dim) != (1, -1):
-        raise NotImplementedError("all of it")
+        raise NotImplementedError("Flatten must flatten all axes of a sample.")
     if jet.slope is None or jet.curve is None:
         return _Jet(jet.value.flatten(1), None, None)
     return _Jet(jet.value.flatten(1), jet.slope.flatten(2), jet.curve.flatten(2))

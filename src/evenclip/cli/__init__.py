@@ -1,7 +1,7 @@
-"""The command line, `evenclip`: one verb per file.
+"""The `evenclip` command line, one subcommand per file.
 
-A mistake of the user (a value out of range, a file that is not there) is one sentence on stderr and
-exit status 2; runs that failed are a sentence and status 1.
+A user error (a value out of range, a missing file) prints one sentence to stderr and exits with
+status 2. Failed runs print one sentence and exit with status 1.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ app.command()(epsilon.epsilon)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line on `arguments`, by default those of the process, and exit."""
-    atexit.register(
-        gc.freeze
-    )  # at the end Python looks for garbage in all that was imported: a third of a second
+    """Run the command line on `arguments`, by default `sys.argv[1:]`, and exit."""
+    # Skip the final garbage collection, which takes a third of a second after the imports.
+    atexit.register(gc.freeze)
     try:
         app(args=arguments, prog_name="evenclip")
     except (ValueError, TypeError, ImportError, OSError) as mistake:
@@ -42,18 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def version() -> str:
-    """The version of the installed package; "0+unknown" where it runs from a checkout that was
-    never installed.
-    """
+    """Return the installed package's version, or "0+unknown" if it is not installed."""
     try:
         return metadata.version("evenclip")
     except metadata.PackageNotFoundError:
         return "0+unknown"
 
 
-def _print_version(asked: bool) -> None:
-    """Print the version and stop, if it was asked for."""
-    if asked:
+def _print_version(requested: bool) -> None:
+    """Print the version and exit if `--version` was given."""
+    if requested:
         print(f"evenclip {version()}")
         raise typer.Exit
 
@@ -67,4 +64,4 @@ def _evenclip(
         ),
     ] = False,
 ) -> None:
-    """Private training whose cost is shared evenly between groups, with the proof."""
+    """Differentially private training that is fair to every group, with the proof."""

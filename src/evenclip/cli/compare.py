@@ -1,4 +1,4 @@
-"""`evenclip compare`: what privacy costs each group."""
+"""`evenclip compare`: measure what privacy costs each group."""
 
 from __future__ import annotations
 
@@ -35,65 +35,69 @@ def compare(
     data: Annotated[
         str,
         typer.Argument(
-            help="A dataset (see `evenclip data`), or a CSV, TSV, Parquet or Feather file."
+            help="Dataset name (see `evenclip data`), or a CSV, TSV, Parquet or Feather file."
         ),
     ] = "adult",
-    target: Annotated[str | None, typer.Option(help="Column to predict, of a file.")] = None,
+    target: Annotated[str | None, typer.Option(help="Column to predict; for files.")] = None,
     group: Annotated[
         list[str] | None,
-        typer.Option(help="Protected column; given twice or more: their intersection."),
+        typer.Option(help="Protected column; repeat it to compare intersections."),
     ] = None,
     epsilon: Annotated[
-        float | None, typer.Option(help="The same joint ε for every private rule, by PLD.")
+        float | None, typer.Option(help="Joint ε by PLD, the same for every private rule.")
     ] = None,
     delta: Annotated[
-        float | None, typer.Option(help="δ; published, or the largest power of ten below 1/(2n).")
+        float | None,
+        typer.Option(help="δ; default: as published, or the largest 10^-k below 1/(2n)."),
     ] = None,
     seeds: Annotated[int, typer.Option(help="Number of seeds.")] = 5,
     rules: Annotated[
         str | None,
-        typer.Option(help="Comma-separated names, or file.py:Class; all five by default."),
+        typer.Option(help="Comma-separated names or file.py:Class; default: all five."),
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the training data.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Expected batch size B.")] = None,
-    lr: Annotated[float | None, typer.Option(help="One learning rate for all rules.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate of all rules.")] = None,
     model: Annotated[
         str | None, typer.Option(help="mlp, mlp:128,64, linear, cnn, or file.py:function.")
     ] = None,
     match: Annotated[
-        bool, typer.Option("--match", help="The matched protocol on the paper's datasets.")
+        bool, typer.Option("--match", help="Use the matched protocol; for the paper's datasets.")
     ] = False,
     risk: Annotated[
         bool,
         typer.Option(
             "--risk",
-            help="Also what direction and magnitude cost each group; one more run of each rule.",
+            help="Also measure what clipping's direction and magnitude cost each group; "
+            "trains each rule once more.",
         ),
     ] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     tf32: Annotated[
-        bool, typer.Option("--tf32", help="A GPU may round products' operands; quicker.")
+        bool, typer.Option("--tf32", help="Allow TF32 products on a GPU; faster.")
     ] = False,
-    test: Annotated[Path | None, typer.Option(help="A file with the test rows.")] = None,
+    test: Annotated[Path | None, typer.Option(help="File with the test rows.")] = None,
     schema: Annotated[
         Path | None, typer.Option(help="Public ranges and categories; see `evenclip data schema`.")
     ] = None,
     keep: Annotated[
-        list[str] | None, typer.Option(help="Column to keep although it looks useless.")
+        list[str] | None, typer.Option(help="Column to use although it would be dropped.")
     ] = None,
     drop: Annotated[list[str] | None, typer.Option(help="Column to leave out.")] = None,
     exclude_group: Annotated[
         bool, typer.Option("--exclude-group", help="Keep the group out of the features.")
     ] = False,
-    group_bins: Annotated[int | None, typer.Option(help="Bins of a numeric group column.")] = None,
+    group_bins: Annotated[
+        int | None, typer.Option(help="Number of bins for a numeric group column.")
+    ] = None,
     unit: Annotated[
-        str | None, typer.Option(help="Column that names the person; one row each is kept.")
+        str | None, typer.Option(help="Column that identifies people; keeps one row per person.")
     ] = None,
     allow_partial: Annotated[
-        bool, typer.Option("--allow-partial", help="Take an incomplete copy of CelebA.")
+        bool, typer.Option("--allow-partial", help="Accept an incomplete copy of CelebA.")
     ] = False,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Where files of datasets are; EVENCLIP_DATA by default.")
+        Path | None, typer.Option(help="Folder with dataset files; default: $EVENCLIP_DATA.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for results.json and the runs.")] = None,
     workers: Workers = None,
@@ -123,7 +127,7 @@ def compare(
     from evenclip import comparison
     from evenclip.report.live import watching
 
-    who = executor(
+    runner = executor(
         on,
         workers=workers,
         ray_address=ray_address,
@@ -137,7 +141,7 @@ def compare(
     options = _options(test, schema, keep, drop, exclude_group, group_bins, unit, allow_partial)
     columns: Any = group[0] if group and len(group) == 1 else group or None
     with kept(), watching() as show:
-        found = comparison.compare(
+        outcome = comparison.compare(
             data,
             names,
             seeds,
@@ -156,17 +160,17 @@ def compare(
             options=options,
             data_dir=data_dir,
             store=None if out is None else out / "runs",
-            on=who,
+            on=runner,
             show=show,
         )
-    results = found.to_json() | {"command": shlex.join(["evenclip", *sys.argv[1:]])}
+    results = outcome.to_json() | {"command": shlex.join(["evenclip", *sys.argv[1:]])}
     text = json.dumps(results, indent=1)
     if out is not None:
         files.write(out / "results.json", text + "\n")
         write_page(results, out / "report.html")
-    print(text if as_json else found.table())
+    print(text if as_json else outcome.table())
     if out is not None and not as_json:
-        print(f"\n{out / 'report.html'} shows it, {out / 'results.json'} has all of it.")
+        print(f"\nWrote {out / 'report.html'} and {out / 'results.json'}.")
 
 
 def _options(
@@ -179,7 +183,7 @@ def _options(
     unit: str | None,
     allow_partial: bool,
 ) -> dict[str, Any]:
-    """Those that were given."""
+    """Return the data options that were given."""
     if schema is not None:
         from evenclip.data import schema as schemas
 
@@ -195,12 +199,12 @@ def _options(
 
 
 def _writable(folder: Path) -> None:
-    """Find out before training that results cannot be kept."""
+    """Raise before training if results cannot be written to `folder`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(
-            f"{folder} cannot be made ({error.strerror}); choose another --out."
+            f"{folder} cannot be created ({error.strerror}); choose another --out."
         ) from error
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder} cannot be written to; choose another --out.")

@@ -1,6 +1,4 @@
-"""`evenclip data`: the datasets that can be named, which of them are here, and schemas for tables
-of one's own.
-"""
+"""`evenclip data`: list the named datasets, and propose schemas for your own tables."""
 
 from __future__ import annotations
 
@@ -29,17 +27,17 @@ def datasets(
     context: typer.Context,
     data_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder with the files of datasets; by default $EVENCLIP_DATA."),
+        typer.Option(help="Folder with dataset files; default: $EVENCLIP_DATA."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the datasets: rows, groups, licence, whether each is here, and how to get it.
+    """List the datasets: rows, groups, licence, availability, and how to get them.
 
     Example: evenclip data --data-dir ~/datasets
     """
     if context.invoked_subcommand is not None:
         return
-    # Imported here, because it brings torch along and --help should not have to wait for that.
+    # Imported here so that --help does not wait for torch.
     from evenclip.data.catalogue import SOURCES, data_directory
 
     directory = data_directory(data_dir)
@@ -52,16 +50,15 @@ def datasets(
 
 @app.command()
 def schema(
-    file: Annotated[Path, typer.Argument(help="The table: .csv, .tsv, .parquet or .feather.")],
+    file: Annotated[Path, typer.Argument(help="Table: .csv, .tsv, .parquet or .feather.")],
     target: Annotated[
-        str | None, typer.Option(help="The column to be predicted; its values become classes.")
+        str | None, typer.Option(help="Column to predict; its values become classes.")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Write to this file, which must be new; by default print.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="New file to write; default: print.")] = None,
 ) -> None:
-    """Propose a schema for a table: kind, range and categories of each column, to be edited by
-    someone who knows them.
+    """Propose a schema for a table: the kind, range and categories of each column.
+
+    Edit the result: its ranges and values are read from the data.
 
     Example: evenclip data schema loans.csv --target default --out schema.json
     """
@@ -69,9 +66,7 @@ def schema(
     from evenclip.data.table import read
 
     if out is not None and out.exists():
-        raise ValueError(
-            f"--out is {out}, which is already there; remove it, or name another file."
-        )
+        raise ValueError(f"--out is {out}, which already exists; remove it or name another file.")
     frame = read(file)
     proposed = propose(frame)
     if target is not None:
@@ -88,7 +83,7 @@ def schema(
 
 
 def _classes(frame: pd.DataFrame, target: str, entries: dict[str, Any]) -> dict[str, Any]:
-    """The entry of the column that is predicted: classes, also where it holds numbers."""
+    """Return the target column's entry: classes, even if it holds numbers."""
     from evenclip.data.columns import factor
 
     if target not in entries:
@@ -101,7 +96,7 @@ def _classes(frame: pd.DataFrame, target: str, entries: dict[str, Any]) -> dict[
 
 
 def _facts(source: Source, directory: Path | None) -> dict[str, Any]:
-    """Everything there is to print about a dataset, as plain values."""
+    """Return what is printed about a dataset, as plain values."""
     lacks = source.lacks(directory)
     return {
         "name": source.name,
@@ -122,8 +117,8 @@ def _facts(source: Source, directory: Path | None) -> dict[str, Any]:
 
 
 def _text(facts: dict[str, Any]) -> str:
-    """The facts in words, at most 80 columns wide where words allow it."""
-    lines = [line for found in facts["datasets"] for line in [*_paragraph(found), ""]]
+    """Format the facts, at most 80 columns wide unless a word is longer."""
+    lines = [line for dataset in facts["datasets"] for line in [*_paragraph(dataset), ""]]
     directory = facts["data_directory"]
     where = (
         "There is no data directory; name one"
@@ -133,25 +128,25 @@ def _text(facts: dict[str, Any]) -> str:
     return "\n".join(lines + _wrapped(f"{where} with --data-dir or EVENCLIP_DATA.", ""))
 
 
-def _paragraph(found: dict[str, Any]) -> list[str]:
-    """One dataset: name and title, then what is known about it."""
-    here = "yes" if found["files"] else "yes, nothing to download"
+def _paragraph(dataset: dict[str, Any]) -> list[str]:
+    """Format one dataset: name and title, then its facts."""
+    here = "yes" if dataset["files"] else "yes, nothing to download"
     rows = [
-        ("rows", f"{found['rows']:,}"),
-        ("groups", ", ".join(found["groups"])),
-        ("licence", found["licence"]),
-        ("here", here if found["here"] else f"no: {found['lacks']}"),
+        ("rows", f"{dataset['rows']:,}"),
+        ("groups", ", ".join(dataset["groups"])),
+        ("licence", dataset["licence"]),
+        ("here", here if dataset["here"] else f"no: {dataset['lacks']}"),
     ]
-    if not found["here"]:
-        rows.append(("get it", f"from {found['origin']}"))
+    if not dataset["here"]:
+        rows.append(("get it", f"from {dataset['origin']}"))
     return [
-        *_wrapped(f"{found['name']:10}{found['title']}", _INDENT),
+        *_wrapped(f"{dataset['name']:10}{dataset['title']}", _INDENT),
         *(line for label, value in rows for line in _wrapped(f"  {label:8}{value}", _INDENT)),
     ]
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
-    """A text in lines; addresses and names of files are not broken."""
+    """Wrap a text into lines without breaking addresses and file names."""
     return textwrap.wrap(
         text,
         _WIDTH,

@@ -1,4 +1,4 @@
-"""`evenclip epsilon`: the ε of a training run from its noise, or the noise for an ε."""
+"""`evenclip epsilon`: compute the ε of a training run from its noise, or the noise for an ε."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from evenclip import check
 
 __all__ = ["epsilon"]
 
-# The curve goes this many powers of ten to either side of the given δ.
+# The curve extends this many powers of ten to either side of the given δ.
 _DECADES = 3
 
 
 def epsilon(
-    rate: Annotated[
-        float, typer.Option(help="Poisson rate q of the batches, expected batch size ÷ n.")
-    ],
+    rate: Annotated[float, typer.Option(help="Poisson sampling rate q: expected batch size ÷ n.")],
     steps: Annotated[int, typer.Option(help="Number of steps T.")],
     delta: Annotated[float, typer.Option(help="δ, well below 1/n.")],
     sigma: Annotated[
@@ -26,17 +24,17 @@ def epsilon(
         typer.Option(help="Noise multiplier σ of the gradient: standard deviation ÷ sensitivity."),
     ] = None,
     target_epsilon: Annotated[
-        float | None, typer.Option(help="Instead of --sigma: find σ for this ε, by PLD.")
+        float | None, typer.Option(help="Instead of --sigma: compute σ for this ε, by PLD.")
     ] = None,
     sigma_count: Annotated[
         float | None,
-        typer.Option(help="Noise multiplier of a count released on the same batches; held fixed."),
+        typer.Option(help="Fixed noise multiplier of a count released on the same batches."),
     ] = None,
-    with_curve: Annotated[bool, typer.Option("--curve", help="Also ε at other δ.")] = False,
+    with_curve: Annotated[bool, typer.Option("--curve", help="Also print ε at other δ.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print ε from the noise, or with --target-epsilon the noise for an ε."""
-    # Imported here, because it brings torch along and --help should not have to wait for that.
+    """Compute ε from the noise, or with --target-epsilon the noise for an ε."""
+    # Imported here so that --help does not wait for torch.
     from evenclip.mechanism import accounting
 
     check.fraction(**{"--rate": rate})
@@ -63,7 +61,7 @@ def epsilon(
 def _calibrated(
     target: float, sigma_count: float | None, *, delta: float, q: float, steps: int
 ) -> float:
-    """σ for which gradient and count together cost at most the target."""
+    """Return the σ for which gradient and count jointly cost at most the target ε."""
     from evenclip.mechanism import accounting
 
     joint = accounting.scale_for({"joint": 1.0}, epsilon=target, delta=delta, q=q, steps=steps)
@@ -71,9 +69,8 @@ def _calibrated(
         return joint
     if sigma_count <= joint:
         raise ValueError(
-            f"--sigma-count is {sigma_count:g}; the count alone then costs more than ε = "
-            f"{target:g}, "
-            f"whatever σ is: give more than {joint:.4g}."
+            f"--sigma-count is {sigma_count:g}; the count alone costs more than ε = {target:g}. "
+            f"Give more than {joint:.4g}."
         )
     return accounting.gradient_multiplier(joint, sigma_count)
 
@@ -81,7 +78,7 @@ def _calibrated(
 def _facts(
     sigma: float, sigma_count: float | None, *, delta: float, q: float, steps: int, with_curve: bool
 ) -> dict[str, Any]:
-    """Everything there is to print, as plain values."""
+    """Return what is printed, as plain values."""
     from evenclip.mechanism import accounting
     from evenclip.mechanism.release import Entry, Ledger
 
@@ -107,12 +104,12 @@ def _facts(
 
 
 def _text(facts: dict[str, Any]) -> str:
-    """The facts in words, at most 80 columns wide."""
+    """Format the facts, at most 80 columns wide."""
     from evenclip.mechanism.accounting import rounded_up
 
     noise = f"σ = {facts['sigma']:.6g}"
     if facts["sigma_count"] is not None:
-        noise += f", σ_count = {facts['sigma_count']:.6g}; as one, {facts['joint_multiplier']:.6g}"
+        noise += f", σ_count = {facts['sigma_count']:.6g}; joint: {facts['joint_multiplier']:.6g}"
     lines = [
         f"noise    {noise}",
         f"steps    {facts['steps']} on Poisson samples of rate {facts['rate']:.6g}",

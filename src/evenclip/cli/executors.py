@@ -1,4 +1,4 @@
-"""`--on` and what belongs to it: who carries out the runs of a command."""
+"""`--on` and its options: the executor that carries out a command's runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class On(StrEnum):
-    """The executors, by name."""
+    """Names of the executors."""
 
     LOCAL = "local"
     RAY = "ray"
@@ -35,30 +35,35 @@ class On(StrEnum):
 
 _PANEL = "On a cluster"
 
-Workers = Annotated[int | None, typer.Option(help="Processes at a time; one per core by default.")]
+Workers = Annotated[int | None, typer.Option(help="Number of processes; default: one per core.")]
 OnOption = Annotated[
-    On, typer.Option("--on", help="Who carries out the runs.", rich_help_panel=_PANEL)
+    On, typer.Option("--on", help="Where to carry out the runs.", rich_help_panel=_PANEL)
 ]
 RayAddress = Annotated[
     str | None,
-    typer.Option(help="HOST:PORT of a Ray head; RAY_ADDRESS by default.", rich_help_panel=_PANEL),
+    typer.Option(help="HOST:PORT of a Ray head; default: $RAY_ADDRESS.", rich_help_panel=_PANEL),
 ]
 Cpus = Annotated[
-    int | None, typer.Option(help="Processors of a task or job.", rich_help_panel=_PANEL)
+    int | None, typer.Option(help="Processors per task or job.", rich_help_panel=_PANEL)
 ]
 Gpus = Annotated[
-    float | None, typer.Option(help="GPUs of a task or job; Ray takes 0.2.", rich_help_panel=_PANEL)
+    float | None,
+    typer.Option(help="GPUs per task or job; Ray accepts 0.2.", rich_help_panel=_PANEL),
 ]
-Partition = Annotated[str | None, typer.Option(help="Slurm's.", rich_help_panel=_PANEL)]
-Account = Annotated[str | None, typer.Option(help="Slurm's.", rich_help_panel=_PANEL)]
+Partition = Annotated[
+    str | None, typer.Option(help="Slurm partition to submit to.", rich_help_panel=_PANEL)
+]
+Account = Annotated[
+    str | None, typer.Option(help="Slurm account to charge.", rich_help_panel=_PANEL)
+]
 Minutes = Annotated[
-    int | None, typer.Option(help="Until Slurm ends a job; 60 by default.", rich_help_panel=_PANEL)
+    int | None, typer.Option(help="Time limit of a Slurm job; default: 60.", rich_help_panel=_PANEL)
 ]
 Jobs = Annotated[
-    int | None, typer.Option(help="Slurm jobs at a time; 16 by default.", rich_help_panel=_PANEL)
+    int | None, typer.Option(help="Slurm jobs at a time; default: 16.", rich_help_panel=_PANEL)
 ]
 
-# Option -> field, of each executor.
+# For each executor: option -> field.
 _FIELDS: dict[On, dict[str, str]] = {
     On.LOCAL: {"workers": "workers"},
     On.RAY: {"ray_address": "address", "cpus_per_run": "cpus", "gpus_per_run": "gpus"},
@@ -74,22 +79,20 @@ _FIELDS: dict[On, dict[str, str]] = {
 
 
 def executor(on: On, **options: Any) -> Executor:
-    """The executor with the options that were given.
+    """Return the executor with the given options; None values are ignored.
 
     Raises:
-        ValueError: if one of them is another executor's.
+        ValueError: an option belongs to another executor.
     """
     from evenclip.sweep import Local, Ray, Slurm
 
-    known, given = (
-        _FIELDS[on],
-        {name: value for name, value in options.items() if value is not None},
-    )
+    known = _FIELDS[on]
+    given = {name: value for name, value in options.items() if value is not None}
     for name in given:
         if name not in known:
-            theirs = [f"--on {other}" for other, names in _FIELDS.items() if name in names]
+            owners = [f"--on {other}" for other, names in _FIELDS.items() if name in names]
             raise ValueError(
-                f"--{name.replace('_', '-')} is for {' and '.join(theirs)}, and this is --on {on}."
+                f"--{name.replace('_', '-')} is for {' and '.join(owners)}, not for --on {on}."
             )
     kinds: dict[On, type[Executor]] = {On.LOCAL: Local, On.RAY: Ray, On.SLURM: Slurm}
     return kinds[on](**{known[name]: value for name, value in given.items()})

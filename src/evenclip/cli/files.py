@@ -1,4 +1,4 @@
-"""Files that verbs write: whole, or not at all."""
+"""Write output files atomically."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["write"]
 
 
 def write(path: Path, text: str) -> None:
-    """Under another name first, so that nobody ever reads a half."""
+    """Write to a scratch file and rename it, so that readers never see a partial file."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         scratch.write_text(text, encoding="utf-8")

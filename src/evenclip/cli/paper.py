@@ -1,4 +1,4 @@
-"""`evenclip paper`: the paper's tables and figures, made again and put beside what was printed."""
+"""`evenclip paper`: reproduce the paper's tables and figures beside the printed numbers."""
 
 from __future__ import annotations
 
@@ -31,22 +31,20 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(
-    no_args_is_help=True, help="The paper's tables and figures, beside what was printed."
-)
+app = typer.Typer(no_args_is_help=True, help="Reproduce the paper's tables and figures.")
 
-Out = Annotated[Path, typer.Option(help="Folder for tables, figures and the page that shows them.")]
+Out = Annotated[Path, typer.Option(help="Folder for tables, figures and their HTML page.")]
 Seeds = Annotated[int, typer.Option(help="Number of seeds.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Tf32 = Annotated[
     bool,
-    typer.Option("--tf32", help="In tables of the datasets a GPU may round products' operands."),
+    typer.Option("--tf32", help="Allow TF32 products on a GPU; for the dataset tables only."),
 ]
 DataDir = Annotated[
-    Path | None, typer.Option(help="Where files of datasets are; EVENCLIP_DATA by default.")
+    Path | None, typer.Option(help="Folder with dataset files; default: $EVENCLIP_DATA.")
 ]
 Quick = Annotated[
-    bool, typer.Option("--quick", help="One epoch, two seeds, few images: a look, marked so.")
+    bool, typer.Option("--quick", help="One epoch, two seeds, few images; output is marked quick.")
 ]
 
 FOLDER = Path("paper")
@@ -54,7 +52,7 @@ FOLDER = Path("paper")
 
 @app.command("list")
 def list_() -> None:
-    """What can be made, and what is missing for it."""
+    """List the tables and figures, and the data that is missing for them."""
     from evenclip.comparison.presets import SETTINGS
     from evenclip.reproduction import observed
     from evenclip.reproduction.artifacts import MADE
@@ -73,9 +71,8 @@ def list_() -> None:
     for name in DRAWINGS:
         print(f"  {name:<28}an explanatory drawing")
     for figure in FIGURES.values():
-        print(
-            f"  {figure.name:<28}{figure.kind}{'' if missing[figure.dataset] is None else ' (no data)'}"
-        )
+        no_data = "" if missing[figure.dataset] is None else " (no data)"
+        print(f"  {figure.name:<28}{figure.kind}{no_data}")
     for dataset, why in missing.items():
         if why is not None:
             print(f"\n{dataset}: {why}")
@@ -100,11 +97,11 @@ def table(
     slurm_minutes: Minutes = None,
     slurm_jobs: Jobs = None,
 ) -> None:
-    """Train what a table needs, and print it beside the printed numbers."""
+    """Train the runs of a table, and print it beside the published numbers."""
     from evenclip.reproduction.artifacts import Artifacts
     from evenclip.reproduction.training import Training
 
-    who = executor(
+    runner = executor(
         on,
         workers=workers,
         ray_address=ray_address,
@@ -117,9 +114,9 @@ def table(
     )
     artifacts = Artifacts(out)
     with kept():
-        path = _table(artifacts, name, Training(seeds, device, tf32, quick, data_dir, on=who))
+        path = _table(artifacts, name, Training(seeds, device, tf32, quick, data_dir, on=runner))
     print(path.read_text())
-    print(f"{path} has it, {path.with_suffix('.json')} all that it was drawn from.")
+    print(f"Wrote {path} and {path.with_suffix('.json')}.")
 
 
 @app.command()
@@ -141,16 +138,16 @@ def figure(
     published_scale: Annotated[
         bool,
         typer.Option(
-            "--published-scale", help="R_noise without the 1/B² that the paper leaves out."
+            "--published-scale", help="Leave out the factor 1/B² of R_noise, as the paper does."
         ),
     ] = False,
 ) -> None:
-    """Watch the runs that a figure needs, and draw it."""
+    """Train and observe the runs of a figure, and draw it."""
     from evenclip.reproduction.artifacts import Artifacts
     from evenclip.reproduction.drawings import DRAWINGS
     from evenclip.reproduction.figures import FIGURES
 
-    who = executor(
+    runner = executor(
         on,
         workers=workers,
         ray_address=ray_address,
@@ -165,7 +162,13 @@ def figure(
     if name in FIGURES:
         with kept():
             _watch(
-                artifacts, FIGURES[name].dataset, FIGURES[name].match, device, data_dir, who, quick
+                artifacts,
+                FIGURES[name].dataset,
+                FIGURES[name].match,
+                device,
+                data_dir,
+                runner,
+                quick,
             )
     elif name not in DRAWINGS:
         raise ValueError(f"There is no figure {name!r}; `evenclip paper list` has their names.")
@@ -191,16 +194,16 @@ def all_(
     slurm_minutes: Minutes = None,
     slurm_jobs: Jobs = None,
     only: Annotated[
-        str | None, typer.Option(help="Comma-separated datasets; those whose files are there.")
+        str | None, typer.Option(help="Comma-separated datasets; default: all with files.")
     ] = None,
 ) -> None:
-    """Every table and figure whose data is there; what was made before is not made again."""
+    """Make every table and figure whose data is available; finished runs are not repeated."""
     from evenclip.comparison.presets import SETTINGS
     from evenclip.reproduction import observed
     from evenclip.reproduction.artifacts import MADE, Artifacts
     from evenclip.reproduction.training import Training
 
-    who = executor(
+    runner = executor(
         on,
         workers=workers,
         ray_address=ray_address,
@@ -211,8 +214,8 @@ def all_(
         slurm_minutes=slurm_minutes,
         slurm_jobs=slurm_jobs,
     )
-    how = Training(seeds, device, tf32, quick, data_dir, on=who)
-    artifacts, left = Artifacts(out), []
+    how = Training(seeds, device, tf32, quick, data_dir, on=runner)
+    artifacts, left_out = Artifacts(out), []
     chosen = (
         list(SETTINGS)
         if only is None
@@ -228,25 +231,25 @@ def all_(
                 continue
             why = observed.lacks(dataset, data_dir)
             if why is not None:
-                left.append(f"{dataset} is left out: {why}")
+                left_out.append(f"{dataset} is left out: {why}")
                 continue
             for match in (False, True):
                 name = f"{dataset}-matched" if match else dataset
                 print(_table(artifacts, name, how))
-                _watch(artifacts, dataset, match, device, data_dir, who, quick)
+                _watch(artifacts, dataset, match, device, data_dir, runner, quick)
             for name, made in MADE.items():
                 if made.DATASETS[-1] == dataset and set(made.DATASETS) <= set(chosen):
                     print(_table(artifacts, name, replace(how, tf32=False)))
     for path in artifacts.redraw():
         if path.suffix in (".svg", ".html"):
             print(path)
-    for sentence in left:
+    for sentence in left_out:
         print(sentence)
 
 
 @app.command()
 def redraw(out: Out = FOLDER) -> None:
-    """Draw everything again from what is kept, without training."""
+    """Redraw everything from the kept records, without training."""
     from evenclip.reproduction.artifacts import Artifacts
 
     if not out.is_dir():
@@ -258,7 +261,7 @@ def redraw(out: Out = FOLDER) -> None:
 
 
 def _table(artifacts: Artifacts, name: str, how: Training) -> Path:
-    """Train, keep and draw a table."""
+    """Train, store and draw a table; return its path."""
     from evenclip.report.live import watching
     from evenclip.reproduction import tables
     from evenclip.reproduction.artifacts import MADE
@@ -287,7 +290,7 @@ def _watch(
     on: Executor,
     quick: bool,
 ) -> None:
-    """The runs of a dataset watched, but for those that were."""
+    """Observe the runs of a dataset that have not been observed yet."""
     from evenclip.reproduction import observed
 
     plan = observed.plan(
@@ -297,5 +300,5 @@ def _watch(
         device=device,
         reference_lr=artifacts.reference_lr(dataset) if match else None,
     )
-    for given, _ in observed.carry_out(plan, artifacts.watched, data_dir=data_dir, on=on):
-        print(f"  watched {given.name}", file=sys.stderr)
+    for given, _ in observed.carry_out(plan, artifacts.observed, data_dir=data_dir, on=on):
+        print(f"  observed {given.name}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`evenclip predict`: what a model says about new rows."""
+"""`evenclip predict`: predict the classes of new rows with a trained model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["predict"]
 
 
 def predict(
-    model: Annotated[Path, typer.Argument(help="The folder that `evenclip train --out` wrote.")],
+    model: Annotated[Path, typer.Argument(help="Folder that `evenclip train --out` wrote.")],
     file: Annotated[Path, typer.Argument(help="Raw rows: .csv, .tsv, .parquet or .feather.")],
     keep: Annotated[
         list[str] | None, typer.Option(help="Column of the rows to copy into the predictions.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="File for the predictions, as CSV; printed by default.")
+        Path | None, typer.Option(help="CSV file for the predictions; default: print.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="JSON instead of CSV, one object per row.")
+        bool, typer.Option("--json", help="Write JSON instead of CSV, one object per row.")
     ] = False,
 ) -> None:
     """Predict the class of every row of a file, with probabilities, in the order of the file.
@@ -38,18 +38,18 @@ def predict(
     from evenclip import export
     from evenclip.data.table import read
 
-    shipped = export.load(model)
-    rows = read(file, text=shipped.encoder.texts)
+    predictor = export.load(model)
+    rows = read(file, text=predictor.encoder.texts)
     absent = [name for name in keep or () if name not in rows.columns]
     if absent:
-        raise ValueError(f"--keep is {absent[0]!r} and {file} has no such column; leave it out.")
+        raise ValueError(f"--keep is {absent[0]!r}, but {file} has no such column; leave it out.")
     if out is not None and out.exists() and out.samefile(file):
-        raise ValueError(f"--out is {out}, the file with the rows; give another one.")
-    found = _numbered(rows, shipped.predict(rows), keep or [])
+        raise ValueError(f"--out is {out}, the input file; give another file.")
+    predictions = _numbered(rows, predictor.predict(rows), keep or [])
     text = (
-        found.to_json(orient="records", force_ascii=False, indent=1) + "\n"
+        predictions.to_json(orient="records", force_ascii=False, indent=1) + "\n"
         if as_json
-        else found.to_csv(index=False)
+        else predictions.to_csv(index=False)
     )
     if out is None:
         sys.stdout.write(text)
@@ -58,9 +58,9 @@ def predict(
 
 
 def _numbered(rows: pd.DataFrame, predictions: pd.DataFrame, keep: list[str]) -> pd.DataFrame:
-    """The predictions with what tells the rows apart in front."""
+    """Put the row number and the kept columns before the predictions."""
     first = rows.columns[0]
-    if str(first).startswith("Unnamed: "):  # as pandas calls a column without a name
+    if str(first).startswith("Unnamed: "):  # pandas' name for an unnamed column
         predictions.insert(0, "row", rows[first].to_numpy())
     else:
         predictions.insert(0, "row", range(1, len(rows) + 1))

@@ -1,4 +1,4 @@
-"""`evenclip report`: the page of a comparison, drawn again from its results."""
+"""`evenclip report`: redraw the HTML page of a comparison from its results."""
 
 from __future__ import annotations
 
@@ -16,22 +16,20 @@ __all__ = ["report", "write_page"]
 
 def report(
     folder: Annotated[
-        Path, typer.Argument(help="What `evenclip compare --out` made, or a results.json.")
+        Path, typer.Argument(help="Folder that `evenclip compare --out` wrote, or a results.json.")
     ],
     out: Annotated[
-        Path | None, typer.Option(help="File to write; report.html beside the results by default.")
+        Path | None, typer.Option(help="File to write; default: report.html beside the results.")
     ] = None,
 ) -> None:
-    """Write report.html: the answer, the table, pictures, the privacy statement; one file that
-    needs no other.
-    """
+    """Write report.html, a self-contained page with answer, table, charts and privacy statement."""
     results = folder / "results.json" if folder.is_dir() else folder
     try:
         text = results.read_text(encoding="utf-8")
     except OSError as error:
         raise FileNotFoundError(
             f"{results} cannot be read ({error.strerror}); give the folder that `evenclip compare "
-            "--out` made."
+            "--out` wrote."
         ) from error
     path = results.with_name("report.html") if out is None else out
     write_page(_parsed(text, results), path)
@@ -39,22 +37,22 @@ def report(
 
 
 def write_page(results: Mapping[str, Any], path: Path) -> None:
-    """Write the page of these results into a file."""
+    """Write the page of `results` to `path`."""
     from evenclip.report.page import page
 
     files.write(path, page(results))
 
 
 def _parsed(text: str, source: Path) -> dict[str, Any]:
-    """The results in a file's text."""
+    """Parse the text of a results file."""
     try:
-        found = json.loads(text)
+        results = json.loads(text)
     except ValueError as error:
         raise ValueError(
             f"{source} is not JSON ({error}); make it again with `evenclip compare --out`."
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(results, dict):
         raise ValueError(
-            f"{source} has no results in it; give the folder that `evenclip compare --out` made."
+            f"{source} contains no results; give the folder that `evenclip compare --out` wrote."
         )
-    return found
+    return results

@@ -1,4 +1,4 @@
-"""What stops a command that trains, in a sentence; what was finished stays."""
+"""Turn interruptions and failed runs into one sentence and an exit status."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["kept"]
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Where runs are carried out: an interruption is status 130, a run that failed status 1."""
+    """Exit with status 130 on an interruption and 1 on failed runs; finished runs are kept."""
     from evenclip.sweep import RunsError
 
     try:
         yield
     except KeyboardInterrupt as interrupted:
         print(
-            "evenclip: interrupted; what was finished is kept, and the same command goes on.",
+            "evenclip: interrupted; finished runs are kept. Run the same command to continue.",
             file=sys.stderr,
         )
         raise typer.Exit(130) from interrupted

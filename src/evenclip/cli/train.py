@@ -1,4 +1,4 @@
-"""`evenclip train`: a private model of a table, to give away."""
+"""`evenclip train`: train a private model on a table and write it to a folder."""
 
 from __future__ import annotations
 
@@ -20,59 +20,60 @@ __all__ = ["train"]
 
 
 def train(
-    file: Annotated[Path, typer.Argument(help="The table: .csv, .tsv, .parquet or .feather.")],
+    file: Annotated[Path, typer.Argument(help="Table: .csv, .tsv, .parquet or .feather.")],
     target: Annotated[str, typer.Option(help="Column to predict.")],
     group: Annotated[
-        list[str], typer.Option(help="Protected column; given twice or more: their intersection.")
+        list[str], typer.Option(help="Protected column; repeat it to compare intersections.")
     ],
     rule: Annotated[
-        str, typer.Option(help="How gradients are clipped: a rule's name, or file.py:Class.")
-    ] = ("dpsgd-global-adapt"),
+        str, typer.Option(help="Clipping rule: its name, or file.py:Class.")
+    ] = "dpsgd-global-adapt",
     epsilon: Annotated[float, typer.Option(help="ε of the whole training, by PLD.")] = 3.0,
     delta: Annotated[
-        float | None, typer.Option(help="δ; by default the largest power of ten below 1/(2n).")
+        float | None, typer.Option(help="δ; default: the largest 10^-k below 1/(2n).")
     ] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the training rows.")] = 20,
     batch_size: Annotated[
-        int | None, typer.Option(help="Expected batch size B; 256 by default.")
+        int | None, typer.Option(help="Expected batch size B; default: 256.")
     ] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate η; by default η·S = 0.1.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate η; default: η·S = 0.1.")] = None,
     model: Annotated[
         str, typer.Option(help="mlp, mlp:128,64, linear or sigmoid-then-softmax.")
     ] = "mlp",
-    test: Annotated[Path | None, typer.Option(help="A file with the test rows.")] = None,
+    test: Annotated[Path | None, typer.Option(help="File with the test rows.")] = None,
     schema: Annotated[
         Path | None, typer.Option(help="Public ranges and categories; see `evenclip data schema`.")
     ] = None,
     keep: Annotated[
-        list[str] | None, typer.Option(help="Column to keep although it looks useless.")
+        list[str] | None, typer.Option(help="Column to use although it would be dropped.")
     ] = None,
     drop: Annotated[list[str] | None, typer.Option(help="Column to leave out.")] = None,
     exclude_group: Annotated[
         bool, typer.Option("--exclude-group", help="Keep the group out of the features.")
     ] = False,
-    group_bins: Annotated[int | None, typer.Option(help="Bins of a numeric group column.")] = None,
+    group_bins: Annotated[
+        int | None, typer.Option(help="Number of bins for a numeric group column.")
+    ] = None,
     unit: Annotated[
-        str | None, typer.Option(help="Column that names the person; one row each is kept.")
+        str | None, typer.Option(help="Column that identifies people; keeps one row per person.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for the model.")] = Path("model"),
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace the model that is there.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing model.")] = False,
     seed: Annotated[
         int | None,
-        typer.Option(help="Reproducible noise, for tests: whoever knows the seed can subtract it."),
+        typer.Option(help="For tests only: anyone who knows the seed can subtract the noise."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Train a differentially private model on a table and write it with its encoder, privacy report
-    and model card.
+    """Train a differentially private model on a table.
+
+    The output folder also holds the encoder, the privacy report and a model card.
 
     Example: evenclip train people.csv --target hired --group sex --epsilon 3 --out model/
     """
     check.positive(**{"--epsilon": epsilon})
-    # Imported here, because it brings torch along and --help should not have to wait for that.
+    # Imported here so that --help does not wait for torch.
     from evenclip import export
 
     export.check_place(out, force)
@@ -110,7 +111,7 @@ def train(
 
 
 def _facts(trained: Trained, out: Path) -> dict[str, Any]:
-    """What there is to print, as plain values."""
+    """Return what is printed, as plain values."""
     report = trained.privacy
     names = (
         "method",
@@ -136,12 +137,12 @@ def _facts(trained: Trained, out: Path) -> dict[str, Any]:
 
 
 def _text(trained: Trained, out: Path) -> str:
-    """The same in words."""
+    """Format the facts, at most 80 columns wide."""
     from evenclip.mechanism.accounting import rounded_up
 
     report, small = trained.privacy, trained.tabled.small
     seed = (
-        "given: whoever knows it can subtract the noise"
+        "given: anyone who knows it can subtract the noise"
         if trained.result.settings.seed is not None
         else "not kept"
     )
@@ -149,8 +150,7 @@ def _text(trained: Trained, out: Path) -> str:
         f"model    {out}: {trained.model['name']}, {report['method']} ({report['soundness']}), "
         f"{report['n']} rows",
         f"ε        {rounded_up(report['epsilon'])} by PLD, {rounded_up(report['epsilon_rdp'])} by "
-        "RDP, "
-        f"at δ = {report['delta']:g}",
+        f"RDP, at δ = {report['delta']:g}",
         f"unit     {report['unit']}",
         f"seed     {seed}",
         "accuracy of test rows (not differentially private)",
@@ -175,5 +175,5 @@ def _text(trained: Trained, out: Path) -> str:
 
 
 def _indent(line: str) -> str:
-    """Of what goes on from this line: below its text."""
+    """Return the indent of continuation lines: below the text of `line`."""
     return " " * (9 if line[:1].isalpha() and line[8:9] == " " else 4)

@@ -1,10 +1,9 @@
-"""A private model to give away: trained on a table, with its encoder, its privacy report and a
-model card.
+"""Train a private model on a table, and export it with encoder, privacy report and model card.
 
     export.save(export.train("people.csv", target="hired", group="sex", epsilon=3.0), "model")
     export.load("model").predict(new_rows)
 
-The noise comes from the operating system's entropy and is not kept, unless a seed is given.
+Unless a seed is given, the noise comes from the operating system's entropy and is not kept.
 """
 
 from evenclip.export.folder import check_place, load, save

@@ -1,4 +1,4 @@
-"""The model card: what the model is for, its privacy, its accuracy by group, how to use it."""
+"""The model card: purpose, privacy, accuracy by group, and use of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["card"]
 
 
 def card(trained: Trained) -> str:
-    """The model card."""
+    """Return the model card, as Markdown."""
     encoder, report, tabled = trained.tabled.encoder, trained.privacy, trained.tabled
     columns = ", ".join(f"`{column.column}`" for column in encoder.columns)
     small = (
@@ -27,25 +27,25 @@ def card(trained: Trained) -> str:
     fitted = any(access.startswith("the encoder") for access in tabled.uncovered)
     encoded = (
         "It holds means, deviations and categories of the training rows, without noise: ε does "
-        "not cover them. Train "
-        "with a schema of public ranges and categories to have none in it."
+        "not cover them. To avoid that, train with a schema of public ranges and categories."
         if fitted
         else "Its ranges and categories are those of a public schema."
     )
     if not fitted and any("found in the data" in access for access in tabled.uncovered):
-        encoded += " The names of classes or groups in it were found in the data."
+        encoded += " Its names of classes or groups were read from the data."
     listed = "\n".join(rows)
-    return f"""# A private model for `{encoder.target.column}`
+    target, model = encoder.target.column, trained.model
+    options = json.dumps(model["options"])
+    return f"""# A private model for `{target}`
 
-Predicts `{encoder.target.column}` ({", ".join(encoder.classes)}) from {len(encoder.columns)} columns of a table:
-{columns}. A {trained.model["name"]} with the options {json.dumps(trained.model["options"])}, trained on {report["n"]}
-rows.
+Predicts `{target}` ({", ".join(encoder.classes)}) from {len(encoder.columns)} columns of a table:
+{columns}. A {model["name"]} with the options {options}, trained on {report["n"]} rows.
 
 ## Privacy
 
 {statement.paragraph(report, width=119)}
 
-`privacy.json` has every constant. `encoder.json` says how raw rows become features. {encoded}
+`privacy.json` has every constant. `encoder.json` defines how raw rows become features. {encoded}
 
 ## Accuracy on {sum(trained.support.values())} test rows
 
@@ -53,13 +53,13 @@ rows.
 |---|---|---|
 {listed}{small}
 
-These figures are not differentially private: they were computed on the test rows without noise, which were not used for
-training. Leave them out where the test rows need protection too.
+These figures are not differentially private: they were computed without noise on the test rows,
+which were not used for training. Leave them out if the test rows need protection too.
 
 ## Use
 
     evenclip predict MODEL_FOLDER rows.csv
 
-or, in Python, `evenclip.export.load("MODEL_FOLDER").predict(frame)`. Rows are given as they are, with the columns
-above; values may be missing, and categories that were not seen in training are taken for others.
+or, in Python, `evenclip.export.load("MODEL_FOLDER").predict(frame)`. Rows are raw rows with the
+columns above. Values may be missing, and categories not seen in training count as "other".
 """

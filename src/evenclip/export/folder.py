@@ -1,13 +1,14 @@
-"""The folder of a model to give away.
+"""The folder of an exported model.
 
     model/
-        model.safetensors   the parameters; differentially private
-        model.json          the architecture, by name: nothing is unpickled
-        encoder.json        from raw rows to features; read from the training rows without noise, unless by a schema
-        privacy.json        the privacy report
-        README.md           the model card
+        model.safetensors   parameters; differentially private
+        model.json          architecture, by name: nothing is unpickled
+        encoder.json        how raw rows become features
+        privacy.json        privacy report
+        README.md           model card
 
-The folder is written beside its place and moved there when it is complete.
+Without a schema, encoder.json is fitted on the training rows without noise. The folder is written
+under another name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -36,21 +37,19 @@ FILES = ("model.safetensors", "model.json", "encoder.json", "privacy.json", "REA
 
 
 def check_place(folder: str | os.PathLike[str], force: bool = False) -> Path:
-    """Raise unless a model can be written there; better before training than after.
+    """Raise unless a model can be written to `folder`; call it before training.
 
     Raises:
-        ValueError: something is there already, and is no model to be replaced.
-        OSError: nothing can be written there.
+        ValueError: the folder exists and is neither empty nor a model to replace.
+        OSError: the folder cannot be written.
     """
     place = Path(folder).absolute()
     if place.exists() and not place.is_dir():
-        raise ValueError(f"{folder} is a file; give a folder that is not there yet.")
+        raise ValueError(f"{folder} is a file; give a new folder.")
     if place.is_dir() and any(place.iterdir()):
-        ours = all((place / name).is_file() for name in FILES[:4])
-        if not ours:
-            raise ValueError(
-                f"{folder} holds other things than a model; give a folder that is not there yet."
-            )
+        is_model = all((place / name).is_file() for name in FILES[:4])
+        if not is_model:
+            raise ValueError(f"{folder} is not empty and holds no model; give a new folder.")
         if not force:
             raise ValueError(
                 f"{folder} already holds a model; give another folder, or --force to replace it."
@@ -59,7 +58,7 @@ def check_place(folder: str | os.PathLike[str], force: bool = False) -> Path:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(
-            f"{place.parent} cannot be made ({error.strerror}); choose another folder."
+            f"{place.parent} cannot be created ({error.strerror}); choose another folder."
         ) from error
     if not os.access(place.parent, os.W_OK):
         raise PermissionError(f"{place.parent} cannot be written to; choose another folder.")
@@ -67,16 +66,16 @@ def check_place(folder: str | os.PathLike[str], force: bool = False) -> Path:
 
 
 def save(trained: Trained, folder: str | os.PathLike[str], *, force: bool = False) -> Path:
-    """Write a model to give away; whole, or not at all.
+    """Write a model to a folder, atomically.
 
     Args:
-        trained: what `train` returned. Its table and traces are not written.
-        folder: where to; it must not be there, or be empty.
-        force: whether to replace a model that is there.
+        trained: result of `train`. Its table and traces are not written.
+        folder: a new or empty folder.
+        force: whether to replace an existing model.
 
     Raises:
-        ValueError: something is there already.
-        OSError: nothing can be written there.
+        ValueError: the folder is not empty.
+        OSError: the folder cannot be written.
     """
     place = check_place(folder, force)
     scratch = place.with_name(f".{place.name}.writing-{os.getpid()}")
@@ -92,7 +91,7 @@ def save(trained: Trained, folder: str | os.PathLike[str], *, force: bool = Fals
 
 
 def _contents(trained: Trained) -> dict[str, bytes]:
-    """The files."""
+    """Return the contents of the files by name."""
     from safetensors.torch import save as packed
 
     parameters = {
@@ -112,7 +111,7 @@ def _json(value: Mapping[str, Any]) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write and wait until it is on the disk."""
+    """Write a file and flush it to the disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -120,7 +119,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _move(scratch: Path, place: Path) -> None:
-    """Put the finished folder in its place; what was there goes last."""
+    """Rename the finished folder to its place, then remove the old one."""
     old = place.with_name(f".{place.name}.replaced-{os.getpid()}")
     if place.exists():
         os.replace(place, old)
@@ -134,24 +133,24 @@ def _move(scratch: Path, place: Path) -> None:
 
 
 def load(folder: str | os.PathLike[str]) -> Predictor:
-    """The model in a folder that `save` wrote; no code and no pickle is run.
+    """Load a model from a folder that `save` wrote; runs no code and no pickle.
 
     Raises:
-        FileNotFoundError: there is no model.
-        ValueError: its files do not belong together, or were written by another version.
+        FileNotFoundError: the folder holds no model.
+        ValueError: the files do not belong together, or were written by another version.
     """
     place = Path(folder)
     absent = [name for name in FILES[:4] if not (place / name).is_file()]
     if absent:
         raise FileNotFoundError(
-            f"{folder} holds no model ({absent[0]} is not there); give the folder that `evenclip "
+            f"{folder} holds no model ({absent[0]} is missing); give the folder that `evenclip "
             "train --out` wrote."
         )
     described, encoded, report = (_read(place / name) for name in FILES[1:4])
     if described.get("evenclip_model") != FORMAT or described.get("name") not in models.TABULAR:
         raise ValueError(
             f"{place / 'model.json'} describes the model {described.get('name')!r} in format "
-            f"{described.get('evenclip_model')!r}; this version of evenclip knows "
+            f"{described.get('evenclip_model')!r}; this version of evenclip reads "
             f"{', '.join(models.TABULAR)} in format {FORMAT}."
         )
     try:
@@ -164,26 +163,26 @@ def load(folder: str | os.PathLike[str]) -> Predictor:
             )
         model.load_state_dict(_parameters(place / FILES[0]))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        said = " ".join(str(error).split()).rstrip(".")
+        reason = " ".join(str(error).split()).rstrip(".")
         raise ValueError(
-            f"The files in {folder} do not belong together ({said}); train the model again."
+            f"The files in {folder} do not belong together ({reason}); train the model again."
         ) from error
     return Predictor(model, encoder, report)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON file."""
+    """Read a JSON file that holds an object."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); train the model again.") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged (no JSON object); train the model again.")
-    return found
+    return content
 
 
 def _parameters(path: Path) -> dict[str, Tensor]:
-    """The parameters in a file."""
+    """Read the parameters from a file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

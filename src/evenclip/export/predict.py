@@ -1,4 +1,4 @@
-"""Predictions of a trained model on raw rows."""
+"""Predict the classes of raw rows with a trained model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Predictor"]
 
-CHUNK = 2**16  # rows that are encoded at a time
+CHUNK = 2**16  # rows encoded at a time
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Predictor:
     """A model that predicts on raw rows.
 
     Attributes:
-        model: gives scores for features.
-        encoder: gives features for raw rows.
+        model: maps features to scores.
+        encoder: maps raw rows to features.
         privacy: the privacy report.
     """
 
@@ -33,29 +33,28 @@ class Predictor:
     privacy: dict[str, Any]
 
     def predict(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The class and the probability of every class for these raw rows, in their order and with
-        their index.
+        """Return the predicted class and the probability of every class, with the frame's index.
 
-        Target and group are not needed, other columns are ignored, unknown categories are handled
-        by the encoder.
+        Target and group columns are not needed, other columns are ignored, and the encoder handles
+        unknown categories.
 
         Raises:
-            ValueError: a column that the model was trained with is not there.
+            ValueError: a column that the model was trained with is missing.
         """
         import pandas as pd
 
-        parts = [
+        chunks = [
             self._probabilities(frame.iloc[start : start + CHUNK])
             for start in range(0, max(len(frame), 1), CHUNK)
         ]
-        probability = torch.cat(parts)  # [row, class]
+        probability = torch.cat(chunks)  # [row, class]
         classes = self.encoder.classes
-        found = pd.DataFrame(
+        predictions = pd.DataFrame(
             {"prediction": [classes[code] for code in probability.argmax(1).tolist()]}, dtype=object
         )
         for code, name in enumerate(classes):
-            found[f"P({name})"] = probability[:, code].numpy()
-        return found.set_axis(frame.index, axis=0)
+            predictions[f"P({name})"] = probability[:, code].numpy()
+        return predictions.set_axis(frame.index, axis=0)
 
     def _probabilities(self, frame: pd.DataFrame) -> Tensor:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A private model trained on a table, and all that is known about it."""
+"""Train a private model on a table."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ BATCH_SIZE = 256
 
 @dataclass(frozen=True)
 class Trained:
-    """A model that was trained on a table, and all that is known about it.
+    """A model trained on a table, with its privacy report and test accuracy.
 
     Attributes:
-        model: the description that it can be made from again: name and options.
-        result: what `fit` returned.
+        model: name and options, from which the model can be created again.
+        result: result of `fit`.
         tabled: the table it was trained on. Private.
-        privacy: the privacy report, with the accesses that preparing the table made.
-        accuracy: of each group's test rows, in percent; None for a group without any. Not
+        privacy: the privacy report, including the data accesses of preparing the table.
+        accuracy: of each group's test rows, in percent; None for a group without test rows. Not
             differentially private.
         support: number of each group's test rows. Not differentially private.
     """
@@ -55,8 +55,7 @@ def train(
     progress: bool | None = None,
     **settings: Any,
 ) -> Trained:
-    """Train a model on a table's training rows, with the noise that makes it (ε, δ)-differentially
-    private.
+    """Train an (ε, δ)-differentially private model on a table's training rows.
 
     Guarantee: the joint ε of all releases, by PLD, is at most `epsilon`.
 
@@ -67,16 +66,15 @@ def train(
         epsilon: ε.
         rule: a rule or its name. By name it has C0 = 1 and Z = 10.
         model: "mlp", "mlp:128,64", "linear" or "sigmoid-then-softmax".
-        progress: whether to show progress; on a terminal unless given.
+        progress: whether to show progress; default: only on a terminal.
         **settings: delta, epochs, batch_size, lr, seed and device as in `TrainConfig`, and the
-            options of `evenclip.data.table.TableOptions`. Unless given: 20 epochs; B = 256, or n
-            where there are fewer training rows; the learning rate that makes the largest expected
-            step η·E[S] = 0.1; the operating system's seed (the split and the model's start are then
-            those of seed 0).
+            options of `evenclip.data.table.TableOptions`. Defaults: 20 epochs; B = 256, or n if
+            there are fewer training rows; the learning rate for which the largest expected step is
+            η·E[S] = 0.1; the operating system's seed (with the split and the initialisation of
+            seed 0).
 
     Raises:
-        ValueError: for anything that cannot be trained privately as given; the message says what to
-            do.
+        ValueError: the settings do not allow private training; the message says what to do.
     """
     check.positive(epsilon=epsilon)
     lr, size = settings.pop("lr", None), settings.pop("batch_size", None)
@@ -108,43 +106,41 @@ def train(
     result = fit_config(start, data, config, Session(progress=progress))
     result = dataclasses.replace(result, model=result.model.cpu().eval())
     test = tabled.splits.test
-    found = metrics.by_group(metrics.scores(result.model, test), test.y, test.group, test.K)
-    accuracy = dict(zip(test.group_names, found["accuracy"], strict=True))
+    by_group = metrics.by_group(metrics.scores(result.model, test), test.y, test.group, test.K)
+    accuracy = dict(zip(test.group_names, by_group["accuracy"], strict=True))
     support = {
-        name: int(n or 0) for name, n in zip(test.group_names, found["support"], strict=True)
+        name: int(n or 0) for name, n in zip(test.group_names, by_group["support"], strict=True)
     }
     return Trained(described, result, tabled, _report(result, tabled, epsilon), accuracy, support)
 
 
 def _described(model: str) -> dict[str, Any]:
-    """The model by name and options, if it is one that can be loaded without anybody's code."""
-    found = describe_model(model)
-    if found.get("name") not in models.TABULAR:
+    """Return name and options of a model that can be loaded without custom code."""
+    described = describe_model(model)
+    if described.get("name") not in models.TABULAR:
         raise ValueError(
-            f"The model is {model!r}; one that is given away must be known by name and take the "
-            "columns of a table: "
-            "choose mlp, mlp:WIDTH,WIDTH, linear or sigmoid-then-softmax."
+            f"The model is {model!r}, which cannot be exported; choose mlp, mlp:WIDTH,WIDTH, "
+            "linear or sigmoid-then-softmax."
         )
-    return {"name": found["name"], "options": dict(found["options"])}
+    return {"name": described["name"], "options": dict(described["options"])}
 
 
 def _rule(rule: Rule | str, groups: int) -> Rule:
-    """The rule with the defaults for tables; refused where it has no ε."""
+    """Return the rule with the defaults for tables; raise if it has no ε."""
     if isinstance(rule, str):
         named = named_rule(rule)
-        found = (
+        chosen = (
             protocol.for_table(groups).only([named]).methods[0].rule
             if isinstance(named, str)
             else named
         )
     else:
-        found = rule
-    if found.soundness == NO_EPSILON or found.sigma == 0:
+        chosen = rule
+    if chosen.soundness == NO_EPSILON or chosen.sigma == 0:
         raise ValueError(
-            f"{found.name} has no valid ε, so no private model comes out of it; choose another "
-            "rule."
+            f"{chosen.name} has no valid ε and cannot train a private model; choose another rule."
         )
-    return found
+    return chosen
 
 
 def _batch_size(given: int | None, n: int) -> int:
@@ -153,18 +149,15 @@ def _batch_size(given: int | None, n: int) -> int:
     check.natural(batch_size=given)
     if given > n:
         raise ValueError(
-            f"batch_size is {given} and there are {n} training rows; choose at most {n}."
+            f"batch_size is {given}, but there are {n} training rows; choose at most {n}."
         )
     return int(given)
 
 
 def _report(result: Result, tabled: Tabled, target: float) -> dict[str, Any]:
-    """The privacy report of the run, with what preparing the table adds to it."""
-    counts = (
-        "empty_batches",
-        "non_finite_samples",
-        "clamped_weights",
-    )  # of private data, without noise
+    """Return the privacy report of the run, including the preparation of the table."""
+    # Counts of private data without noise are left out.
+    counts = ("empty_batches", "non_finite_samples", "clamped_weights")
     report = {name: value for name, value in result.privacy.items() if name not in counts}
     added: dict[str, Any] = {
         "target_epsilon": float(target),
@@ -172,6 +165,6 @@ def _report(result: Result, tabled: Tabled, target: float) -> dict[str, Any]:
     }
     if tabled.unit is not None:
         added["unit"] = (
-            f"one person, as the column {tabled.unit!r} tells them apart: one row of each was kept"
+            f"one person, identified by the column {tabled.unit!r}; one row per person was kept"
         )
     return report | added

@@ -1,3 +1,1 @@
-"""Results for people to read: tables for the terminal, progress, a page. Knows no paper and trains
-nothing.
-"""
+"""Human-readable results: tables for the terminal, progress display, and an HTML page."""

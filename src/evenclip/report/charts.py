@@ -1,9 +1,8 @@
-"""Pictures of a page: SVG as text, a few kB each, drawn by the page's own styles, so that they
-follow light and dark.
+"""Charts of the HTML page: SVG as text, a few kB each.
 
-Whatever tells two things apart does so twice: groups by colour and by marker or dashes. Every
-picture has a title and a description for who does not see it; its numbers are in the page's tables
-or in results.json.
+The page's styles draw them, so that they follow its light and dark themes. Groups differ both in
+colour and in marker or dashes. Every chart has a title and a description for screen readers; its
+numbers are in the page's tables or in results.json.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from typing import NamedTuple
 __all__ = ["MOST_GROUPS", "Course", "Dot", "courses", "dots", "legend"]
 
 MOST_GROUPS = 10
-"""Groups that can be told apart."""
+"""Maximum number of groups with distinct styles."""
 
 _WIDTH = 720.0
 _DASHES = ("", "7 3", "2 2", "7 3 2 3", "10 3", "4 2 1 2", "1 3", "12 3 2 3", "5 5", "3 1")
 
 
 class Dot(NamedTuple):
-    """A mean with its interval; None: there is none."""
+    """A mean with its interval; None if unknown."""
 
     mean: float | None
     low: float | None
@@ -31,11 +30,11 @@ class Dot(NamedTuple):
 
 
 class Course(NamedTuple):
-    """How something went, epoch by epoch.
+    """Values by epoch, drawn as one panel.
 
     Attributes:
-        title: of its panel.
-        lines: of each group or whatever is drawn.  # [line][epoch]
+        title: title of the panel.
+        lines: one line per group or other quantity.  # [line][epoch]
     """
 
     title: str
@@ -43,7 +42,7 @@ class Course(NamedTuple):
 
 
 def dots(title: str, describes: str, unit: str, rows: Sequence[tuple[str, Sequence[Dot]]]) -> str:
-    """Means and intervals side by side: one row for each rule, one marker for each group."""
+    """Draw means and intervals: one row per rule, one marker per group."""
     shown = [v for _, row in rows for dot in row for v in dot if v is not None and math.isfinite(v)]
     if not shown:
         return ""
@@ -54,44 +53,43 @@ def dots(title: str, describes: str, unit: str, rows: Sequence[tuple[str, Sequen
     def x(value: float) -> float:
         return left + (value - low) / (high - low) * (_WIDTH - left - right)
 
-    parts = [
+    elements = [
         f'<line class="grid" x1="{x(t):.1f}" x2="{x(t):.1f}" y1="{top}" y2="{height - 40:.1f}"/>'
         for t in ticks
     ]
     if low < 0 < high:
-        parts.append(
+        elements.append(
             f'<line class="zero" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{top}" '
             f'y2="{height - 40:.1f}"/>'
         )
     for i, (name, row) in enumerate(rows):
         middle = top + each * (i + 0.5)
-        parts.append(
+        elements.append(
             f'<text class="name" x="{left - 14:.0f}" '
             f'y="{middle + 4:.1f}">{html.escape(name)}</text>'
         )
         for k, dot in enumerate(row):
             y = middle + 11.0 * (k - (len(row) - 1) / 2)
             if dot.low is not None and dot.high is not None:
-                parts.append(
+                elements.append(
                     f'<line class="g{k}" stroke-width="2" x1="{x(dot.low):.1f}" '
-                    f'x2="{x(dot.high):.1f}" '
-                    f'y1="{y:.1f}" y2="{y:.1f}"/>'
+                    f'x2="{x(dot.high):.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
                 )
             if dot.mean is not None:
-                parts.append(_marker(k, x(dot.mean), y))
-    parts += [
+                elements.append(_marker(k, x(dot.mean), y))
+    elements += [
         f'<text class="tick" x="{x(t):.1f}" y="{height - 24:.1f}">{_number(t)}</text>'
         for t in ticks
     ]
-    parts.append(
+    elements.append(
         f'<text class="unit" x="{(left + _WIDTH - right) / 2:.0f}" '
         f'y="{height - 6:.1f}">{unit}</text>'
     )
-    return _svg(title, describes, height, parts)
+    return _svg(title, describes, height, elements)
 
 
 def courses(title: str, describes: str, unit: str, panels: Sequence[Course]) -> str:
-    """Small panels beside each other, on one scale: one for each rule, one line for each group."""
+    """Draw small panels on one scale: one panel per rule, one line per group."""
     known = [p for p in panels if any(v is not None for line in p.lines for v in line)]
     if not known:
         return ""
@@ -101,17 +99,19 @@ def courses(title: str, describes: str, unit: str, panels: Sequence[Course]) -> 
     left, gap, top, tall = 46.0, 14.0, 26.0, 120.0
     wide = (_WIDTH - left - gap * (across - 1) - 8) / across
     below = tall + top + 32.0
-    parts = list[str]()
+    elements = list[str]()
     for i, panel in enumerate(known):
         x0, y0 = left + (i % across) * (wide + gap), (i // across) * below + top
-        parts += _panel(panel, _Box(x0, y0, wide, tall), (low, high), ticks, first=i % across == 0)
+        elements += _panel(
+            panel, _Box(x0, y0, wide, tall), (low, high), ticks, first=i % across == 0
+        )
     height = -(-len(known) // across) * below + 14.0
-    parts.append(f'<text class="unit" x="{_WIDTH / 2:.0f}" y="{height - 4:.1f}">{unit}</text>')
-    return _svg(title, describes, height, parts)
+    elements.append(f'<text class="unit" x="{_WIDTH / 2:.0f}" y="{height - 4:.1f}">{unit}</text>')
+    return _svg(title, describes, height, elements)
 
 
 class _Box(NamedTuple):
-    """Where a panel is drawn: its left and upper edge, its width and height."""
+    """Position of a panel: left and upper edge, width and height."""
 
     x0: float
     y0: float
@@ -156,7 +156,7 @@ def _panel(
 
 
 def legend(names: Sequence[str]) -> str:
-    """Which marker and dashes belong to whom, as HTML."""
+    """Return the legend of markers and dashes, as HTML."""
     entries = "".join(
         '<li><svg viewBox="0 0 34 14" width="34" height="14" aria-hidden="true"><line '
         f'class="g{k} line" x1="1" x2="33"'
@@ -167,12 +167,11 @@ def legend(names: Sequence[str]) -> str:
     return f'<ul class="legend">{entries}</ul>'
 
 
-def _svg(title: str, describes: str, height: float, parts: Sequence[str]) -> str:
+def _svg(title: str, describes: str, height: float, elements: Sequence[str]) -> str:
     label = html.escape(f"{title}. {describes}")
     return (
-        f'<svg class="chart" role="img" aria-label="{label}" viewBox="0 0 {_WIDTH:.0f} '
-        f'{height:.0f}">'
-        f"{''.join(parts)}</svg>"
+        f'<svg class="chart" role="img" aria-label="{label}" '
+        f'viewBox="0 0 {_WIDTH:.0f} {height:.0f}">{"".join(elements)}</svg>'
     )
 
 
@@ -186,15 +185,15 @@ _SHAPES: tuple[Callable[[float, float], str], ...] = (
 
 
 def _marker(k: int, x: float, y: float) -> str:
-    """Five shapes; filled, and from the sixth group on hollow."""
+    """Draw one of five shapes; hollow from the sixth group on."""
     return (
-        f'<g class="g{k} '
-        f'mark{" hollow" if k >= len(_SHAPES) else ""}">{_SHAPES[k % len(_SHAPES)](x, y)}</g>'
+        f'<g class="g{k} mark{" hollow" if k >= len(_SHAPES) else ""}">'
+        f"{_SHAPES[k % len(_SHAPES)](x, y)}</g>"
     )
 
 
 def _scale(low: float, high: float) -> tuple[float, float, list[float]]:
-    """Round ends around these values, and what to write between them."""
+    """Return round ends around these values, and the ticks between them."""
     if high - low < 1e-9:
         low, high = low - 1, high + 1
     rough = (high - low) / 4

@@ -1,4 +1,4 @@
-"""How far a set of runs is: a table that stays in place on a terminal, one line per run elsewhere."""
+"""Progress of a set of runs: a live table on a terminal, one line per run elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Lines", "Live", "watching"]
 
 
 def watching() -> Live | Lines:
-    """What suits the error stream."""
+    """Return the display that suits the error stream."""
     return Live() if sys.stderr.isatty() else Lines()
 
 
@@ -26,7 +26,7 @@ def _named(spec: Spec) -> str:
 
 
 class Lines:
-    """A line for each run that ends."""
+    """Print one line per finished run."""
 
     def __init__(self) -> None:
         self._started: dict[str, float] = {}
@@ -36,21 +36,21 @@ class Lines:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def planned(self, runs: int) -> None:
-        """So many more runs are to be carried out."""
+        """Add to the number of planned runs."""
         self._planned += runs
 
     def started(self, spec: Spec) -> None:
-        """A worker took this run up."""
+        """Note the start of a run."""
         self._started[spec.hash] = time.monotonic()
 
     def step(self, spec: Spec, t: int) -> None:
-        """Not worth a line."""
+        """Print nothing."""
 
     def ended(self, spec: Spec, failure: Failure | None) -> None:
-        """One line."""
+        """Print one line."""
         self._ended += 1
         seconds = time.monotonic() - self._started.get(spec.hash, time.monotonic())
         what = f"{seconds:.1f} s" if failure is None else f"failed: {failure.why}"
@@ -58,7 +58,7 @@ class Lines:
 
 
 class Live:
-    """What is running, what is done, and how long the rest will take."""
+    """Live table of running runs, finished runs, and the estimated time left."""
 
     def __init__(self, console: Console | None = None) -> None:
         from rich.console import Console
@@ -67,7 +67,7 @@ class Live:
         self._running: dict[str, tuple[Spec, float, int]] = {}
         self._failed: list[str] = []
         self._ended, self._planned, self._since = 0, 0, time.monotonic()
-        self._live = RichLive(  # draws once at this very moment
+        self._live = RichLive(  # draws once when it is created
             console=console or Console(stderr=True),
             refresh_per_second=4,
             transient=True,
@@ -82,20 +82,20 @@ class Live:
         self._live.stop()
 
     def planned(self, runs: int) -> None:
-        """So many more runs are to be carried out."""
+        """Add to the number of planned runs."""
         self._planned += runs
 
     def started(self, spec: Spec) -> None:
-        """A worker took this run up."""
+        """Note the start of a run."""
         self._running[spec.hash] = spec, time.monotonic(), 0
 
     def step(self, spec: Spec, t: int) -> None:
-        """It has taken so many steps."""
+        """Update the step of a run."""
         known, since, _ = self._running.get(spec.hash, (spec, time.monotonic(), 0))
         self._running[spec.hash] = known, since, t
 
     def ended(self, spec: Spec, failure: Failure | None) -> None:
-        """It is done, or failed."""
+        """Remove a finished run; list it if it failed."""
         self._running.pop(spec.hash, None)
         self._ended += 1
         if failure is not None:

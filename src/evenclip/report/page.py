@@ -1,8 +1,7 @@
-"""report.html: a comparison as one file that asks for nothing else: no network, no script, light,
-dark and on paper.
+"""report.html: a comparison as one self-contained page, without network access or scripts.
 
-It is drawn from results.json alone, in this order: the answer, the table, pictures, the privacy
-statement, the methods, the settings.
+It has light, dark and print styles. It is drawn from results.json alone, in this order: answer,
+table, charts, privacy statement, methods, settings.
 """
 
 from __future__ import annotations
@@ -31,21 +30,20 @@ NEEDED = (
     "course",
     "statement",
 )
-"""What results.json must have."""
+"""Required keys of results.json."""
 
 WARNING = (
     "The figures by group on this page are measured on test records, and losses, norms and risk "
-    "on training records, "
-    "without noise. They are not differentially private: who may not see those records may not "
-    "see these figures."
+    "on training records, without noise. They are not differentially private: share them only "
+    "with people who may see the records."
 )
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """The page.
+    """Return the page as HTML.
 
     Raises:
-        ValueError: for results that are none of a comparison's.
+        ValueError: the results are not those of a comparison.
     """
     lacking = [name for name in NEEDED if name not in results]
     if lacking:
@@ -54,7 +52,7 @@ def page(results: Mapping[str, Any]) -> str:
             "--out`."
         )
     title = f"What privacy costs each group: {results['dataset']}"
-    parts = [
+    sections = [
         _head(results, title),
         _table(results),
         _pictures(results),
@@ -63,12 +61,13 @@ def page(results: Mapping[str, Any]) -> str:
         _settings(results),
     ]
     style = resources.files("evenclip.report").joinpath("page.css").read_text(encoding="utf-8")
-    body = "".join(parts)
+    body = "".join(sections)
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-        'content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light '
-        'dark">'
-        f"<title>{_text(title)}</title><style>{style}</style></head><body><main>{body}</main></body></html>\n"
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{_text(title)}</title><style>{style}</style></head>"
+        f"<body><main>{body}</main></body></html>\n"
     )
 
 
@@ -77,7 +76,7 @@ def _text(value: object) -> str:
 
 
 def _unbroken(sentence: str) -> str:
-    """With the names of rules on one line each."""
+    """Escape a sentence, and prevent line breaks within names of rules."""
     return re.sub(
         r"DPSGD(-[A-Za-z]+)+", lambda name: f'<span class="nb">{name[0]}</span>', _text(sentence)
     )
@@ -147,37 +146,31 @@ def _block(results: Mapping[str, Any], metric: str, caption: str, digits: int, b
     ]
     cells = [
         [
-            _cell(cell(row), digits, strong=rule in found)
-            for (_, cell), found in zip(columns, bests, strict=True)
+            _cell(cell(row), digits, strong=rule in best_rules)
+            for (_, cell), best_rules in zip(columns, bests, strict=True)
         ]
         for rule, row in rows.items()
     ]  # [rule][group]
-    names, across = (
-        [display(rule) for rule in rows],
-        [_marked(results, name) for name, _ in columns],
-    )
+    names = [display(rule) for rule in rows]
+    across = [_marked(results, name) for name, _ in columns]
     corner = "Rule"
-    if len(across) > _ACROSS:  # groups below each other: the page is as wide as it is
-        names, across, cells, corner = (
-            across,
-            names,
-            [list(row) for row in zip(*cells, strict=True)],
-            "Group",
-        )
+    if len(across) > _ACROSS:  # too wide for the page: transpose
+        names, across, corner = across, names, "Group"
+        cells = [list(row) for row in zip(*cells, strict=True)]
     head = "".join(f'<th scope="col">{_text(name)}</th>' for name in across)
     body = "".join(
         f'<tr><th scope="row">{_text(name)}</th>{"".join(row)}</tr>'
         for name, row in zip(names, cells, strict=True)
     )
     return (
-        f'<div class="wide" role="region" aria-label="{_text(caption)}" '
-        f'tabindex="0"><table><caption>{_text(caption)}'
-        "</caption><thead><tr><th "
-        f'scope="col">{corner}</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        f'<div class="wide" role="region" aria-label="{_text(caption)}" tabindex="0">'
+        f"<table><caption>{_text(caption)}</caption>"
+        f'<thead><tr><th scope="col">{corner}</th>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
     )
 
 
-# Columns of groups that a page has room for.
+# Maximum number of group columns.
 _ACROSS = 5
 
 
@@ -186,7 +179,7 @@ def _marked(results: Mapping[str, Any], name: str) -> str:
 
 
 def _best(results: Mapping[str, Any], cells: Sequence[tuple[str, Any]], best: Any) -> set[str]:
-    """Which of the private rules have the best mean, of more than one."""
+    """Return the private rules with the best mean; empty if all are equal."""
     private = {
         rule: cell["mean"]
         for rule, cell in cells
@@ -231,20 +224,21 @@ def _pictures(results: Mapping[str, Any]) -> str:
         results, "gradient_norm", shown, "Mean length of a record's gradient by group and epoch"
     )
     drawn = (
-        ("Accuracy by group", accuracy), ("Privacy cost by group", costs), ("Training loss by "
-                                                                            "group", losses),
+        ("Accuracy by group", accuracy),
+        ("Privacy cost by group", costs),
+        ("Training loss by group", losses),
         ("Length of gradients by group", norms),
-    )  # fmt: skip
+    )
     figures = "".join(_figure(title, svg) for title, svg in drawn if svg)
+    of_rules = "".join(_figure(*figure) for figure in _of_rules(results))
     return (
-        '<section aria-labelledby="pictures"><h2 '
-        f'id="pictures">Pictures</h2>{less}{charts.legend(names)}{figures}'
-        f"{''.join(_figure(*one) for one in _of_rules(results))}{_risk(results, shown)}</section>"
+        '<section aria-labelledby="pictures"><h2 id="pictures">Pictures</h2>'
+        f"{less}{charts.legend(names)}{figures}{of_rules}{_risk(results, shown)}</section>"
     )
 
 
 def _pair(results: Mapping[str, Any]) -> list[int]:
-    """The groups that are drawn where there are too many."""
+    """Return the groups to draw if there are too many."""
     wanted = results["pair"] or results["groups"][: charts.MOST_GROUPS]
     return [results["groups"].index(group) for group in wanted]
 
@@ -276,7 +270,7 @@ def _dots(
 
 
 def _dot(cell: Mapping[str, Any] | None, seeds: int, least: float) -> Dot:
-    """The mean with Student's interval, as far as it can be true; without one below three seeds."""
+    """Return the mean with Student's interval, cut to possible values; none below three seeds."""
     from evenclip.audit.statistics import student
 
     if cell is None or cell["mean"] is None:
@@ -301,7 +295,7 @@ def _courses(results: Mapping[str, Any], name: str, groups: Sequence[int], title
 
 
 def _of_rules(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Pictures of what belongs to a rule and not to a group."""
+    """Yield the charts that concern a rule, not a group: title, chart, note."""
     clipped = [
         Course(display(rule), [[None if v is None else 100 * v for v in course["clip_fraction"]]])
         for rule, course in results["course"].items()
@@ -316,7 +310,7 @@ def _of_rules(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
                 "epoch",
                 clipped,
             ),
-            "Held back more than the others: cut, or left out.",
+            "Held back more than the others: clipped, or left out.",
         )
     states = [
         (rule, course["state"]) for rule, course in results["course"].items()
@@ -350,11 +344,11 @@ def _of_rules(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _risk(results: Mapping[str, Any], groups: Sequence[int]) -> str:
-    """What clipping's direction and its magnitude cost each group, where it was measured."""
+    """Draw what clipping's direction and magnitude cost each group, if measured."""
     risk = results.get("risk")
     if not risk:
         return ""
-    found = ""
+    figures = ""
     for name, title in (("dir", "Risk by direction"), ("mag", "Risk by magnitude")):
         panels = [
             Course(display(rule), [[look[name][k] for look in looks] for k in groups])
@@ -363,15 +357,15 @@ def _risk(results: Mapping[str, Any], groups: Sequence[int]) -> str:
         svg = charts.courses(
             title, "A panel for each rule, a line for each group, over training.", "look", panels
         )
-        found += _figure(title, svg, _RISKS[name])
-    return found
+        figures += _figure(title, svg, _RISKS[name])
+    return figures
 
 
 _RISKS = {
-    "dir": "How much one step's loss of the group is changed because clipping turned the step, to "
-    "second order.",
-    "mag": "The same because clipping shortened it. The first seed's run, looked at about 20 "
-    "times.",
+    "dir": "Change of the group's loss in one step because clipping turned the step, to second "
+    "order.",
+    "mag": "Change of the group's loss in one step because clipping shortened the step. The run of "
+    "the first seed, measured about 20 times.",
 }
 
 
@@ -384,8 +378,8 @@ _FIELDS = (
     ("why_no_epsilon", "why there is no ε"), ("multipliers", "noise multipliers"),
     ("joint_multiplier", "joint noise multiplier"), ("steps", "steps"), ("q", "sampling rate q"),
     ("expected_batch_size", "expected batch size B"), ("divisor", "sums are divided by"),
-    ("poisson_sampling", "Poisson sampling"), ("group_labels_entered_training", "group labels "
-                                                                                "entered training"),
+    ("poisson_sampling", "Poisson sampling"),
+    ("group_labels_entered_training", "group labels entered training"),
     ("empty_batches", "empty batches"), ("non_finite_samples", "records without a finite gradient"),
     ("clamped_weights", "weights that had to be held to the bound"), ("precision", "precision"),
     ("specification", "specification, SHA-256"),
@@ -407,11 +401,12 @@ def _statement(results: Mapping[str, Any]) -> str:
     statements = {rule: s for rule, s in results["statement"].items() if rule != REFERENCE}
     if not statements:
         return ""
-    one = next(iter(statements.values()))
+    first = next(iter(statements.values()))
     common = "".join(
-        f"<dt>{_text(label)}</dt><dd>{_value(one[name], results if name == 'not_covered' else None)}</dd>"
+        f"<dt>{_text(label)}</dt>"
+        f"<dd>{_value(first[name], results if name == 'not_covered' else None)}</dd>"
         for name, label in _COMMON
-        if one.get(name) is not None
+        if first.get(name) is not None
     )
     head = "".join(f'<th scope="col">{_text(display(rule))}</th>' for rule in statements)
     rows = ""
@@ -421,18 +416,18 @@ def _statement(results: Mapping[str, Any]) -> str:
         cells = "".join(f"<td>{_constant(name, _valid(s, name))}</td>" for s in statements.values())
         rows += f'<tr><th scope="row">{_text(label)}</th>{cells}</tr>'
     return (
-        '<section aria-labelledby="statement"><h2 id="statement">Privacy '
-        f"statement</h2><dl>{common}</dl>"
-        '<div class="wide" role="region" aria-label="Constants of every rule" '
-        'tabindex="0"><table class="words">'
-        f"<caption>Of the first seed's run; the ε of all seeds are in results.json.</caption>"
-        "<thead><tr><th "
-        f'scope="col">Constant</th>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>'
+        '<section aria-labelledby="statement"><h2 id="statement">Privacy statement</h2>'
+        f"<dl>{common}</dl>"
+        '<div class="wide" role="region" aria-label="Constants of every rule" tabindex="0">'
+        '<table class="words">'
+        "<caption>Run of the first seed; results.json has the ε of all seeds.</caption>"
+        f'<thead><tr><th scope="col">Constant</th>{head}</tr></thead><tbody>{rows}</tbody>'
+        "</table></div></section>"
     )
 
 
 def _valid(statement: Mapping[str, Any], name: str) -> Any:
-    """A field of the statement; without an ε there is no δ that would mean anything."""
+    """Return a field of the statement; without an ε, δ has no meaning and is None."""
     return (
         None
         if name.startswith("delta") and statement.get("epsilon") is None
@@ -454,7 +449,7 @@ def _value(value: Any, results: Mapping[str, Any] | None = None) -> str:
 
 
 def _constant(name: str, value: Any) -> str:
-    """A field of the statement; an ε is never rounded down."""
+    """Format a field of the statement; an ε is never rounded down."""
     from evenclip.mechanism.accounting import rounded_up
 
     if value is None:
@@ -479,21 +474,22 @@ def _methods(results: Mapping[str, Any]) -> str:
         statement = results["statement"].get(rule, {})
         sound, reference = results["privacy"][rule]["soundness"], statement.get("reference")
         why = statement.get("why_no_epsilon")
+        method = words.METHODS.get(rule, "A rule of your own.")
         entries += (
-            f"<dt>{_text(display(rule))}</dt><dd>{_text(words.METHODS.get(rule, 'A rule of your own.'))} "
+            f"<dt>{_text(display(rule))}</dt><dd>{_text(method)} "
             f"<em>{_text(sound[:1].upper() + sound[1:])}{_text(f': {why}' if why else '')}.</em>"
             f"{f' <cite>{_text(reference)}</cite>' if reference else ''}</dd>"
         )
     return (
-        '<section aria-labelledby="methods"><h2 id="methods">How each method '
-        f"works</h2><dl>{entries}</dl></section>"
+        '<section aria-labelledby="methods"><h2 id="methods">How each method works</h2>'
+        f"<dl>{entries}</dl></section>"
     )
 
 
 def _settings(results: Mapping[str, Any]) -> str:
     rows = "".join(
-        "<tr><th "
-        f'scope="row">{_text(display(rule))}</th><td><code>{_text(given["rule"])}</code></td>'
+        f'<tr><th scope="row">{_text(display(rule))}</th>'
+        f"<td><code>{_text(given['rule'])}</code></td>"
         f"<td>{_text(', '.join(f'{lr:g}' for lr in dict.fromkeys(given['lr'])))}</td></tr>"
         for rule, given in results["settings"].items()
     )
@@ -506,11 +502,9 @@ def _settings(results: Mapping[str, Any]) -> str:
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
         '<section aria-labelledby="settings"><h2 id="settings">Settings</h2>'
-        '<div class="wide" role="region" aria-label="Settings of every rule" tabindex="0"><table '
-        'class="words">'
-        '<thead><tr><th scope="col">Rule</th><th scope="col">Settings</th><th '
-        'scope="col">Learning rate</th></tr>'
-        "</thead>"
+        '<div class="wide" role="region" aria-label="Settings of every rule" tabindex="0">'
+        '<table class="words"><thead><tr><th scope="col">Rule</th><th scope="col">Settings</th>'
+        '<th scope="col">Learning rate</th></tr></thead>'
         f"<tbody>{rows}</tbody></table></div>{made}<p>{_text(said)}</p>"
         f"{f'<h3>Notes</h3><ul>{notes}</ul>' if notes else ''}</section>"
     )

@@ -1,4 +1,4 @@
-"""A comparison at 80 columns: the table, and the verdict in words."""
+"""A comparison as text at 80 columns: the table, and the verdict in words."""
 
 from __future__ import annotations
 
@@ -22,30 +22,34 @@ _NAME, _CELL = 20, 14
 Best = Callable[[Sequence[float]], float]
 
 
-def table(found: Comparison, width: int = 80) -> str:
-    """Accuracy, cost and loss of every rule for every group, the best of the private rules marked,
-    and the verdict.
+def table(comparison: Comparison, width: int = 80) -> str:
+    """Format accuracy, cost and loss of every rule and group, and the verdict.
+
+    The best of the private rules is marked.
     """
-    parts = [_head(found, width)]
-    parts += [_block(found, *block, width) for block in _blocks(found)]
-    parts += [_privacy(found), *_verdict(found, width), _warnings(found, width)]
-    return "\n\n".join(part for part in parts if part)
+    sections = [_head(comparison, width)]
+    sections += [_block(comparison, *block, width) for block in _blocks(comparison)]
+    sections += [_privacy(comparison), *_verdict(comparison, width), _warnings(comparison, width)]
+    return "\n\n".join(section for section in sections if section)
 
 
-def _head(found: Comparison, width: int) -> str:
-    seeds = f"{len(found.seeds)} seed{'s' if len(found.seeds) > 1 else ''}"
-    n = f"{min(found.n):,}" + (f" to {max(found.n):,}" if min(found.n) != max(found.n) else "")
-    return textwrap.fill(f"{found.dataset}: {seeds}, {n} training records. {found.says}", width)
+def _head(comparison: Comparison, width: int) -> str:
+    seeds = f"{len(comparison.seeds)} seed{'s' if len(comparison.seeds) > 1 else ''}"
+    n = f"{min(comparison.n):,}" + (
+        f" to {max(comparison.n):,}" if min(comparison.n) != max(comparison.n) else ""
+    )
+    return textwrap.fill(
+        f"{comparison.dataset}: {seeds}, {n} training records. {comparison.says}", width
+    )
 
 
-Column = tuple[
-    str, dict[str, NDArray[np.float64]], Best | None
-]  # heading, rule -> [seed], which value is best
+# Heading, rule -> values by seed, which value is best.
+Column = tuple[str, dict[str, NDArray[np.float64]], Best | None]
 
 
-def _blocks(found: Comparison) -> list[tuple[str, list[Column], int]]:
-    """Heading, columns and digits of each block of the table."""
-    names = [o.name for o in found.outcomes]
+def _blocks(comparison: Comparison) -> list[tuple[str, list[Column], int]]:
+    """Return heading, columns and digits of each block of the table."""
+    names = [o.name for o in comparison.outcomes]
     blocks = []
     wanted: list[tuple[str, str, Best, int]] = [
         ("accuracy, %", "accuracy", max, 1),
@@ -53,30 +57,42 @@ def _blocks(found: Comparison) -> list[tuple[str, list[Column], int]]:
     ]
     for heading, metric, best, digits in wanted:
         columns: list[Column] = [
-            (_marked(found, group), {o.name: o.metrics[metric][:, k] for o in found.outcomes}, best)
-            for k, group in enumerate(found.groups)
+            (
+                _marked(comparison, group),
+                {o.name: o.metrics[metric][:, k] for o in comparison.outcomes},
+                best,
+            )
+            for k, group in enumerate(comparison.groups)
         ]
         blocks.append((heading, columns, digits))
-    if found.reference is not None:
-        private = [name for name in names if name != found.reference.name]
-        costs = {name: found.privacy_cost(name) for name in private}
+    if comparison.reference is not None:
+        private = [name for name in names if name != comparison.reference.name]
+        costs = {name: comparison.privacy_cost(name) for name in private}
         columns = [
-            (_marked(found, group), {name: values[:, k] for name, values in costs.items()}, min)
-            for k, group in enumerate(found.groups)
+            (
+                _marked(comparison, group),
+                {name: values[:, k] for name, values in costs.items()},
+                min,
+            )
+            for k, group in enumerate(comparison.groups)
         ]
-        columns.append(("gap", {name: found.gap(values) for name, values in costs.items()}, min))
+        columns.append(
+            ("gap", {name: comparison.gap(values) for name, values in costs.items()}, min)
+        )
         blocks.insert(1, ("privacy cost, points", columns, 1))
-        risks = {name: found.gap(found.excessive_risk(name)) for name in private}
+        risks = {name: comparison.gap(comparison.excessive_risk(name)) for name in private}
         blocks[-1][1].append(("risk gap", risks, min))
     return blocks
 
 
-def _marked(found: Comparison, group: str) -> str:
-    return f"{group}†" if group in found.small else group
+def _marked(comparison: Comparison, group: str) -> str:
+    return f"{group}†" if group in comparison.small else group
 
 
-def _block(found: Comparison, heading: str, columns: list[Column], digits: int, width: int) -> str:
-    """One block; groups that do not fit beside each other go below."""
+def _block(
+    comparison: Comparison, heading: str, columns: list[Column], digits: int, width: int
+) -> str:
+    """Format one block; columns that do not fit continue below."""
     fit = max(1, (width - _NAME) // _CELL)
     lines = []
     for start in range(0, len(columns), fit):
@@ -85,7 +101,7 @@ def _block(found: Comparison, heading: str, columns: list[Column], digits: int, 
             f"{heading if not start else '':{_NAME}}"
             + "".join(f"{_short(name):>{_CELL}}" for name, _, _ in some)
         )
-        for outcome in found.outcomes:
+        for outcome in comparison.outcomes:
             cells = [_cell(outcome, values, best, digits) for _, values, best in some]
             if any(cells):
                 lines.append(
@@ -101,7 +117,7 @@ def _short(name: str) -> str:
 def _cell(
     outcome: Outcome, values: dict[str, NDArray[np.float64]], best: Best | None, digits: int
 ) -> str:
-    """Mean ± standard error, with a star at the best of the private rules."""
+    """Format mean ± standard error, with a star for the best of the private rules."""
     if outcome.name not in values:
         return ""
     own = values[outcome.name]
@@ -123,12 +139,12 @@ def _cell(
     return shown + ("*" if star else " ")
 
 
-def _privacy(found: Comparison) -> str:
-    """ε, soundness and learning rate of every rule."""
+def _privacy(comparison: Comparison) -> str:
+    """Format ε, soundness and learning rate of every rule."""
     from evenclip.mechanism.accounting import rounded_up
 
     lines = [f"{'privacy':{_NAME}}{'ε PLD':>7}{'ε RDP':>7}{'δ':>6}{'lr':>6}  soundness"]
-    for o in found.outcomes:
+    for o in comparison.outcomes:
         pld, rdp = (
             ("none" if e is None else rounded_up(e)) for e in (o.epsilon["pld"], o.epsilon["rdp"])
         )
@@ -140,48 +156,49 @@ def _privacy(found: Comparison) -> str:
 
 
 def _rate(outcome: Outcome) -> str:
-    """The learning rate; "var." if it varies between seeds."""
+    """Format the learning rate; "var." if it varies between seeds."""
     return f"{outcome.lr[0]:.2g}" if len(set(outcome.lr)) == 1 else "var."
 
 
-def _verdict(found: Comparison, width: int) -> list[str]:
-    """What the seeds show about the gaps, in words."""
-    if not found.verdicts:
+def _verdict(comparison: Comparison, width: int) -> list[str]:
+    """Describe what the seeds show about the gaps."""
+    if not comparison.verdicts:
         return []
     lines = [
         textwrap.fill(
             "Gap in privacy cost between the groups, in points, against dpsgd's, by seed:", width
         )
     ]
-    for name, pair in found.verdicts.items():
+    for name, pair in comparison.verdicts.items():
         p = "" if pair.p is None or math.isnan(pair.p) else f"; p = {pair.p:.3f}"
         lines.append(
             textwrap.fill(
                 f"{name}: {pair.reads}{p}", width, initial_indent="  ", subsequent_indent="    "
             )
         )
-    least = statistics.smallest_p(len(found.seeds))
+    least = statistics.smallest_p(len(comparison.seeds))
     says = (
         "In brackets 95 % intervals; p by one-sided Wilcoxon signed rank and Holm, never below "
-        f"{least:.2g} with "
-        f"{len(found.seeds)} seed{'s' if len(found.seeds) > 1 else ''}."
+        f"{least:.2g} with {len(comparison.seeds)} seed{'s' if len(comparison.seeds) > 1 else ''}."
     )
     lines.append(textwrap.fill(says, width, initial_indent="  ", subsequent_indent="  "))
     return ["\n".join(lines)]
 
 
-def _warnings(found: Comparison, width: int) -> str:
-    """What the table does not say."""
+def _warnings(comparison: Comparison, width: int) -> str:
+    """Format the notes and warnings."""
     lines = []
-    if found.small:
-        out = found.pair is None and len(found.groups) - len(found.small) > 1
-        what = "left out of gaps" if out else "gaps rest on them all the same"
-        lines.append(f"† too small to judge, {what}: {', '.join(found.small)}.")
-    lines += [note for note in found.notes if not note.startswith("Too small to judge")]
-    if found.uncovered:
-        lines.append(f"Not covered by ε: {'; '.join(_clause(text) for text in found.uncovered)}.")
-    if found.pair is not None and len(found.groups) > 2:
-        lines.append(f"Gaps are those between {found.pair[0]} and {found.pair[1]}.")
+    if comparison.small:
+        out = comparison.pair is None and len(comparison.groups) - len(comparison.small) > 1
+        what = "left out of gaps" if out else "but included in gaps"
+        lines.append(f"† too small to judge, {what}: {', '.join(comparison.small)}.")
+    lines += [note for note in comparison.notes if not note.startswith("Too small to judge")]
+    if comparison.uncovered:
+        lines.append(
+            f"Not covered by ε: {'; '.join(_clause(text) for text in comparison.uncovered)}."
+        )
+    if comparison.pair is not None and len(comparison.groups) > 2:
+        lines.append(f"Gaps are those between {comparison.pair[0]} and {comparison.pair[1]}.")
     lines.append(
         "* best of the private rules. The group figures are measured on test data and are not "
         "differentially private."
@@ -190,5 +207,5 @@ def _warnings(found: Comparison, width: int) -> str:
 
 
 def _clause(sentence: str) -> str:
-    """A sentence as a part of another."""
+    """Turn a sentence into a clause of another."""
     return sentence[:1].lower() + sentence[1:].rstrip(".")

@@ -1,6 +1,4 @@
-"""What a comparison says, in sentences: the answer, its interval, what it does not say, and how
-each method works.
-"""
+"""Sentences of a report: the answer, its interval, its limits, and how each method works."""
 
 from __future__ import annotations
 
@@ -19,12 +17,12 @@ METHODS = {name: rule.summary for name, rule in RULES.items()}
 
 
 def display(rule: str) -> str:
-    """A rule's name as it is written in sentences; that of a custom rule stays as it is."""
+    """Return a rule's display name; the name itself for custom rules."""
     return RULES[rule].title if rule in RULES else rule
 
 
 def points(value: float | None, digits: int = 1) -> str:
-    """A number with a true minus; a dash for none."""
+    """Format a number with a minus sign, not a hyphen; a dash if there is none."""
     if value is None or not math.isfinite(value):
         return "–"
     shown = f"{value:.{digits}f}"
@@ -32,12 +30,12 @@ def points(value: float | None, digits: int = 1) -> str:
 
 
 def answer(results: Mapping[str, Any]) -> list[str]:
-    """The answer in a sentence, then how sure it is."""
+    """Return the answer as a sentence, and a sentence about its certainty."""
     private = [
         rule for rule in results["table"] if results["privacy"][rule]["epsilon_pld"] is not None
     ]
     costs = {rule: _costs(results, rule) for rule in private}
-    costs = {rule: found for rule, found in costs.items() if found}
+    costs = {rule: known for rule, known in costs.items() if known}
     if not costs:
         return [_without_reference(results, private)]
     first = BASELINE if BASELINE in costs else next(iter(costs))
@@ -47,11 +45,11 @@ def answer(results: Mapping[str, Any]) -> list[str]:
     named = [first] if best is None else [first, best]
     own = [f"{_called(group)} {points(costs[first][group])}" for group in groups]
     own[0] += " points of accuracy"
-    parts = [f"{display(first)} costs {' and '.join(own)}"]
+    clauses = [f"{display(first)} costs {' and '.join(own)}"]
     if best is not None:
         known = [points(costs[best].get(group)) for group in groups]
-        parts.append(f"{display(best)} costs {' and '.join(known)}")
-    sentences = [f"At {_epsilons(results, named)}, {'; '.join(parts)}."]
+        clauses.append(f"{display(best)} costs {' and '.join(known)}")
+    sentences = [f"At {_epsilons(results, named)}, {'; '.join(clauses)}."]
     verdict = results["verdict"].get(best) if best is not None and first == BASELINE else None
     if best is not None and verdict is not None:
         sentences.append(_verdict(results, best, verdict))
@@ -73,39 +71,36 @@ def _verdict(results: Mapping[str, Any], best: str, verdict: Mapping[str, Any]) 
         return f"Between the gaps of {display(best)} and DPSGD no difference is shown with {seeds}."
     if verdict["low"] is None:
         return f"Whether the gap of {display(best)} differs from DPSGD's: {reads} ({seeds})."
-    ends = sorted(
-        abs(verdict[end]) for end in ("low", "high")
-    )  # the interval does not contain 0, or it reads otherwise
+    # The interval does not contain 0; otherwise no difference would be shown.
+    ends = sorted(abs(verdict[end]) for end in ("low", "high"))
     way = "smaller" if verdict["mean"] < 0 else "larger"
     return (
         f"The gap between the groups is {points(abs(verdict['mean']))} points {way} with "
-        f"{display(best)} than with "
-        f"DPSGD (95\u00a0% interval {points(ends[0])} to {points(ends[1])}, over {seeds})."
+        f"{display(best)} than with DPSGD "
+        f"(95\u00a0% interval {points(ends[0])} to {points(ends[1])}, over {seeds})."
     )
 
 
 def limits(results: Mapping[str, Any]) -> list[str]:
-    """What the answer does not say."""
-    found = [results["protocol_in_words"]]
+    """Return the limits of the answer, as sentences."""
+    sentences = [results["protocol_in_words"]]
     if results["protocol"] != "matched":
-        found.append(
-            "So a part of what differs between the rules is how far they step, and not how they "
-            "clip; the matched "
-            "protocol tells them apart."
+        sentences.append(
+            "Part of the difference between the rules is therefore how far they step, and not how "
+            "they clip; the matched protocol separates the two."
         )
     seeds = count(len(results["seeds"]), "seed")
-    found.append(
-        f"It is one dataset and {seeds}. Intervals are over seeds (split, initialisation, batches "
-        "and noise); they do "
-        "not cover other data, models or settings."
+    sentences.append(
+        f"The comparison uses one dataset and {seeds}. Intervals are over seeds (split, "
+        "initialisation, batches and noise); they do not cover other data, models or settings."
     )
-    return found
+    return sentences
 
 
 def _costs(results: Mapping[str, Any], rule: str) -> dict[str, float]:
-    """Group -> mean privacy cost, where it is known."""
-    found = results["table"][rule].get("privacy_cost", {})
-    return {group: cell["mean"] for group, cell in found.items() if cell["mean"] is not None}
+    """Return group -> mean privacy cost, where it is known."""
+    cells = results["table"][rule].get("privacy_cost", {})
+    return {group: cell["mean"] for group, cell in cells.items() if cell["mean"] is not None}
 
 
 def _gap(results: Mapping[str, Any], rule: str) -> float | None:
@@ -114,7 +109,7 @@ def _gap(results: Mapping[str, Any], rule: str) -> float | None:
 
 
 def _two(results: Mapping[str, Any], costs: Mapping[str, float]) -> list[str]:
-    """The groups a sentence has room for: the pair, or those that pay least and most."""
+    """Return the two groups to name: the pair, or those that pay least and most."""
     if results["pair"] is not None and all(group in costs for group in results["pair"]):
         return list(results["pair"])
     judged = [group for group in costs if group not in results["small_groups"]] or list(costs)
@@ -125,12 +120,12 @@ def _two(results: Mapping[str, Any], costs: Mapping[str, float]) -> list[str]:
 
 
 def _called(group: str) -> str:
-    """A group whose name is a number is said to be a group."""
+    """Return the name of a group, with "group" before a number."""
     return f"group {group}" if group[:1].isdigit() else group
 
 
 def _epsilons(results: Mapping[str, Any], rules: Sequence[str]) -> str:
-    """ε = 3, or both where they differ."""
+    """Format the ε of these rules: one value, or all if they differ."""
     from evenclip.mechanism.accounting import rounded_up
 
     shown = list(
@@ -140,5 +135,5 @@ def _epsilons(results: Mapping[str, Any], rules: Sequence[str]) -> str:
 
 
 def count(number: int, what: str) -> str:
-    """1 seed, 2 seeds."""
+    """Format a count with its noun, as in "1 seed" or "2 seeds"."""
     return f"{number} {what}{'' if number == 1 else 's'}"

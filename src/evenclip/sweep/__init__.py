@@ -1,5 +1,7 @@
-"""Runs: what to run (spec), from which parts (parts), what comes out (work), where it lies (store),
-who does it (an executor: local, ray, slurm).
+"""Sets of training runs, and the executors that carry them out.
+
+A `Spec` names a run; `describe` turns its data, model and rule into plain values. `work` computes
+the result, `store` keeps it, and an executor (`Local`, `Ray` or `Slurm`) distributes the runs.
 """
 
 from evenclip.sweep.executor import Executor, RunsError, Show, Silent, carry_out

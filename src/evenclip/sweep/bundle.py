@@ -1,13 +1,13 @@
-"""A bundle of runs, carried out one after the other by one process: the body of every worker.
+"""Bundles of runs, each carried out sequentially by one process: the body of every worker.
 
 A task and the events about it are plain values:
 
-    task   {"specs": [{...}, ...], "hashes": ["their names", ...]}
-    event  {"event": "step", "i": 0, "t": 120}    the first of them is at step 120
+    task   {"specs": [{...}, ...], "hashes": ["name of each run", ...]}
+    event  {"event": "step", "i": 0, "t": 120}    run 0 has taken 120 steps
            {"event": "done", "i": 0} | {"event": "busy", "i": 0}
            {"event": "failed", "i": 0, "why": "a sentence", "trace": "a traceback"}
 
-`Keep` decides where results go: into the store, or back to the driver.
+A `Keep` function decides where results go: into the store, or back to the driver.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Keep = Callable[[int, Spec, Mapping[str, Any], "Mapping[str, Tensor]"], None]
 
 
 def bundles(specs: Sequence[Spec], workers: int) -> list[list[Spec]]:
-    """Cut runs into bundles: for each pair of data and model as many as there are workers, of
-    nearly equal length.
+    """Split runs into bundles of nearly equal length.
 
-    The runs of one seed are neighbours, so that a worker reads the data of a seed once.
+    Each pair of data and model gets at most `workers` bundles. Runs of the same seed are adjacent,
+    so that a worker reads the data of a seed once.
     """
     kinds = dict[str, list[Spec]]()
     for spec in specs:
@@ -44,40 +44,43 @@ def bundles(specs: Sequence[Spec], workers: int) -> list[list[Spec]]:
         ).append(spec)
     return [
         bundle
-        for alike in kinds.values()
-        for bundle in _cut(sorted(alike, key=lambda spec: spec.seed), min(workers, len(alike)))
+        for same_kind in kinds.values()
+        for bundle in _split(
+            sorted(same_kind, key=lambda spec: spec.seed), min(workers, len(same_kind))
+        )
     ]
 
 
-def _cut(specs: Sequence[Spec], parts: int) -> list[list[Spec]]:
-    """Cut into parts whose lengths differ by at most one."""
-    ends = [len(specs) * i // parts for i in range(parts + 1)]
+def _split(specs: Sequence[Spec], count: int) -> list[list[Spec]]:
+    """Split into `count` lists whose lengths differ by at most one."""
+    ends = [len(specs) * i // count for i in range(count + 1)]
     return [list(specs[first:end]) for first, end in pairwise(ends)]
 
 
 def described(specs: Sequence[Spec]) -> dict[str, Any]:
-    """A task for a worker."""
+    """Return the task for a worker."""
     return {"specs": [spec.to_json() for spec in specs], "hashes": [spec.hash for spec in specs]}
 
 
 def opened(
     task: Mapping[str, Any], say: Say, other: str, place: Callable[[Spec], Spec] = lambda spec: spec
 ) -> dict[int, Spec]:
-    """The runs of a task, with their files in place; `other` is said of each that would be another
-    one here.
+    """Return the runs of a task by number, with their files placed by `place`.
+
+    A run whose hash differs here is reported as failed, with `other` as the reason.
     """
-    found = dict[int, Spec]()
+    specs = dict[int, Spec]()
     for i, (plain, name) in enumerate(zip(task["specs"], task["hashes"], strict=True)):
-        with _told(say, i):
+        with _reported(say, i):
             spec = Spec.from_json(plain)
             if spec.hash != name:
                 raise RuntimeError(other)
-            found[i] = place(spec)
-    return found
+            specs[i] = place(spec)
+    return specs
 
 
 def into(store: Store, todo: Mapping[int, Spec], say: Say) -> None:
-    """Carry out the runs that are neither claimed nor stored; write their results into the store."""
+    """Run every spec that is neither claimed nor stored; write the results to the store."""
 
     def keep(i: int, spec: Spec, result: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         del i
@@ -86,7 +89,7 @@ def into(store: Store, todo: Mapping[int, Spec], say: Say) -> None:
     with ExitStack() as claims:
         mine = dict[int, Spec]()
         for i, spec in todo.items():
-            with _told(say, i):
+            with _reported(say, i):
                 if not claims.enter_context(store.claim(spec)):
                     say(event="busy", i=i)
                 elif store.has(spec):
@@ -97,8 +100,9 @@ def into(store: Store, todo: Mapping[int, Spec], say: Say) -> None:
 
 
 def ready(threads: int) -> None:
-    """Prepare this process as a worker: set its threads, and ignore warnings, which the driver has
-    shown.
+    """Prepare this process as a worker: set its threads and ignore warnings.
+
+    The driver has already shown the warnings.
     """
     import warnings
 
@@ -109,13 +113,13 @@ def ready(threads: int) -> None:
 
 
 def work_on(todo: Mapping[int, Spec], keep: Keep, say: Say) -> None:
-    """Carry out these runs, one after the other."""
+    """Carry out these runs one after the other."""
     for i, spec in todo.items():
-        with _told(say, i):
-            _work_on_one(i, spec, keep, say)
+        with _reported(say, i):
+            _work_on_run(i, spec, keep, say)
 
 
-def _work_on_one(i: int, spec: Spec, keep: Keep, say: Say) -> None:
+def _work_on_run(i: int, spec: Spec, keep: Keep, say: Say) -> None:
     from evenclip.sweep.work import work
 
     result, weights = work(spec, lambda t: say(event="step", i=i, t=t))
@@ -123,8 +127,8 @@ def _work_on_one(i: int, spec: Spec, keep: Keep, say: Say) -> None:
     say(event="done", i=i)
 
 
-class _told:  # noqa: N801
-    """What goes wrong with a run is said of it, and stops nothing else."""
+class _reported:  # noqa: N801
+    """Report an exception as the failure of run `i`, and suppress it."""
 
     def __init__(self, say: Say, i: int) -> None:
         self._say, self._i = say, i

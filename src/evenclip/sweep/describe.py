@@ -1,17 +1,23 @@
-"""Data, models and rules as plain values, and back: what a specification is made of.
+"""Convert data, models and rules to the plain values of a specification, and back.
 
-| | |
-|---|---|
-| data | {"name": "adult", "options": {...}, "directory": ...}                       a dataset of the catalogue |
-|      | {"table": true, "path": ..., "sha256": ..., "options": {...}, "test": {"path": ..., "sha256": ...}} |
-|      | {"tensors": true, "path": ..., "sha256": ...}                                splits that were given in memory |
-| model | {"name": "mlp", "options": {"hidden": [256, 256]}} |
-|       | {"function": "make", "path": "net.py", "sha256": ...}                        make(x, classes) -> nn.Module |
-| rule | {"name": "dpsgd", "options": {"C0": 1.0, "sigma": 1.0}} |
-|      | {"class": "MyRule", "path": "my_rules.py", "sha256": ..., "options": {...}} |
+Data are a named dataset, a table, or splits that were given in memory:
 
-`rows` in the data takes a sample of each part, of so many at the most; `hold_out` keeps a fraction
-of the training rows apart for validation, where there is no such split.
+    {"name": "adult", "options": {...}, "directory": ...}
+    {"table": true, "path": ..., "sha256": ..., "options": {...}, "test": {"path", "sha256"}}
+    {"tensors": true, "path": ..., "sha256": ...}
+
+A model is a named network, or a custom function `make(x, classes) -> nn.Module`:
+
+    {"name": "mlp", "options": {"hidden": [256, 256]}}
+    {"function": "make", "path": "net.py", "sha256": ...}
+
+A rule is a named rule or a custom class:
+
+    {"name": "dpsgd", "options": {"C0": 1.0, "sigma": 1.0}}
+    {"class": "MyRule", "path": "my_rules.py", "sha256": ..., "options": {...}}
+
+With `rows` in the data, each split is sampled down to at most that many rows. With `hold_out`, this
+fraction of the training rows becomes the validation split, unless there is one.
 """
 
 from __future__ import annotations
@@ -56,13 +62,13 @@ STREAM = int.from_bytes(b"held out", "big")
 
 @dataclass(frozen=True)
 class Loaded:
-    """Data, and what has to be said about them.
+    """Data and the notes about them.
 
     Attributes:
-        splits: training, test and perhaps validation rows.
+        splits: training, test and optionally validation rows.
         pair: the two groups whose gap is reported; None: the largest gap of any two.
         uncovered: accesses to the data that ε does not cover.
-        notes: what the user should know.
+        notes: notes for the user.
         small: groups too small to judge.
     """
 
@@ -77,15 +83,15 @@ class Loaded:
 
 
 def load_data(description: Mapping[str, Any], seed: int) -> Loaded:
-    """The data of a run."""
-    found = _load(description, seed)
+    """Load the data of a run."""
+    loaded = _load(description, seed)
     rows = description.get("rows")
     if rows:
-        found = replace(found, splits=_fewer(found.splits, int(rows), seed))
+        loaded = replace(loaded, splits=_fewer(loaded.splits, int(rows), seed))
     fraction = description.get("hold_out")
-    if fraction and found.splits.validation is None:
-        found = replace(found, splits=_held_out(found.splits, float(fraction), seed))
-    return found
+    if fraction and loaded.splits.validation is None:
+        loaded = replace(loaded, splits=_held_out(loaded.splits, float(fraction), seed))
+    return loaded
 
 
 def _load(description: Mapping[str, Any], seed: int) -> Loaded:
@@ -107,18 +113,19 @@ def _load(description: Mapping[str, Any], seed: int) -> Loaded:
 
 
 def file_sizes(name: str, directory: str | Path | None) -> dict[str, int]:
-    """Bytes of each file that a named dataset is read from, entries of a folder; those that are
-    there.
+    """Return the size of each existing file of a named dataset.
+
+    The size of a file is its number of bytes, that of a folder its number of entries.
     """
     from evenclip.data.catalogue import SOURCES, data_directory
 
-    place = data_directory(directory)
-    found = [(file.path, file.find(place)) for file in SOURCES[name].files]
-    return {path: _size(place) for path, place in found if place is not None}
+    root = data_directory(directory)
+    located = [(file.path, file.find(root)) for file in SOURCES[name].files]
+    return {path: _size(location) for path, location in located if location is not None}
 
 
-def _size(place: Path) -> int:
-    return sum(1 for _ in place.iterdir()) if place.is_dir() else place.stat().st_size
+def _size(path: Path) -> int:
+    return sum(1 for _ in path.iterdir()) if path.is_dir() else path.stat().st_size
 
 
 def _table(description: Mapping[str, Any], seed: int) -> Loaded:
@@ -126,29 +133,29 @@ def _table(description: Mapping[str, Any], seed: int) -> Loaded:
 
     options = dict(description["options"])
     test = description.get("test")
-    for part in (description, test):
-        if part is not None:
-            _check_content(part)
-    found = table(
+    for file in (description, test):
+        if file is not None:
+            _check_content(file)
+    tabled = table(
         description["path"], seed=seed, test=None if test is None else test["path"], **options
     )
-    return Loaded(found.splits, None, found.uncovered, found.notes, found.small)
+    return Loaded(tabled.splits, None, tabled.uncovered, tabled.notes, tabled.small)
 
 
 def save_splits(splits: Splits, folder: Path) -> dict[str, Any]:
-    """Splits that were given in memory, written where workers find them; their description."""
+    """Write in-memory splits to a file that workers can read; return their description."""
     folder.mkdir(parents=True, exist_ok=True)
     plain = {
-        part: {
+        split: {
             "x": data.x,
             "y": data.y,
             "group": data.group,
             "names": [list(data.group_names), list(data.class_names)],
         }
-        for part, data in zip(Splits._fields, splits, strict=True)
+        for split, data in zip(Splits._fields, splits, strict=True)
         if data is not None
     }
-    buffer = io.BytesIO()  # a file's own name would be a part of its content
+    buffer = io.BytesIO()  # saved to a path, the content would include the file's name
     torch.save({"name": splits.train.name, **plain}, buffer)
     digest = hashlib.sha256(buffer.getvalue()).hexdigest()
     path, scratch = folder / f"{digest[:24]}.pt", folder / f".writing-{uuid.uuid4().hex}"
@@ -160,18 +167,18 @@ def save_splits(splits: Splits, folder: Path) -> dict[str, Any]:
 def _tensors(description: Mapping[str, Any]) -> Loaded:
     _check_content(description)
     plain = torch.load(description["path"], weights_only=True)
-    parts = {
-        part: Dataset(
-            p["x"], p["y"], p["group"], tuple(p["names"][0]), tuple(p["names"][1]), plain["name"]
+    splits = {
+        split: Dataset(
+            d["x"], d["y"], d["group"], tuple(d["names"][0]), tuple(d["names"][1]), plain["name"]
         )
-        for part, p in plain.items()
-        if part != "name"
+        for split, d in plain.items()
+        if split != "name"
     }
-    return Loaded(Splits(**parts))
+    return Loaded(Splits(**splits))
 
 
 def _fewer(splits: Splits, most: int, seed: int) -> Splits:
-    """So many rows of each part at the most."""
+    """Sample at most `most` rows of each split."""
     train, test, validation = splits
     held = None if validation is None else _sampled(validation, most, seed)
     return Splits(_sampled(train, most, seed), _sampled(test, most, seed), held)
@@ -186,7 +193,7 @@ def _sampled(data: Dataset, most: int, seed: int) -> Dataset:
 
 
 def _held_out(splits: Splits, fraction: float, seed: int) -> Splits:
-    """A part of the training rows as validation rows."""
+    """Use a fraction of the training rows as the validation split."""
     train = splits.train
     order = np.random.Generator(
         np.random.PCG64(np.random.SeedSequence([seed, STREAM]))
@@ -197,7 +204,7 @@ def _held_out(splits: Splits, fraction: float, seed: int) -> Splits:
 
 
 def _rows(data: Dataset, rows: Tensor) -> Dataset:
-    """Some rows, as they are."""
+    """Select rows."""
     assert isinstance(data.x, Tensor)
     return replace(
         data, x=data.x[rows], y=data.y[rows], group=None if data.group is None else data.group[rows]
@@ -208,8 +215,9 @@ def _rows(data: Dataset, rows: Tensor) -> Dataset:
 
 
 def describe_model(given: str) -> dict[str, Any]:
-    """A model as the command line has it: mlp, mlp:128,64, linear, cnn, sigmoid-then-softmax, or
-    file.py:function.
+    """Describe a model given as on the command line.
+
+    That is mlp, mlp:128,64, linear, cnn, sigmoid-then-softmax, or file.py:function.
     """
     name, _, rest = given.partition(":")
     if name.endswith(".py"):
@@ -228,28 +236,27 @@ def describe_model(given: str) -> dict[str, Any]:
         return {"name": name, "options": {}}
     raise ValueError(
         f"There is no model {given!r}; choose mlp, mlp:WIDTH,WIDTH, linear, cnn or "
-        "sigmoid-then-softmax, or give "
-        "file.py:function for one of your own."
+        "sigmoid-then-softmax, or give file.py:function for your own."
     )
 
 
 def make_model(description: Mapping[str, Any], data: Dataset, seed: int) -> nn.Module:
-    """The model for these data, with the initialisation of this seed."""
+    """Create the model for these data, initialised from this seed."""
     x = data.take(torch.arange(1)).x
     classes = len(data.class_names) or int(data.y.max()) + 1
     if "function" in description:
-        return _own_model(description, x, classes, seed)
+        return _custom_model(description, x, classes, seed)
     try:
         return _named_model(description, x, classes, seed)
     except (RuntimeError, MemoryError) as error:
-        said = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"The model {description['name']} cannot be made as it is given ({said})."
+            f"The model {description['name']} cannot be created with these options ({reason})."
         ) from error
 
 
-def _own_model(description: Mapping[str, Any], x: Any, classes: int, seed: int) -> nn.Module:
-    """What somebody's own function makes."""
+def _custom_model(description: Mapping[str, Any], x: Any, classes: int, seed: int) -> nn.Module:
+    """Call the user's function to create a model."""
     name, path = description["function"], description["path"]
     make = getattr(_module(description), name, None) if name else None
     if not callable(make):
@@ -259,24 +266,24 @@ def _own_model(description: Mapping[str, Any], x: Any, classes: int, seed: int) 
         )
     try:
         with models.seeded(seed):
-            made = make(x, classes)
+            model = make(x, classes)
     except Exception as error:
         raise ValueError(f"{name} of {path} failed: {type(error).__name__}: {error}") from error
-    if not isinstance(made, nn.Module):
+    if not isinstance(model, nn.Module):
         raise ValueError(
-            f"{name} of {path} returned {type(made).__name__}; it must return an nn.Module."
+            f"{name} of {path} returned {type(model).__name__}; it must return an nn.Module."
         )
-    return made
+    return model
 
 
 def _named_model(description: Mapping[str, Any], x: Any, classes: int, seed: int) -> nn.Module:
-    """One of the paper's networks."""
+    """Create one of the paper's networks."""
     assert isinstance(x, Tensor)
     name, options = description["name"], dict(description.get("options", {}))
     if name == "cnn":
         if x.ndim != 4 or x.shape[2] != x.shape[3]:
             raise ValueError(
-                f"The model cnn needs square images and the data have shape {list(x.shape[1:])}; "
+                f"The model cnn needs square images, but the data have shape {list(x.shape[1:])}; "
                 "use mlp."
             )
         return models.cnn(x.shape[1], x.shape[2], classes, seed=seed, **options)
@@ -293,8 +300,9 @@ def _named_model(description: Mapping[str, Any], x: Any, classes: int, seed: int
 
 
 def named_rule(given: str) -> Rule | str:
-    """A rule as the command line has it: its name, or file.py:Class for a stranger's, made with its
-    defaults.
+    """Return a rule given as on the command line.
+
+    A name is checked and returned; for file.py:Class the custom rule is created with its defaults.
     """
     if ".py:" not in given:
         if given not in RULES:
@@ -308,7 +316,7 @@ def named_rule(given: str) -> Rule | str:
 
 
 def describe_rule(rule: Rule) -> dict[str, Any]:
-    """A rule as plain values."""
+    """Describe a rule as plain values."""
     options = {field.name: getattr(rule, field.name) for field in fields(rule)}  # type: ignore[arg-type]
     if RULES.get(rule.name) is type(rule):
         return {"name": rule.name, "options": options}
@@ -319,14 +327,13 @@ def describe_rule(rule: Rule) -> dict[str, Any]:
     if path is None or not Path(path).is_file():
         raise ValueError(
             f"The rule {rule.name!r} ({type(rule).__qualname__}) has no file that other processes "
-            "could load it from; "
-            "put it into a .py file of its own."
+            "could load it from; put it into a .py file of its own."
         )
     return {"class": type(rule).__qualname__, "options": options, **describe_file(path)}
 
 
 def make_rule(description: Mapping[str, Any]) -> Rule:
-    """The rule that was described."""
+    """Create the described rule."""
     options = dict(description.get("options", {}))
     if "class" not in description:
         return RULES[description["name"]](**options)
@@ -334,8 +341,7 @@ def make_rule(description: Mapping[str, Any]) -> Rule:
     if not (isinstance(kind, type) and issubclass(kind, Rule)):
         raise ValueError(
             f"{description['path']} has no rule {description['class']!r}; give file.py:Class with "
-            "a subclass of "
-            "evenclip.Rule."
+            "a subclass of evenclip.Rule."
         )
     return kind(**options)
 
@@ -344,25 +350,25 @@ def make_rule(description: Mapping[str, Any]) -> Rule:
 
 
 def describe_file(path: str | Path) -> dict[str, Any]:
-    """Where a file is and what is in it."""
+    """Describe a file: its path, suffix and SHA-256."""
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; give the path of a file.")
+        raise FileNotFoundError(f"{path} does not exist; give the path of a file.")
     return {"path": str(path.resolve()), "suffix": path.suffix.lower(), "sha256": sha256(path)}
 
 
 def sha256(path: Path) -> str:
-    """Of a file's content."""
+    """Return the SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check_content(description: Mapping[str, Any]) -> None:
-    """Raise where a file is not what it was when it was described."""
+    """Raise if a file is missing or has changed since it was described."""
     path = Path(description["path"])
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} is not there on {platform.node()}; put it where every machine finds it."
+            f"{path} does not exist on {platform.node()}; put it where every machine can read it."
         )
     if sha256(path) != description["sha256"]:
         raise ValueError(
@@ -371,8 +377,9 @@ def _check_content(description: Mapping[str, Any]) -> None:
 
 
 def _module(description: Mapping[str, Any]) -> ModuleType:
-    """Somebody's own file as a module; the same object for the same content. What it imports is not
-    looked at.
+    """Import the user's file as a module; the same content gives the same object.
+
+    The files that it imports are not compared.
     """
     name = f"evenclip_given_{description['sha256'][:16]}"
     if name in sys.modules:
@@ -381,7 +388,7 @@ def _module(description: Mapping[str, Any]) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module
     try:
         spec.loader.exec_module(module)
     except Exception as error:

@@ -1,9 +1,8 @@
-"""What carries out runs, wherever that is: an executor takes those that are missing, and tells how
-far they are.
+"""Executors: carry out the runs that are not in the store, and report progress.
 
-`Local` is processes of this machine, `Ray` a cluster's tasks, `Slurm` its jobs. They share the
-store, what is told, and the count of tries; what they do with one bundle of runs is in
-`sweep.bundle`.
+`Local` uses processes of this machine, `Ray` tasks and `Slurm` jobs of a cluster. They share the
+store, the progress events and the count of tries defined here. `sweep.bundle` carries out one
+bundle of runs.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 TRIES = 3
-"""Of a run on a cluster, whose nodes may die."""
+"""Maximum tries of a run on a cluster, whose nodes may die."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that did not end well."""
+    """A failed run, with the reason and the traceback."""
 
     spec: Spec
     why: str
@@ -46,21 +45,20 @@ class Failure:
 
 
 class RunsError(RuntimeError):
-    """Some runs did not end well; all the others did, and are kept."""
+    """Some runs failed; the results of all others are in the store."""
 
     def __init__(self, failures: Sequence[Failure], total: int, traces: Path | None = None) -> None:
         self.failures = tuple(failures)
         kept = f"; the other {total - len(failures)} are kept" if total > len(failures) else ""
         where = "" if traces is None else f" Details are in {traces}."
         super().__init__(
-            f"{len(failures)} of {total} runs failed{kept}. {_told(self.failures[0])}. Run the "
-            "same command again to "
-            f"finish what is missing.{where}"
+            f"{len(failures)} of {total} runs failed{kept}. {_summary(self.failures[0])}. "
+            f"Run the same command again to finish what is missing.{where}"
         )
 
 
-def _told(failure: Failure) -> str:
-    """Which run, and why."""
+def _summary(failure: Failure) -> str:
+    """Name the run and the reason."""
     return (
         f"{failure.spec.rule.get('name', 'The rule')}, seed {failure.spec.seed}: "
         f"{failure.why.rstrip('.')}"
@@ -68,68 +66,66 @@ def _told(failure: Failure) -> str:
 
 
 def _traces(failures: Sequence[Failure], store: Store) -> Path | None:
-    """Write the tracebacks down; where, or None if there are none."""
+    """Write the tracebacks to a file; return its path, or None if there are none."""
     if not any(failure.trace for failure in failures):
         return None
     path = store.root / "failures.txt"
-    path.write_text("\n".join(f"{_told(failure)}\n{failure.trace}" for failure in failures))
+    path.write_text("\n".join(f"{_summary(failure)}\n{failure.trace}" for failure in failures))
     return path
 
 
 class Show(Protocol):
-    """Who is told how far things are."""
+    """Receiver of progress events."""
 
     def planned(self, runs: int) -> None:
-        """So many more runs are to be carried out."""
+        """Add `runs` to the number of runs to carry out."""
 
     def started(self, spec: Spec) -> None:
-        """A worker took this run up; once more, if it is tried again."""
+        """Note that a worker started this run; called again for each further try."""
 
     def step(self, spec: Spec, t: int) -> None:
-        """It has taken so many steps."""
+        """Note that the run has taken `t` steps."""
 
     def ended(self, spec: Spec, failure: Failure | None) -> None:
-        """It is done, or failed."""
+        """Note that the run is done or has failed."""
 
 
 class Silent:
-    """Nobody is told."""
+    """Progress display that ignores every event."""
 
     def planned(self, runs: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def started(self, spec: Spec) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def step(self, spec: Spec, t: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def ended(self, spec: Spec, failure: Failure | None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class Executor(Protocol):
-    """Who carries out runs."""
+    """Carries out runs."""
 
     def check_device(self, device: str) -> None:
-        """Raise a ValueError if runs on this device cannot be carried out, before every run says
-        so.
-        """
+        """Raise a ValueError if runs on this device cannot be carried out."""
 
     def carry_out(self, specs: Sequence[Spec], store: Store, show: Show) -> list[Failure]:
-        """Put the results of these runs, none of which is there, into the store; those that failed."""
+        """Write the results of these missing runs to the store; return the failures."""
 
     def map_processes(self, work: Callable[[S], T], items: Sequence[S]) -> Iterator[tuple[int, T]]:
-        """(place, work(item)) of every item, as they end."""
+        """Yield (index, work(item)) of every item in order of completion."""
 
 
 def carry_out(
     specs: Sequence[Spec], store: Store, show: Show, executor: Executor
 ) -> list[dict[str, Any]]:
-    """The results of all these runs, in their order; what is in the store is not computed again.
+    """Return the results of these runs in order, computing those that are not in the store.
 
     Raises:
-        RunsError: after all the others have been carried out.
+        RunsError: some runs failed; raised after all others have been carried out.
     """
     distinct = list({spec.hash: spec for spec in specs}.values())
     todo = [spec for spec in distinct if not store.has(spec)]
@@ -142,17 +138,17 @@ def carry_out(
 
 @dataclass
 class InHand:
-    """The runs that a worker has in hand, by their number in its bundle; what was heard of them."""
+    """The unfinished runs of a worker by number in its bundle, and which of them have begun."""
 
     specs: dict[int, Spec]
     begun: set[int] = field(default_factory=set)
 
 
 class Tries:
-    """How often each run was tried, what came of it, and who is told.
+    """Count the tries of each run, collect failures, and report progress.
 
-    Counted by run and not by bundle: a bundle that dies with its worker may have been killed by one
-    of its runs, and the others are to be had. So whatever is tried again is tried by itself.
+    Tries are counted per run, not per bundle: one run may have killed the worker of a bundle, and
+    the others can still succeed. A run is therefore retried on its own.
     """
 
     def __init__(self, store: Store, show: Show, most: int) -> None:
@@ -161,46 +157,47 @@ class Tries:
         self.failures: list[Failure] = []
 
     def heard(self, hand: InHand, event: Mapping[str, Any]) -> list[Spec]:
-        """Act on what a worker said (see `sweep.bundle`); the runs to try again."""
+        """Process an event of a worker (see `sweep.bundle`); return the runs to retry."""
         i = event["i"]
-        if i not in hand.specs:  # a job that Slurm started once more, on what was done
+        if i not in hand.specs:  # from a job that Slurm restarted, about a finished run
             return []
         spec = hand.specs[i]
-        if i not in hand.begun:  # a run's own time begins when it is first heard of
+        if i not in hand.begun:  # a run's time starts with its first event
             hand.begun.add(i)
             self._show.started(spec)
         if event["event"] == "step":
             self._show.step(spec, event["t"])
             return []
         del hand.specs[i]
-        if event["event"] == "busy":  # another command is at it: look again later
+        if event["event"] == "busy":  # another command is computing it: retry later
             return [spec]
         if event["event"] == "failed":
-            return self._again(Failure(spec, event["why"], event["trace"]))
+            return self._count(Failure(spec, event["why"], event["trace"]))
         self._show.ended(spec, None)
         return []
 
     def over(self, hand: InHand, why: str, trace: str = "") -> list[Spec]:
-        """A worker is gone, and with it what it had in hand but for what it had put into the store;
-        the runs to try again.
+        """Handle the end of a worker; return the runs to retry.
+
+        Its unfinished runs failed, except those whose results are in the store.
         """
-        again = []
+        retry = []
         for spec in hand.specs.values():
             if self._store.has(spec):
                 self._show.ended(spec, None)
             else:
-                again += self._again(Failure(spec, why, trace))
+                retry += self._count(Failure(spec, why, trace))
         hand.specs.clear()
-        return again
+        return retry
 
     def there(self, specs: Sequence[Spec]) -> list[Spec]:
-        """Those that are not in the store; another command has done the others meanwhile."""
+        """Return the runs not in the store; another command has computed the others."""
         for spec in specs:
             if self._store.has(spec):
                 self._show.ended(spec, None)
         return [spec for spec in specs if not self._store.has(spec)]
 
-    def _again(self, failure: Failure) -> list[Spec]:
+    def _count(self, failure: Failure) -> list[Spec]:
         self._failed[failure.spec.hash] += 1
         if self._failed[failure.spec.hash] < self._most:
             return [failure.spec]

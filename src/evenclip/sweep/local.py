@@ -1,8 +1,8 @@
-"""Runs carried out by processes of this machine, as many at a time as it has cores.
+"""Carry out runs in processes of this machine, by default one per core.
 
-A process is given one bundle of runs after the other (`sweep.bundle`). If it dies, what it had in
-hand is lost and reported; the others go on. Results are written by the processes themselves, so
-nothing that was finished depends on this one.
+A process receives one bundle of runs after the other (`sweep.bundle`). If it dies, its unfinished
+runs are reported as failed and the other processes continue. The processes write the results
+themselves, so finished results do not depend on this process.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Local:
-    """Processes of this machine.
+    """Executor that uses processes of this machine.
 
-    A process that dies takes what it had in hand with it: that is reported, not tried again, since
-    what killed it (too little memory, mostly) is still there.
+    If a process dies, its unfinished runs are reported and not retried, because the usual cause
+    (too little memory) persists.
 
     Attributes:
-        workers: at a time; one per core unless given.
+        workers: number of processes; one per core unless given.
     """
 
     workers: int | None = None
@@ -50,24 +50,24 @@ class Local:
             check.natural(workers=self.workers)
 
     def check_device(self, device: str) -> None:
-        """Raise for a GPU that is not here."""
+        """Raise if the device is a GPU and this machine has none."""
         import torch
 
         if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device is {device!r} and there is none here; use cpu.")
+            raise ValueError(f"Device {device!r} is not available on this machine; use 'cpu'.")
 
     def carry_out(self, specs: Sequence[Spec], store: Store, show: Show) -> list[Failure]:
-        """All of them; those that failed."""
-        at_once = self.workers or cores()
-        return _Pool(store, show, at_once).carry_out(bundles(specs, at_once))
+        """Carry out these runs; return the failures."""
+        size = self.workers or cores()
+        return _Pool(store, show, size).carry_out(bundles(specs, size))
 
     def map_processes(self, work: Callable[[S], T], items: Sequence[S]) -> Iterator[tuple[int, T]]:
-        """(place, work(item)) of every item, as they end."""
+        """Yield (index, work(item)) of every item in order of completion."""
         return map_processes(work, items, self.workers)
 
 
 class _Pool:
-    """Worker processes and what each has in hand."""
+    """A pool of worker processes."""
 
     def __init__(self, store: Store, show: Show, size: int) -> None:
         self._store, self._size = store, size
@@ -75,10 +75,10 @@ class _Pool:
         self._events: queue.Queue[tuple[_Worker, dict[str, Any]]] = queue.Queue()
 
     def carry_out(self, work: Sequence[Sequence[Spec]]) -> list[Failure]:
-        """All of them; those that failed."""
+        """Carry out these bundles; return the failures."""
         waiting = deque(work)
-        at_once = min(self._size, len(work))
-        workers = [_Worker(self._events, start()) for _ in range(at_once)]
+        size = min(self._size, len(work))
+        workers = [_Worker(self._events, start()) for _ in range(size)]
         try:
             for worker in workers:
                 self._next(worker, waiting)
@@ -86,7 +86,7 @@ class _Pool:
                 worker, event = self._events.get()
                 if not worker.hand.specs:
                     continue
-                self._heard(worker, event, waiting)
+                self._process(worker, event, waiting)
                 if event["event"] == "died" and waiting:
                     workers.append(worker := _Worker(self._events, start()))
                 if not worker.hand.specs:
@@ -97,70 +97,70 @@ class _Pool:
         return self._tries.failures
 
     def _next(self, worker: _Worker, waiting: deque[Sequence[Spec]]) -> None:
-        """Give the worker something to do, if there is anything."""
+        """Give the worker the next bundle, if there is one."""
         while waiting:
             todo = self._tries.there(waiting.popleft())
             if todo:
                 worker.take(todo, self._store)
                 return
 
-    def _heard(
+    def _process(
         self, worker: _Worker, event: dict[str, Any], waiting: deque[Sequence[Spec]]
     ) -> None:
-        """Act on what a worker said."""
+        """Process an event of a worker."""
         if event["event"] == "died":
             self._tries.over(worker.hand, event["why"])
             return
-        again = self._tries.heard(worker.hand, event)
-        if again:
-            waiting.append(again)
+        retry = self._tries.heard(worker.hand, event)
+        if retry:
+            waiting.append(retry)
             time.sleep(0.2)
 
 
 class _Worker:
-    """One process, and a thread that listens to it."""
+    """One process, and the threads that read its output."""
 
     def __init__(
         self, events: queue.Queue[tuple[_Worker, dict[str, Any]]], process: Process
     ) -> None:
         self.hand, self._process = InHand({}), process
-        self._events, self._said = events, deque[str](maxlen=20)
-        self._listeners = [
-            threading.Thread(target=t, daemon=True) for t in (self._listen, self._listen_to_errors)
+        self._events, self._errors = events, deque[str](maxlen=20)
+        self._readers = [
+            threading.Thread(target=t, daemon=True) for t in (self._read_events, self._read_errors)
         ]
-        for thread in self._listeners:
+        for thread in self._readers:
             thread.start()
 
     def take(self, specs: Sequence[Spec], store: Store) -> None:
-        """Something to do."""
+        """Send the worker a bundle of runs."""
         self.hand = InHand(dict(enumerate(specs)))
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it is dead, and the listener will say so
+        with suppress(BrokenPipeError):  # it died; the reader reports that
             task = described(specs) | {"root": str(store.root.resolve())}
             self._process.stdin.write(json.dumps(task) + "\n")
             self._process.stdin.flush()
 
     def stop(self) -> None:
-        """No more: at once if it is in the middle of something."""
+        """End the process; kill it if it has unfinished runs."""
         end(self._process, at_once=bool(self.hand.specs))
-        for thread in self._listeners:
+        for thread in self._readers:
             thread.join()
         close(self._process)
 
-    def _listen(self) -> None:
+    def _read_events(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._events.put((self, json.loads(line)))
         self._events.put((self, {"event": "died", "why": self._death(self._process.wait())}))
 
-    def _listen_to_errors(self) -> None:
+    def _read_errors(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            self._said.append(line.rstrip())
+            self._errors.append(line.rstrip())
 
     def _death(self, code: int) -> str:
         if code < 0:
             hint = " (out of memory?)" if code == -signal.SIGKILL else ""
             return f"its process was ended by {signal.Signals(-code).name}{hint}"
-        last = f": {self._said[-1]}" if self._said else ""
+        last = f": {self._errors[-1]}" if self._errors else ""
         return f"its process ended with status {code}{last}"

@@ -23,22 +23,25 @@ T = TypeVar("T")
 def map_processes(
     work: Callable[[S], T], items: Sequence[S], workers: int | None = None
 ) -> Iterator[tuple[int, T]]:
-    """(place, work(item)) of every item, as they end; so many at a time, one per core unless given."""
+    """Yield (index, work(item)) of every item in order of completion.
+
+    At most `workers` processes run at a time, one per core unless given.
+    """
     if not items:
         return
-    spawn = multiprocessing.get_context("spawn")  # a process that has a GPU cannot be forked
+    spawn = multiprocessing.get_context("spawn")  # a process that uses a GPU cannot be forked
     with ProcessPoolExecutor(
         min(workers or cores(), len(items)),
         mp_context=spawn,
         initializer=partial(torch.set_num_threads, 1),
     ) as pool:
-        running = {pool.submit(work, item): place for place, item in enumerate(items)}
+        running = {pool.submit(work, item): index for index, item in enumerate(items)}
         for future in as_completed(running):
             yield running[future], future.result()
 
 
 def write_whole(path: Path, text: str) -> None:
-    """A file that appears whole or not at all."""
+    """Write a file atomically."""
     scratch = path.with_suffix(f".writing-{os.getpid()}")
     scratch.write_text(text)
     scratch.replace(path)

@@ -1,6 +1,4 @@
-"""Worker processes of this machine: start them, end them. Their tasks and answers are in
-`evenclip.sweep.worker`.
-"""
+"""Start and end worker processes, whose body is `evenclip.sweep.worker`."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ Process = subprocess.Popen[str]
 
 
 def cores() -> int:
-    """Number of processors that this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -34,7 +32,7 @@ def start() -> Process:
 
 
 def end(process: Process, *, at_once: bool) -> None:
-    """End a worker after the task that it has, or at once. What it wrote can still be read."""
+    """End a worker after its current task, or at once. Its output can still be read."""
     if process.stdin is not None:
         with suppress(OSError):
             process.stdin.close()

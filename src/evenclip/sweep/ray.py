@@ -1,10 +1,10 @@
-"""Runs carried out by a Ray cluster: a bundle of runs is a task, and what it says and finds comes
-back through Ray.
+"""Carry out runs on a Ray cluster: a bundle of runs is a task that streams events and results.
 
-Workers need evenclip, in the same version, and nothing else: no shared disk (files are sent, see
-`runs.parcel`) and no store. The driver writes each result into its own as it comes, so that a node
-that dies takes with it only what it was at. A task is never retried by Ray itself, which would
-compute a bundle's finished runs again: runs are, up to three times, each by itself.
+Workers need the same version of evenclip and nothing else: no store, and no shared disk, since
+files are sent (see `sweep.transfer`). The driver writes each result to its store on arrival, so
+that a dying node loses only its unfinished runs. Ray itself never retries a task, because that
+would repeat the finished runs of a bundle. Instead, each failed run is retried on its own, up to
+three tries.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ __all__ = ["Ray"]
 S = TypeVar("S")
 T = TypeVar("T")
 
-Files = Mapping[str, Any]  # SHA-256 -> where Ray keeps the content
+Files = Mapping[str, Any]  # SHA-256 -> Ray reference of the content
 
 _TOKEN = (
-    "if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to what `ray "
-    "get-auth-token` prints on its head"
+    "if the cluster requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the output of "
+    "`ray get-auth-token` on its head"
 )
 
 
 @dataclass(frozen=True)
 class Ray:
-    """A Ray cluster; needs `pip install 'evenclip[ray]'` here and on its nodes.
+    """Executor that uses a Ray cluster; needs `pip install 'evenclip[ray]'` here and on its nodes.
 
     Attributes:
-        address: HOST:PORT of its head, whose node this must be one of; unless given RAY_ADDRESS, or
-            a cluster that runs on this machine, or one that is started here for as long as it
-            takes.
-        cpus: processors of a task, and its threads.
-        gpus: GPUs of a task; 0.2 lets five share one.
+        address: HOST:PORT of the cluster's head; this machine must be a node of the cluster. Unless
+            given: RAY_ADDRESS, or a cluster that runs on this machine, or a temporary cluster
+            started here.
+        cpus: processors and threads per task.
+        gpus: GPUs per task; with 0.2, five tasks share one GPU.
     """
 
     address: str | None = None
@@ -65,23 +65,22 @@ class Ray:
             )
 
     def check_device(self, device: str) -> None:
-        """Raise if runs would not get the GPU that they are to run on."""
+        """Raise if the device is a GPU and tasks get none."""
         if device.startswith("cuda") and not self.gpus:
             raise ValueError(
-                f"device is {device!r} and Ray gives a run no GPU unless it is asked to; add "
-                "--gpus-per-run, such as "
-                "0.2 for five runs on each."
+                f"device is {device!r}, but Ray assigns no GPU to a run by default; add "
+                "--gpus-per-run, such as 0.2 for five runs per GPU."
             )
 
     def carry_out(self, specs: Sequence[Spec], store: Store, show: Show) -> list[Failure]:
-        """All of them; those that failed."""
+        """Carry out these runs; return the failures."""
         with self._cluster() as ray:
             slots = self._slots(ray)
             files = {digest: ray.put(content) for digest, content in contents(specs)}
             return self._sweep(ray, bundles(specs, slots), files, Tries(store, show, TRIES), store)
 
     def map_processes(self, work: Callable[[S], T], items: Sequence[S]) -> Iterator[tuple[int, T]]:
-        """(place, work(item)) of every item, as they end."""
+        """Yield (index, work(item)) of every item in order of completion."""
         if not items:
             return
         with self._cluster() as ray:
@@ -94,43 +93,44 @@ class Ray:
                 num_cpus=self.cpus, num_gpus=self.gpus, max_retries=TRIES - 1, retry_exceptions=True
             )
             running = {
-                task.remote(work, item, files, self.cpus): place for place, item in enumerate(items)
+                task.remote(work, item, files, self.cpus): index for index, item in enumerate(items)
             }
             try:
                 while running:
                     (ended,), _ = ray.wait(list(running))
                     yield running.pop(ended), ray.get(ended)
             finally:
-                for left in running:
-                    ray.cancel(left, force=True)
+                for unfinished in running:
+                    ray.cancel(unfinished, force=True)
 
     def _sweep(
         self, ray: Any, work: Sequence[Sequence[Spec]], files: Files, tries: Tries, store: Store
     ) -> list[Failure]:
-        """Submit, listen, and submit again what was lost."""
+        """Submit the bundles, process their events, and resubmit lost runs."""
         task = ray.remote(_carry_out).options(
             num_cpus=self.cpus, num_gpus=self.gpus, max_retries=0, num_returns="streaming"
         )
-        out = dict[Any, InHand]()
+        pending = dict[Any, InHand]()
 
         def submit(bundle: Sequence[Spec]) -> None:
-            out[task.remote(described(bundle), files, self.cpus)] = InHand(dict(enumerate(bundle)))
+            reference = task.remote(described(bundle), files, self.cpus)
+            pending[reference] = InHand(dict(enumerate(bundle)))
 
         try:
             for bundle in work:
                 submit(bundle)
-            while out:
-                (heard,), _ = ray.wait(list(out))
-                for spec in _listen(ray, heard, out, tries, store):
+            while pending:
+                (ready_task,), _ = ray.wait(list(pending))
+                for spec in _next_event(ray, ready_task, pending, tries, store):
                     submit([spec])
         finally:
-            for left in out:
-                ray.cancel(left, force=True)
+            for unfinished in pending:
+                ray.cancel(unfinished, force=True)
         return tries.failures
 
     @contextmanager
     def _cluster(self) -> Iterator[Any]:
-        """Ray itself, connected; as it was afterwards."""
+        """Connect to Ray, and disconnect on exit unless it was connected before."""
         ray = _package()
         if ray.is_initialized():
             yield ray
@@ -142,10 +142,10 @@ class Ray:
             ray.shutdown()
 
     def _connect(self, ray: Any) -> None:
-        """To a cluster that runs, or to one that is started.
+        """Connect to a running cluster, or start one.
 
         Raises:
-            ConnectionError: a sentence, whatever Ray says.
+            ConnectionError: the connection failed; the message says what to do.
         """
         address = self.address or os.environ.get("RAY_ADDRESS") or None
         if address is not None:
@@ -159,28 +159,26 @@ class Ray:
                     logging_level="ERROR",
                 )
         except ray.exceptions.AuthenticationError:
-            raise ConnectionError(f"Ray's token was not found: {_TOKEN}.") from None
+            raise ConnectionError(f"Ray found no token; {_TOKEN}.") from None
         except ConnectionError:
             if address is None:
                 raise
             raise ConnectionError(
-                f"The Ray cluster at {address} does not let us in: {_TOKEN}; if it does not, "
-                "leave RAY_AUTH_MODE out."
+                f"The Ray cluster at {address} rejected the connection; {_TOKEN}; otherwise unset "
+                "RAY_AUTH_MODE."
             ) from None
-        except (
-            RuntimeError,
-            ValueError,
-        ) as error:  # another version of Ray or Python; no node of it on this machine
-            said = " ".join(str(error).split())[:400]
+        except (RuntimeError, ValueError) as error:
+            # Another version of Ray or Python, or this machine is not a node of the cluster.
+            reason = " ".join(str(error).split())[:400]
             raise ConnectionError(
-                f"The Ray cluster at {address} cannot be used from here. Ray says: {said}"
+                f"The Ray cluster at {address} cannot be used from this machine. Ray: {reason}"
             ) from None
 
     def _slots(self, ray: Any) -> int:
-        """Number of tasks that the cluster takes at a time.
+        """Return the number of tasks that the cluster can run at a time.
 
         Raises:
-            ValueError: if no node takes any; Ray would wait for one forever.
+            ValueError: no node can run a task; Ray would wait forever.
         """
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         slots = sum(
@@ -191,29 +189,25 @@ class Ray:
             for has in nodes
         )
         if slots == 0:
-            had = ", ".join(
+            available = ", ".join(
                 f"{has.get('CPU', 0):.0f} CPUs and {has.get('GPU', 0):.0f} GPUs" for has in nodes
             )
             raise ValueError(
-                f"A run is to have {self.cpus} CPUs and {self.gpus:g} GPUs, and no node of the "
-                "Ray cluster has them "
-                f"({had}); ask for less, or add a node."
+                f"A run needs {self.cpus} CPUs and {self.gpus:g} GPUs, but no node of the Ray "
+                f"cluster has them ({available}); request less or add a node."
             )
         return slots
 
 
 def _package() -> Any:
-    """Ray, without its statistics and its chatter.
+    """Import Ray with usage statistics and log messages turned off.
 
     Raises:
-        ImportError: a sentence.
+        ImportError: Ray is not installed.
     """
-    os.environ.setdefault(
-        "RAY_USAGE_STATS_ENABLED", "0"
-    )  # a cluster that is started here tells nobody about it
-    os.environ.setdefault(
-        "RAY_DEDUP_LOGS_SKIP_REGEX", "^"
-    )  # a node that dies is not printed amid the results
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Do not print messages about dead nodes between the results.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
@@ -226,26 +220,27 @@ def _package() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what Ray's C++ writes while it connects, a line a second; what matters of it is
-    raised.
+    """Discard stderr, to which Ray's C++ writes every second while it connects.
+
+    Errors are raised as exceptions.
     """
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(null)
 
 
 def _reachable(address: str) -> None:
-    """Raise at once, where Ray would try for long."""
+    """Raise at once if the address is wrong or unreachable; Ray would retry for long."""
     if "://" in address:
         raise ValueError(
-            f"{address} is an address of Ray's client, through which results cannot be streamed; "
-            "run the command on a "
-            "node of the cluster and give HOST:PORT of its head, such as 10.0.0.1:6379."
+            f"{address} is an address of Ray's client, which cannot stream results; run the "
+            "command on a node of the cluster and give HOST:PORT of its head, such as "
+            "10.0.0.1:6379."
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -260,20 +255,21 @@ def _reachable(address: str) -> None:
         why = error.strerror or str(error)
         raise ConnectionError(
             f"There is no Ray cluster at {address} ({why}); start its head with `ray start "
-            "--head`, or give another "
-            "--ray-address."
+            "--head`, or give another --ray-address."
         ) from None
 
 
-def _listen(ray: Any, task: Any, out: dict[Any, InHand], tries: Tries, store: Store) -> list[Spec]:
-    """The next thing that a task says; the runs to try again."""
-    hand = out[task]
+def _next_event(
+    ray: Any, task: Any, pending: dict[Any, InHand], tries: Tries, store: Store
+) -> list[Spec]:
+    """Process the next event of a task; return the runs to retry."""
+    hand = pending[task]
     try:
         event = ray.get(next(task))
     except StopIteration:
-        return tries.over(out.pop(task), "its task ended and did not say how")
+        return tries.over(pending.pop(task), "its task ended without a result")
     except ray.exceptions.RayError as error:
-        return tries.over(out.pop(task), *_reason(ray, error))
+        return tries.over(pending.pop(task), *_reason(ray, error))
     if event["event"] == "found":
         store.write(hand.specs[event["i"]], event["result"], _weights(event["weights"]))
         return []
@@ -281,11 +277,11 @@ def _listen(ray: Any, task: Any, out: dict[Any, InHand], tries: Tries, store: St
 
 
 def _reason(ray: Any, error: Exception) -> tuple[str, str]:
-    """Why a task is gone, as a sentence, and what Ray says about it."""
+    """Return why a task ended, as a sentence, and Ray's message."""
     if isinstance(error, ray.exceptions.NodeDiedError):
         return "the node of the Ray cluster that it ran on died", str(error)
     if isinstance(error, ray.exceptions.OutOfMemoryError):
-        return "its process was ended by Ray, for its node was out of memory", str(error)
+        return "Ray ended its process because its node was out of memory", str(error)
     if isinstance(error, ray.exceptions.WorkerCrashedError):
         return "its process on the Ray cluster died (out of memory?)", str(error)
     cause = getattr(error, "cause", None) or error
@@ -303,23 +299,23 @@ def _weights(packed: bytes) -> dict[str, Any]:
 
 
 def _carry_out(task: Mapping[str, Any], files: Files, threads: int) -> Iterator[dict[str, Any]]:
-    """A bundle; what is said about it, and {"event": "found", ...} with each result.
+    """Carry out a bundle; yield its events, and {"event": "found", ...} with each result.
 
-    It is computed in a thread of its own, so that what it says can go out while it goes on.
+    A separate thread computes the runs, so that events are sent meanwhile.
     """
-    said = queue.SimpleQueue[dict[str, Any] | None]()
+    events = queue.SimpleQueue[dict[str, Any] | None]()
 
     def say(**event: Any) -> None:
-        said.put(event)
+        events.put(event)
 
     def work() -> None:
         try:
             _work(task, files, threads, say)
         finally:
-            said.put(None)
+            events.put(None)
 
     threading.Thread(target=work, daemon=True).start()
-    while (event := said.get()) is not None:
+    while (event := events.get()) is not None:
         yield event
 
 
@@ -333,9 +329,8 @@ def _work(task: Mapping[str, Any], files: Files, threads: int, say: Callable[...
 
     ready(threads)
     other = (
-        "evenclip, torch, numpy, pandas or scikit-learn is of another version on "
-        f"{platform.node()}; install the same "
-        "on every node of the Ray cluster"
+        "evenclip, torch, numpy, pandas or scikit-learn has another version on "
+        f"{platform.node()}; install the same versions on every node of the Ray cluster"
     )
     with tempfile.TemporaryDirectory(prefix="evenclip-") as folder:
         todo = opened(task, say, other, lambda spec: unpacked(spec, _sent(files), Path(folder)))
@@ -343,18 +338,18 @@ def _work(task: Mapping[str, Any], files: Files, threads: int, say: Callable[...
 
 
 def _once(work: Callable[[S], T], item: S, files: Files, threads: int) -> T:
-    """One thing, which may be a run whose files have to be had first."""
+    """Return work(item); if the item is a run, unpack its files first."""
     ready(threads)
     with tempfile.TemporaryDirectory(prefix="evenclip-") as folder:
-        placed: Any = unpacked(item, _sent(files), Path(folder)) if isinstance(item, Spec) else item
-        return work(placed)
+        local: Any = unpacked(item, _sent(files), Path(folder)) if isinstance(item, Spec) else item
+        return work(local)
 
 
 def _sent(files: Files) -> Callable[[str], bytes | None]:
-    """The content of a file that was sent, by its SHA-256."""
+    """Return a function from SHA-256 to the content of a sent file."""
 
     def content(digest: str) -> bytes | None:
-        found: bytes | None = _package().get(files[digest]) if digest in files else None
-        return found
+        received: bytes | None = _package().get(files[digest]) if digest in files else None
+        return received
 
     return content

@@ -1,8 +1,7 @@
-"""What the steps of a run cost each group, and by what: the run trained once more, and looked at
-now and then.
+"""Risk terms of a run: what direction and magnitude of its steps cost each group.
 
-Looking changes nothing, so it is the run of the tables. What is seen lies in the store beside its
-result. Private.
+The run is trained once more and measured about 20 times. Measuring does not change the run, so it
+is the same run as in the tables. The measurements are stored beside its result. They are private.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ from evenclip.sweep.store import Store
 __all__ = ["LOOKS", "looks"]
 
 LOOKS = 20
-"""How often a run is looked at, about."""
+"""Approximate number of measurements of a run."""
 
-# Samples of each group that are looked at, at the most.
+# Maximum number of samples per group.
 _SAMPLE = 1024
 
-Look = dict[str, Any]  # t; dir and mag by group; None where nothing is known
+Look = dict[str, Any]  # t; dir and mag by group, None if unknown
 
 
 def looks(specs: Sequence[Spec], store: Store, executor: Executor) -> list[list[Look]]:
-    """Of every run, what was seen of its steps; what the store has is not looked at again."""
+    """Return the measurements of every run, computing those that are not in the store."""
     folder = store.root / "risk"
     folder.mkdir(parents=True, exist_ok=True)
-    places = [folder / f"{spec.hash}.json" for spec in specs]
-    todo = [(spec, place) for spec, place in zip(specs, places, strict=True) if not place.is_file()]
-    for i, found in executor.map_processes(watched, [spec for spec, _ in todo]):
-        write_whole(todo[i][1], json.dumps(found) + "\n")
-    return [json.loads(place.read_text()) for place in places]
+    paths = [folder / f"{spec.hash}.json" for spec in specs]
+    todo = [(spec, path) for spec, path in zip(specs, paths, strict=True) if not path.is_file()]
+    for i, measurements in executor.map_processes(_measure, [spec for spec, _ in todo]):
+        write_whole(todo[i][1], json.dumps(measurements) + "\n")
+    return [json.loads(path.read_text()) for path in paths]
 
 
-def watched(spec: Spec) -> list[Look]:
-    """Train it, and what was seen."""
+def _measure(spec: Spec) -> list[Look]:
+    """Train a run and return its measurements."""
     from evenclip.audit import RiskTerms
     from evenclip.sweep.work import prepared
     from evenclip.training.fit import train
@@ -56,6 +55,6 @@ def watched(spec: Spec) -> list[Look]:
 
 
 def _by_group(record: dict[str, Any], name: str, groups: int) -> list[float | None]:
-    """A term of every group; None of those that nobody is in."""
-    known = {part["group"]: float(f"{part['terms'][name][0]:.4g}") for part in record["risk"]}
+    """Return a term of every group; None for empty groups."""
+    known = {risk["group"]: float(f"{risk['terms'][name][0]:.4g}") for risk in record["risk"]}
     return [known.get(k) for k in range(groups)]

@@ -1,15 +1,14 @@
-"""Runs carried out by a Slurm cluster: a bundle of runs is a job of an array, submitted by
-submitit.
+"""Carry out runs on a Slurm cluster: a bundle of runs is a job of an array, submitted by submitit.
 
-A Slurm site has a shared disk. On it lie the store, into which jobs put their results themselves,
-and what they say:
+A Slurm site has a shared disk. It holds the store, to which the jobs write their results, and the
+events of the jobs:
 
-    STORE/slurm/SWEEP/N.jsonl      what the job of bundle N said (see `sweep.bundle`)
-                      *.out, *.err, *.pkl, *.sh      submitit's own
+    STORE/slurm/SWEEP/N.jsonl      events of the job of bundle N (see `sweep.bundle`)
+                      *.out, *.err, *.pkl, *.sh      written by submitit
 
-The folder of a sweep is removed when everything in it went well. A job that is gone without having
-said how its runs ended was killed (its node died, its time was up): they are tried again, each by
-itself, up to three times.
+The folder of a sweep is removed if all its runs succeeded. A job that ends without reporting the
+end of its runs was killed (its node died, or its time limit passed). These runs are retried, each
+on its own, up to three tries.
 """
 
 from __future__ import annotations
@@ -38,23 +37,24 @@ __all__ = ["Slurm"]
 S = TypeVar("S")
 T = TypeVar("T")
 
-# Seconds between two looks at what jobs have written; between two questions to Slurm; until a run
-# that another command is at is asked for again.
-_LOOK, _ASK, _LATER = 0.5, 10.0, 30.0
+_POLL = 0.5  # seconds between two reads of the jobs' events
+_QUEUE_POLL = 10.0  # seconds between two calls of squeue
+_RETRY = 30.0  # seconds until a run that another command is computing is tried again
 
 
 @dataclass(frozen=True)
 class Slurm:
-    """A Slurm cluster; needs `pip install 'evenclip[slurm]'`, and this package and the store on its
-    shared disk.
+    """Executor that uses a Slurm cluster; needs `pip install 'evenclip[slurm]'`.
+
+    The package and the store must be on the cluster's shared disk.
 
     Attributes:
         partition, account: to submit to; the site's defaults unless given.
-        minutes: until a job is ended.
-        cpus: processors of a job, and its threads.
-        gpus: GPUs of a job.
-        jobs: at a time, at the most; runs of the same data and model are cut into so many bundles.
-        cluster: submitit's name for it; "local" is processes of this machine, to try things out.
+        minutes: time limit of a job.
+        cpus: processors and threads per job.
+        gpus: GPUs per job.
+        jobs: maximum number of jobs at a time, and of bundles per pair of data and model.
+        cluster: submitit's name of the cluster; "local" runs jobs as processes of this machine.
     """
 
     partition: str | None = None
@@ -71,158 +71,157 @@ class Slurm:
             raise ValueError(f"gpus is {self.gpus}; Slurm gives a job a whole number of them.")
 
     def check_device(self, device: str) -> None:
-        """Raise if runs would not get the GPU that they are to run on."""
+        """Raise if the device is a GPU and jobs get none."""
         if device.startswith("cuda") and not self.gpus:
             raise ValueError(
-                f"device is {device!r} and Slurm gives a job no GPU unless it is asked to; add "
+                f"device is {device!r}, but Slurm assigns no GPU to a job by default; add "
                 "--gpus-per-run 1."
             )
 
     def carry_out(self, specs: Sequence[Spec], store: Store, show: Show) -> list[Failure]:
-        """All of them; those that failed."""
+        """Carry out these runs; return the failures."""
         work = bundles(specs, self.jobs)
         with _Site(self, store.root) as site:
-            found = _sweep(site, work, Tries(store, show, TRIES), store)
-            site.in_order = not found
-        return found
+            failures = _sweep(site, work, Tries(store, show, TRIES), store)
+            site.in_order = not failures
+        return failures
 
     def map_processes(self, work: Callable[[S], T], items: Sequence[S]) -> Iterator[tuple[int, T]]:
-        """(place, work(item)) of every item, as they end.
+        """Yield (index, work(item)) of every item in order of completion.
 
         Raises:
-            RuntimeError: if one failed three times.
+            RuntimeError: an item failed three times.
         """
         if not items:
             return
         with _Site(self, default_root()) as site:
             jobs = site.submit(_once, [(work, item, self.cpus) for item in items])
-            out = {job: place for place, job in enumerate(jobs)}
+            pending = {job: index for index, job in enumerate(jobs)}
             failed = [0] * len(items)
-            while out:
-                for job in site.ended(list(out)):
-                    place = out.pop(job)
-                    if job.well:
-                        yield place, job.result
+            while pending:
+                for job in site.ended(list(pending)):
+                    index = pending.pop(job)
+                    if job.succeeded:
+                        yield index, job.result
                         continue
-                    failed[place] += 1
-                    if failed[place] == TRIES:
+                    failed[index] += 1
+                    if failed[index] == TRIES:
                         raise RuntimeError(job.why)
-                    (again,) = site.submit(_once, [(work, items[place], self.cpus)])
-                    out[again] = place
+                    (retry,) = site.submit(_once, [(work, items[index], self.cpus)])
+                    pending[retry] = index
             site.in_order = True
 
 
 def _sweep(
     site: _Site, work: Sequence[Sequence[Spec]], tries: Tries, store: Store
 ) -> list[Failure]:
-    """Submit, listen, and submit again what was lost."""
-    out, busy = dict[_Job, _Hearing](), dict[str, tuple[Spec, float]]()
+    """Submit the bundles, process their events, and resubmit lost runs."""
+    pending, busy = dict[_Job, _EventFile](), dict[str, tuple[Spec, float]]()
     root = str(store.root.resolve())
 
-    def submit(some: Sequence[Sequence[Spec]]) -> None:
-        hearings = [
-            _Hearing(InHand(dict(enumerate(bundle))), site.path(".jsonl")) for bundle in some
+    def submit(bundles: Sequence[Sequence[Spec]]) -> None:
+        logs = [
+            _EventFile(InHand(dict(enumerate(bundle))), site.path(".jsonl")) for bundle in bundles
         ]
         tasks = [
-            (described(bundle) | {"root": root}, str(hearing.path), site.asked.cpus)
-            for bundle, hearing in zip(some, hearings, strict=True)
+            (described(bundle) | {"root": root}, str(log.path), site.config.cpus)
+            for bundle, log in zip(bundles, logs, strict=True)
         ]
-        out.update(zip(site.submit(_carry_out, tasks), hearings, strict=True))
+        pending.update(zip(site.submit(_carry_out, tasks), logs, strict=True))
 
     submit(work)
-    while out or busy:
-        ended, again = site.ended(list(out)), list[Spec]()
-        for job, hearing in list(out.items()):
-            for event in hearing.news():
-                tried = tries.heard(hearing.hand, event)
+    while pending or busy:
+        ended, retry = site.ended(list(pending)), list[Spec]()
+        for job, log in list(pending.items()):
+            for event in log.new_events():
+                unfinished = tries.heard(log.hand, event)
                 if event["event"] == "busy":
-                    busy.update({spec.hash: (spec, time.monotonic() + _LATER) for spec in tried})
+                    later = time.monotonic() + _RETRY
+                    busy.update({spec.hash: (spec, later) for spec in unfinished})
                 else:
-                    again += tried
+                    retry += unfinished
             if job in ended:
-                again += tries.over(out.pop(job).hand, job.why, job.trace)
+                retry += tries.over(pending.pop(job).hand, job.why, job.trace)
         for name, (spec, when) in list(busy.items()):
             if store.has(spec) or time.monotonic() > when:
                 del busy[name]
-                again += tries.there([spec])
-        if again:
-            submit([[spec] for spec in again])
+                retry += tries.there([spec])
+        if retry:
+            submit([[spec] for spec in retry])
     return tries.failures
 
 
 @dataclass
-class _Hearing:
-    """What a job says, as far as it was read."""
+class _EventFile:
+    """The file of a job's events, and how far it was read."""
 
     hand: InHand
     path: Path
     read: int = 0
 
-    def news(self) -> list[dict[str, Any]]:
-        """What it has said since; whole lines only."""
+    def new_events(self) -> list[dict[str, Any]]:
+        """Return the events since the last call, from complete lines only."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.read)
                 lines, _, _ = file.read().rpartition(b"\n")
-        except FileNotFoundError:  # it has not begun
+        except FileNotFoundError:  # the job has not begun
             return []
         self.read += len(lines) + 1 if lines else 0
         return [event for line in lines.splitlines() if (event := _event(line)) is not None]
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
-    """What a line says; nothing, if its job was killed in the middle of it."""
+    """Parse a line; return None if it is cut off, because its job was killed."""
     try:
-        found: dict[str, Any] = json.loads(line)
+        event: dict[str, Any] = json.loads(line)
     except ValueError:
         return None
-    return found
+    return event
 
 
 @dataclass(eq=False)
 class _Job:
-    """A job, and since when Slurm does not know it any more."""
+    """A job, and how often in a row squeue did not list it."""
 
     job: Any
     born: float = field(default_factory=time.monotonic)
     missed: int = 0
 
     @property
-    def well(self) -> bool:
-        """Whether it returned something."""
+    def succeeded(self) -> bool:
+        """Whether the job returned a result."""
         return bool(self.job.paths.result_pickle.exists()) and self.job.exception() is None
 
     @property
     def result(self) -> Any:
-        """What it returned."""
+        """Result of the job."""
         return self.job.result()
 
     @property
     def why(self) -> str:
-        """What became of it."""
-        said = [
+        """Why the job has no result."""
+        lines = [
             line for line in self.trace.splitlines() if line.strip() and not line.startswith("---")
         ]
-        last = f" ({said[-1].strip()})" if said else ""
+        last = f" ({lines[-1].strip()})" if lines else ""
         return f"its job {self.job.job_id} ended without a result{last}"
 
     @property
     def trace(self) -> str:
-        """What it wrote to its error stream, the end of it."""
+        """End of the job's error stream."""
         return str(self.job.stderr() or "")[-4000:]
 
 
 class _Site:
-    """submitit's executor, set as asked, and a folder of its own; what is under way is cancelled
-    when it is left.
-    """
+    """Submitit's executor with a folder of its own; unfinished jobs are cancelled on exit."""
 
-    def __init__(self, asked: Slurm, root: Path) -> None:
-        self.asked, self.in_order = asked, False
+    def __init__(self, config: Slurm, root: Path) -> None:
+        self.config, self.in_order = config, False
         self._folder = root.resolve() / "slurm" / uuid.uuid4().hex[:12]
         self._folder.mkdir(parents=True)
-        self._executor = _executor(asked, self._folder)
-        self._out: set[_Job] = set()
+        self._executor = _executor(config, self._folder)
+        self._pending: set[_Job] = set()
         self._listed: set[str] | None = None
         self._last, self._files = 0.0, 0
 
@@ -230,67 +229,71 @@ class _Site:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for job in self._out:
+        for job in self._pending:
             job.job.cancel(check=False)
         if self.in_order:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def path(self, suffix: str) -> Path:
-        """For a file of the sweep."""
+        """Return the path of a new file of the sweep."""
         self._files += 1
         return self._folder / f"{self._files}{suffix}"
 
     def submit(self, work: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[_Job]:
-        """A job for each, as one array.
+        """Submit one job per task, as one array.
 
         Raises:
-            ValueError: if Slurm does not take them.
+            ValueError: Slurm rejected the jobs.
         """
         from submitit.core.utils import FailedJobError
 
         try:
-            made = [_Job(job) for job in self._executor.map_array(work, *zip(*tasks, strict=True))]
+            jobs = [_Job(job) for job in self._executor.map_array(work, *zip(*tasks, strict=True))]
         except FailedJobError as error:
-            said = " ".join(str(error).split())[-300:]
-            raise ValueError(f"Slurm does not take the jobs: {said}") from None
-        self._out.update(made)
-        return made
+            reason = " ".join(str(error).split())[-300:]
+            raise ValueError(f"Slurm rejected the jobs: {reason}") from None
+        self._pending.update(jobs)
+        return jobs
 
     def ended(self, jobs: Sequence[_Job]) -> list[_Job]:
-        """After a moment, those that are over."""
-        time.sleep(_LOOK)
-        asked = self._ask()
-        found = [job for job in jobs if self._over(job, asked)]
-        self._out.difference_update(found)
-        return found
+        """Wait for `_POLL` seconds, then return the jobs that have ended."""
+        time.sleep(_POLL)
+        listed = self._list_jobs()
+        ended = [job for job in jobs if self._has_ended(job, listed)]
+        self._pending.difference_update(ended)
+        return ended
 
-    def _over(self, job: _Job, asked: bool) -> bool:
-        if self.asked.cluster != "slurm":
+    def _has_ended(self, job: _Job, listed: bool) -> bool:
+        if self.config.cluster != "slurm":
             return bool(job.job.done())
         if job.job.paths.result_pickle.exists():
             return True
-        if asked and self._listed is not None and time.monotonic() - job.born > _ASK:
+        if listed and self._listed is not None and time.monotonic() - job.born > _QUEUE_POLL:
             job.missed = 0 if job.job.job_id in self._listed else job.missed + 1
-        return job.missed > 1  # once may be a shared disk that shows the result late
+        return job.missed > 1  # missed once: the shared disk may show the result late
 
-    def _ask(self) -> bool:
-        """Ask Slurm which jobs it knows, now and then. squeue, not sacct, which not every site has."""
-        if self.asked.cluster != "slurm" or time.monotonic() - self._last < _ASK:
+    def _list_jobs(self) -> bool:
+        """List the user's jobs with squeue every `_QUEUE_POLL` seconds; return whether it did.
+
+        Not every site has sacct.
+        """
+        if self.config.cluster != "slurm" or time.monotonic() - self._last < _QUEUE_POLL:
             return False
         self._last = time.monotonic()
-        asked = subprocess.run(
+        queue = subprocess.run(
             ["squeue", "--noheader", "--array", "--format=%i", "--user", getuser()],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
-        self._listed = set(asked.stdout.split()) if asked.returncode == 0 else None
+        self._listed = set(queue.stdout.split()) if queue.returncode == 0 else None
         return True
 
 
-def _executor(asked: Slurm, folder: Path) -> Any:
-    """Submitit's.
+def _executor(config: Slurm, folder: Path) -> Any:
+    """Create submitit's executor.
 
     Raises:
-        ImportError, ValueError: a sentence.
+        ImportError: submitit is not installed.
+        ValueError: Slurm is not installed.
     """
     try:
         import submitit
@@ -300,38 +303,35 @@ def _executor(asked: Slurm, folder: Path) -> Any:
             "out."
         ) from None
     logging.getLogger("submitit").setLevel(logging.ERROR)
-    if asked.cluster == "slurm" and shutil.which("sbatch") is None:
+    if config.cluster == "slurm" and shutil.which("sbatch") is None:
         raise ValueError(
-            "There is no Slurm here (no sbatch); run the command on a login node of the cluster."
+            "Slurm is not installed (no sbatch); run the command on a login node of the cluster."
         )
-    made = submitit.AutoExecutor(folder=folder, cluster=asked.cluster)
-    made.update_parameters(
+    executor = submitit.AutoExecutor(folder=folder, cluster=config.cluster)
+    executor.update_parameters(
         name="evenclip",
-        timeout_min=asked.minutes,
-        cpus_per_task=asked.cpus,
-        gpus_per_node=asked.gpus or None,
-        slurm_partition=asked.partition,
-        slurm_account=asked.account,
-        slurm_array_parallelism=asked.jobs,
+        timeout_min=config.minutes,
+        cpus_per_task=config.cpus,
+        gpus_per_node=config.gpus or None,
+        slurm_partition=config.partition,
+        slurm_account=config.account,
+        slurm_array_parallelism=config.jobs,
     )
-    return made
+    return executor
 
 
 # --- in a job -----------------------------------------------------------------------------------
 
 
 def _carry_out(task: Mapping[str, Any], path: str, threads: int) -> None:
-    """A bundle, its results into the store, and what is said about it into the file."""
+    """Carry out a bundle; write results to the store and events to the file."""
     ready(threads)
     other = (
-        "evenclip, torch, numpy, pandas or scikit-learn is of another version on "
-        f"{platform.node()} than where the "
-        "command was started; install the same"
+        "evenclip, torch, numpy, pandas or scikit-learn has another version on "
+        f"{platform.node()} than where the command was started; install the same versions"
     )
     with Path(path).open("a", buffering=1) as out:
-        out.write(
-            "\n"
-        )  # it may be the second time, and the first have ended in the middle of a line
+        out.write("\n")  # ends a line that an earlier, killed try of the job left incomplete
 
         def say(**event: Any) -> None:
             out.write(json.dumps(event) + "\n")

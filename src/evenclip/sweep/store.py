@@ -1,12 +1,12 @@
-"""Where results lie: one folder per run, named by the hash of its specification.
+"""The store of results: one folder per run, named by the hash of its specification.
 
-    ROOT/HASH/spec.json            what was run
-              result.json          what came out: metrics, ledger, trace, environment
-              model.safetensors    the model
-    ROOT/locks/HASH                held by whoever is computing it
+    ROOT/HASH/spec.json            specification
+              result.json          result: metrics, ledger, trace, environment
+              model.safetensors    model
+    ROOT/locks/HASH                lock of the process that computes the run
 
-A folder appears whole or not at all: it is written under another name, flushed to disk, and
-renamed. What is there is never written again.
+Writing is atomic: a folder is written under another name, flushed to disk, and renamed. An existing
+result is never overwritten.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ __all__ = ["Store", "default_root"]
 
 
 def default_root() -> Path:
-    """The user's cache: EVENCLIP_CACHE, or ~/.cache/evenclip; results of earlier commands are found
-    there again.
+    """Return the store in the user's cache, EVENCLIP_CACHE or ~/.cache/evenclip.
+
+    Later commands reuse its results.
     """
     given = os.environ.get("EVENCLIP_CACHE")
     return (Path(given) if given else Path.home() / ".cache" / "evenclip") / "runs"
 
 
 class Store:
-    """The folder of results."""
+    """A folder of results."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
@@ -46,24 +47,25 @@ class Store:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OSError(
-                f"{self.root} cannot be made ({error.strerror}); choose another folder for results."
+                f"{self.root} cannot be created ({error.strerror}); choose another folder for "
+                "results."
             ) from error
 
     def folder(self, spec: Spec) -> Path:
-        """Where the result is, or will be."""
+        """Return the folder of a run's result, existing or not."""
         return self.root / spec.hash
 
     def has(self, spec: Spec) -> bool:
-        """Whether it has been computed."""
+        """Return whether the result of a run is stored."""
         return (self.folder(spec) / "result.json").is_file()
 
     def read(self, spec: Spec) -> dict[str, Any]:
-        """The result."""
-        found: dict[str, Any] = json.loads((self.folder(spec) / "result.json").read_text())
-        return found
+        """Read the result of a run."""
+        result: dict[str, Any] = json.loads((self.folder(spec) / "result.json").read_text())
+        return result
 
     def write(self, spec: Spec, result: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-        """Put a result there, whole; if somebody else was faster, theirs stays."""
+        """Write a result atomically, unless another process has already written it."""
         from safetensors.torch import save
 
         scratch = self.root / f".writing-{spec.hash}-{uuid.uuid4().hex}"
@@ -84,9 +86,7 @@ class Store:
 
     @contextmanager
     def claim(self, spec: Spec) -> Iterator[bool]:
-        """Whether nobody else is computing this run; for as long as the context lasts nobody else
-        will.
-        """
+        """Lock a run for the duration of the context; yield False if it is already locked."""
         locks = self.root / "locks"
         locks.mkdir(exist_ok=True)
         with (locks / spec.hash).open("w") as lock:
@@ -95,16 +95,15 @@ class Store:
             except BlockingIOError:
                 yield False
                 return
-            except (
-                OSError
-            ) as error:  # a disk without locks; a result that is computed twice is still kept once
+            except OSError as error:
+                # On a disk without locks a run may be computed twice; one result is kept.
                 if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
                     raise
-            yield True  # closing the file lets go of it, and so does dying
+            yield True  # closing the file releases the lock, and so does the end of the process
 
 
 def _write(path: Path, content: bytes) -> None:
-    """To the disk, not only to the cache of the system."""
+    """Write a file and flush it to the disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -112,9 +111,9 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _put(scratch: Path, target: Path) -> None:
-    """Rename, unless there is a whole result already."""
+    """Rename `scratch` to `target`, unless that holds a complete result."""
     if target.exists() and not (target / "result.json").is_file():
-        shutil.rmtree(target)  # somebody deleted a part of it
+        shutil.rmtree(target)  # incomplete: some of its files were deleted
     try:
         os.rename(scratch, target)
     except OSError:

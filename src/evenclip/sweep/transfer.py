@@ -1,9 +1,9 @@
-"""The files that specifications name, sent along to a machine that does not have them.
+"""Send the files of specifications to machines that do not have them.
 
-A table, splits, somebody's rule or model are files with a SHA-256; where they lie does not matter
-to a run, nor to its name. So a worker takes the file at that path if it has the same content there
-(a shared disk), and what was sent otherwise. The files of named datasets are too many to be sent:
-they must lie on the worker, in the same folder or in the one that EVENCLIP_DATA names there.
+Tables, splits, custom rules and custom models are files with a SHA-256. Their paths affect neither
+a run nor its name. A worker uses the file at the given path if its content is the same (a shared
+disk), and the sent content otherwise. The files of named datasets are too many to send: they must
+be on the worker, in the same folder or in its EVENCLIP_DATA.
 """
 
 from __future__ import annotations
@@ -20,55 +20,56 @@ from evenclip.sweep.spec import Spec
 __all__ = ["MOST", "contents", "unpacked"]
 
 MOST = 2**31
-"""Bytes of a file that is sent, at the most."""
+"""Maximum size of a sent file, in bytes."""
 
 
 def contents(specs: Sequence[Spec]) -> Iterator[tuple[str, bytes]]:
-    """(SHA-256, content) of every file that is to be sent, once each."""
-    found = {part["sha256"]: Path(part["path"]) for spec in specs for part in _files(spec)}
-    for digest, path in found.items():
+    """Yield (SHA-256, content) of every file to send, once each."""
+    paths = {file["sha256"]: Path(file["path"]) for spec in specs for file in _files(spec)}
+    for digest, path in paths.items():
         if path.stat().st_size <= MOST:
             yield digest, path.read_bytes()
 
 
 def unpacked(spec: Spec, sent: Callable[[str], bytes | None], folder: Path) -> Spec:
-    """The same run with files that are here, those that were sent written into the folder.
+    """Return the same run with paths on this machine; sent files are written to `folder`.
 
     Raises:
-        FileNotFoundError: if a file is neither here nor was it sent.
-        ValueError: if the files of a named dataset are others here.
+        FileNotFoundError: a file is not on this machine and was not sent.
+        ValueError: the files of a named dataset differ on this machine.
     """
 
-    def here(part: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(part) if "sha256" not in part else {**part, "path": _here(part, sent, folder)}
+    def local(given: Mapping[str, Any]) -> dict[str, Any]:
+        if "sha256" not in given:
+            return dict(given)
+        return {**given, "path": _local_path(given, sent, folder)}
 
-    data = here(spec.data)
+    data = local(spec.data)
     if data.get("test"):
-        data["test"] = here(data["test"])
+        data["test"] = local(data["test"])
     if "name" in data:
         data = _named(data)
-    return replace(spec, data=data, model=here(spec.model), rule=here(spec.rule))
+    return replace(spec, data=data, model=local(spec.model), rule=local(spec.rule))
 
 
 def _files(spec: Spec) -> list[Mapping[str, Any]]:
-    """The parts that are files."""
-    parts = (spec.data, spec.data.get("test") or {}, spec.model, spec.rule)
-    return [part for part in parts if "sha256" in part]
+    """Return the descriptions in a specification that are files."""
+    described = (spec.data, spec.data.get("test") or {}, spec.model, spec.rule)
+    return [description for description in described if "sha256" in description]
 
 
-def _here(part: Mapping[str, Any], sent: Callable[[str], bytes | None], folder: Path) -> str:
-    """Where the file is on this machine."""
-    path = Path(part["path"])
-    if path.is_file() and sha256(path) == part["sha256"]:
+def _local_path(file: Mapping[str, Any], sent: Callable[[str], bytes | None], folder: Path) -> str:
+    """Return the path of a file on this machine."""
+    path = Path(file["path"])
+    if path.is_file() and sha256(path) == file["sha256"]:
         return str(path)
-    content = sent(part["sha256"])
+    content = sent(file["sha256"])
     if content is None:
         raise FileNotFoundError(
-            f"{path} is not on {platform.node()}, and is too large to be sent (over "
-            f"{MOST / 2**30:.0f} GiB); put it "
-            "there, under the same path."
+            f"{path} is not on {platform.node()} and is too large to be sent (over "
+            f"{MOST / 2**30:.0f} GiB); put it there, under the same path."
         )
-    target = folder / part["sha256"][:24] / path.name
+    target = folder / file["sha256"][:24] / path.name
     if not target.exists():
         target.parent.mkdir(parents=True)
         target.write_bytes(content)
@@ -76,19 +77,18 @@ def _here(part: Mapping[str, Any], sent: Callable[[str], bytes | None], folder: 
 
 
 def _named(data: dict[str, Any]) -> dict[str, Any]:
-    """A named dataset, read from the folder of this machine."""
+    """Return the description of a named dataset with the folder of this machine."""
     if not Path(data.get("directory", "")).is_dir():
         data = {key: value for key, value in data.items() if key != "directory"}
-    asked = data.get("files")
-    if asked is None:
+    expected = data.get("files")
+    if expected is None:
         return data
-    found = file_sizes(data["name"], data.get("directory"))
-    for path, size in asked.items():
-        if found.get(path) != size:
-            state = "is not there" if path not in found else "is another version"
+    sizes = file_sizes(data["name"], data.get("directory"))
+    for path, size in expected.items():
+        if sizes.get(path) != size:
+            state = "does not exist" if path not in sizes else "has another size"
             raise ValueError(
                 f"{path} of the dataset {data['name']} {state} on {platform.node()}; put the same "
-                "files into the same "
-                "folder there, or name their folder with EVENCLIP_DATA."
+                "files into the same folder there, or name their folder with EVENCLIP_DATA."
             )
     return data

@@ -1,4 +1,4 @@
-"""One run from its specification to its result."""
+"""Compute the result of one run from its specification."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ __all__ = ["Outcome", "prepared", "work"]
 Report = Callable[[int], None]  # the number of the step
 
 
-Outcome = tuple[
-    dict[str, Any], dict[str, torch.Tensor]
-]  # the result as plain values, and the model's weights
+# The result as plain values, and the model's weights.
+Outcome = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 def work(spec: Spec, report: Report) -> Outcome:
-    """Train and measure one run."""
+    """Train and evaluate one run."""
     started = time.perf_counter()
     loaded, run = prepared(spec)
     train(run, after=_Pulse(report))
@@ -38,25 +37,25 @@ def work(spec: Spec, report: Report) -> Outcome:
 
 
 def prepared(spec: Spec) -> tuple[Loaded, Run]:
-    """The data of a run, and the run before its first step."""
+    """Return the data of a run, and the run before its first step."""
     loaded = _loaded(_Key(spec.data), spec.seed)
     model = make_model(spec.model, loaded.splits.train, spec.seed)
     return loaded, prepare(model, _placed(loaded, spec.device), spec.config(make_rule(spec.rule)))
 
 
 def _outcome(spec: Spec, loaded: Loaded, run: Run, seconds: float) -> Outcome:
-    found = result(run)
-    found.model.eval()
-    return _result(spec, loaded, found, seconds), dict(found.model.state_dict())
+    trained = result(run)
+    trained.model.eval()
+    return _result(spec, loaded, trained, seconds), dict(trained.model.state_dict())
 
 
 def _result(spec: Spec, loaded: Loaded, result: Result, seconds: float) -> dict[str, Any]:
-    """Everything that tables and pages are drawn from."""
+    """Collect everything that tables and pages are drawn from."""
     splits, settings = loaded.splits, result.settings
     trained_on = splits.train
     measured = {
-        part: _measure(result.model, data, spec.device)
-        for part, data in (("test", splits.test), ("validation", splits.validation))
+        split: _measure(result.model, data, spec.device)
+        for split, data in (("test", splits.test), ("validation", splits.validation))
         if data is not None
     }
     return {
@@ -75,7 +74,7 @@ def _result(spec: Spec, loaded: Loaded, result: Result, seconds: float) -> dict[
         "notes": list(loaded.notes),
         "small": list(loaded.small),
         **measured,
-        "train_loss": result.trace[-1]["loss"],  # running, of the last epoch: what the paper prints
+        "train_loss": result.trace[-1]["loss"],  # running mean of the last epoch, as in the paper
         "ledger": result.ledger.to_json(),
         "state": result.state.tolist(),
         "trace": result.trace,
@@ -93,7 +92,7 @@ def _result(spec: Spec, loaded: Loaded, result: Result, seconds: float) -> dict[
 
 
 def _measure(model: torch.nn.Module, data: Dataset, device: str) -> dict[str, Any]:
-    """Metrics of every group, and of everybody."""
+    """Compute the metrics of every group and overall."""
     scores = metrics.scores(model, data, device=device)
     group = torch.zeros_like(data.y) if data.group is None else data.group
     return {
@@ -103,7 +102,7 @@ def _measure(model: torch.nn.Module, data: Dataset, device: str) -> dict[str, An
 
 
 class _Pulse:
-    """Tells how far the run is, twice a second."""
+    """Report the step, at most twice a second."""
 
     def __init__(self, report: Report) -> None:
         self._report, self._last = report, 0.0
@@ -116,7 +115,7 @@ class _Pulse:
 
 
 class _Key(dict[str, Any]):
-    """A description that can be remembered by."""
+    """A hashable description, used as a cache key."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(repr(sorted(self.items(), key=lambda item: item[0])))
@@ -126,16 +125,16 @@ _ON_DEVICE = WeakKeyDictionary[Loaded, dict[str, Dataset]]()
 
 
 def _placed(loaded: Loaded, device: str) -> Dataset:
-    """The training data on the device, once for all the runs on them."""
-    places = _ON_DEVICE.setdefault(loaded, {})
-    if device not in places:
-        places[device] = loaded.splits.train.to(device)
-    return places[device]
+    """Return the training data on the device, copied once for all runs."""
+    copies = _ON_DEVICE.setdefault(loaded, {})
+    if device not in copies:
+        copies[device] = loaded.splits.train.to(device)
+    return copies[device]
 
 
 @lru_cache(maxsize=16)
 def _loaded(key: _Key, seed: int) -> Loaded:
-    """The data of a seed, read once for all the rules that are trained on them."""
+    """Load the data of a seed, once for all rules."""
     return load_data(key, seed)
 
 

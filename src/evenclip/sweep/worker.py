@@ -1,8 +1,7 @@
-"""A process that carries out one bundle of runs after the other: a line of JSON in for each, lines
-of JSON out.
+"""The worker process: read tasks as lines of JSON, carry them out, and write events as lines.
 
-In is a task of `sweep.bundle` with the "root" where results lie, out is what is said about it. It
-ends when its input does, so it does not outlive whoever started it by more than one bundle.
+A line of input is a task of `sweep.bundle` with the "root" of the store. The process ends with its
+input, so that it outlives its parent by at most one bundle.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ __all__ = ["carry_out", "main"]
 
 
 def main() -> None:
-    """Until there is no more to do."""
+    """Carry out tasks until the input ends."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever prints must not be taken for an answer
+    os.dup2(2, 1)  # other output must not mix with the events
     from evenclip.sweep.bundle import ready
 
     ready(int(os.environ.get("EVENCLIP_THREADS", "1")))
@@ -30,17 +29,17 @@ def main() -> None:
     for line in sys.stdin:
         carry_out(json.loads(line), say)
     out.flush()
-    os._exit(0)  # results are on disk; taking down a GPU's context takes seconds
+    os._exit(0)  # results are on disk; destroying a GPU context takes seconds
 
 
 def carry_out(task: dict[str, Any], say: Callable[..., None]) -> None:
-    """One bundle, its results into the store."""
+    """Carry out one bundle and write its results to the store."""
     from evenclip.sweep.bundle import into, opened
     from evenclip.sweep.store import Store
 
     into(
         Store(task["root"]),
-        opened(task, say, "the package was changed while the command ran; start it again"),
+        opened(task, say, "the package changed while the command ran; start the command again"),
         say,
     )
 
