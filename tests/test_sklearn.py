@@ -1,10 +1,9 @@
-"""The estimator: scikit-learn's own checks, what ε it spends, what it keeps to itself, the tools it
-works in.
-"""
+"""The estimator: scikit-learn's checks, spent ε, privacy of its state, and use with other tools."""
 
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import warnings
 from dataclasses import dataclass
@@ -38,29 +37,28 @@ from evenclip.sklearn import EXPECTED_FAILED_CHECKS, PrivateClassifier, TuningWa
 
 DOCS = Path(__file__).parents[1] / "docs" / "sklearn.md"
 ENCODED = (
-    "the encoder (kinds, categories, means, deviations and gaps of the columns), fitted on "
-    "the training rows"
+    "the encoder (kinds, categories, means, deviations and gaps of the columns), fitted on the "
+    "training rows"
 )
 FOUND = "the classes, which are those found in y"
 
 
 def small(inputs, classes):
-    """A module that is quick to train; up here, where pickle finds it."""
+    """Return a module that trains quickly; defined at module level for pickle."""
     return nn.Linear(inputs, classes)
 
 
 def deep(inputs, classes):
-    """One whose steps multiply."""
+    """Return a module whose scores are products of parameters, so that training can diverge."""
     return nn.Sequential(nn.Linear(inputs, 4), nn.Linear(4, classes))
 
 
-Quick = partial(
-    PrivateClassifier, epochs=2, model=small
-)  # few rows are one batch, whose ε is found at once
+# Few rows form one batch, whose ε is computed quickly.
+Quick = partial(PrivateClassifier, epochs=2, model=small)
 
 
 def people(n=200, seed=0):
-    """Columns of every kind, classes that follow from age and job, and two groups."""
+    """Return columns of every kind, classes that depend on age and job, and two groups."""
     stream = np.random.default_rng(seed)
     frame = pd.DataFrame(
         {
@@ -82,7 +80,7 @@ def numbers(n=200, seed=0):
 
 
 def refusal(error, attempt):
-    """What is said when this is attempted."""
+    """Return the message of the error that `attempt` raises."""
     with pytest.raises(error) as caught:
         attempt()
     return str(caught.value)
@@ -90,7 +88,7 @@ def refusal(error, attempt):
 
 @dataclass(frozen=True)
 class Silent(Rule):
-    """A stranger's rule that claims to be sound and adds no noise."""
+    """A custom rule that claims to be sound and adds no noise."""
 
     name: ClassVar[str] = "silent"
     sigma: float = 0.0
@@ -106,19 +104,19 @@ class Silent(Rule):
 
 
 def test_scikit_learn_accepts_the_estimator():
-    """As it is, with its default ε, model and rule."""
-    found = estimator_checks.check_estimator(
+    """With its default ε, model and rule."""
+    results = estimator_checks.check_estimator(
         PrivateClassifier(),
         expected_failed_checks=EXPECTED_FAILED_CHECKS,
         on_skip=None,
         on_fail=None,
     )
-    status = {result["check_name"]: result["status"] for result in found}
-    wrong = {r["check_name"]: r["exception"] for r in found if r["status"] == "failed"}
-    assert not wrong
+    status = {result["check_name"]: result["status"] for result in results}
+    failed = {r["check_name"]: r["exception"] for r in results if r["status"] == "failed"}
+    assert not failed
     assert len(status) > 40
     assert {name for name, result in status.items() if result == "skipped"} <= {
-        # wants two fits to score the same; the tag says that they do not
+        # expects equal scores of two fits; the tag says that they differ
         "check_pipeline_consistency",
         "check_array_api_input",  # runs only where SCIPY_ARRAY_API is set
     }
@@ -129,16 +127,13 @@ def test_scikit_learn_accepts_the_estimator():
 
 def test_few_failures_are_declared_and_each_says_why():
     assert len(EXPECTED_FAILED_CHECKS) <= 5
-    assert all(reason.endswith("the noise of each fit is fresh, or it protects "
-                               "nobody") for reason in
-               EXPECTED_FAILED_CHECKS.values())  # fmt: skip
+    reason = "; the privacy guarantee needs fresh noise in each fit"
+    assert all(text.endswith(reason) for text in EXPECTED_FAILED_CHECKS.values())
 
 
 @pytest.mark.parametrize("name", EXPECTED_FAILED_CHECKS)
 def test_a_declared_failure_fails_because_of_the_noise(name):
-    """It fails as it is, and does not where the noise is a function of the seed: so nothing else is
-    wrong.
-    """
+    """It fails by default and passes with deterministic noise, so nothing else is wrong."""
     check = getattr(estimator_checks, name)
     with pytest.raises(AssertionError, match=r"Mismatched elements|Not equal to tolerance"):
         check("PrivateClassifier", PrivateClassifier())
@@ -153,8 +148,9 @@ def test_the_tags_are_true():
 
 
 def test_the_answer_for_a_row_does_not_depend_on_its_neighbours():
-    """scikit-learn leaves this check out for estimators whose fits differ. To rounding: products
-    are in float32.
+    """scikit-learn skips this check for estimators whose fits differ.
+
+    Equal up to rounding, because products are computed in float32.
     """
     X, y = numbers()
     classifier = Quick().fit(X, y)
@@ -170,7 +166,7 @@ def test_the_answer_for_a_row_does_not_depend_on_its_neighbours():
 
 @pytest.mark.parametrize("rule", ["dpsgd", "dpsgd-f", "dpsgd-global", "dpsgd-global-adapt"])
 def test_epsilon_is_what_the_mechanism_costs(rule):
-    """By dp-accounting from the noise that was added, without the ledger; and by the ledger."""
+    """Computed by dp-accounting from the added noise, without the ledger, and from the ledger."""
     X, y = numbers(250)
     classifier = Quick(epsilon=1.5, rule=rule, epochs=10, batch_size=64).fit(
         X, y, sensitive_features=y
@@ -214,14 +210,14 @@ def test_the_noise_of_two_fits_differs_and_the_start_does_not():
 )
 def test_other_models_start_from_the_seed_too(model):
     X, y = numbers(60)
-    still = [
+    initial = [  # predictions of the initial model, because lr is tiny
         PrivateClassifier(lr=1e-12, epochs=1, random_state=seed, model=model)
         .fit(X, y)
         .predict_proba(X)
         for seed in (0, 0, 1)
     ]
-    np.testing.assert_allclose(still[0], still[1], atol=1e-6)
-    assert np.abs(still[0] - still[2]).max() > 1e-3
+    np.testing.assert_allclose(initial[0], initial[1], atol=1e-6)
+    assert np.abs(initial[0] - initial[2]).max() > 1e-3
 
 
 def test_noise_that_can_be_repeated_must_be_asked_for_and_is_reported():
@@ -231,9 +227,9 @@ def test_noise_that_can_be_repeated_must_be_asked_for_and_is_reported():
     assert first.privacy_report_["seed"].startswith(
         "a given one, not told here: reproducible, so not private"
     )
-    said = refusal(ValueError, lambda: Quick(deterministic_noise=True).fit(X, y))
+    message = refusal(ValueError, lambda: Quick(deterministic_noise=True).fit(X, y))
     assert (
-        said
+        message
         == "deterministic_noise is True and random_state is None; give the seed as random_state."
     )
 
@@ -259,9 +255,8 @@ def test_where_no_epsilon_is_valid_none_is_stated_and_a_warning_says_so(rule):
     assert classifier.epsilon_ is None
     assert classifier.privacy_report_["epsilon"] is None
     assert "has no valid ε" in statement.paragraph(classifier.privacy_report_)
-    quiet = Quick(rule=rule, epsilon=None).fit(
-        X, y, sensitive_features=y
-    )  # a warning would be an error here
+    # A warning would be an error here.
+    quiet = Quick(rule=rule, epsilon=None).fit(X, y, sensitive_features=y)
     assert quiet.epsilon_ is None
 
 
@@ -276,7 +271,8 @@ def test_the_learning_rate_makes_the_matched_step():
         Quick(rule=rule).fit(X, y, sensitive_features=y).lr_
         for rule in (DPSGD(C0=0.5), DPSGDF(C0=0.5))
     ]
-    assert fitted == [0.1 / 0.5, 0.1 / 1.0]  # E[S] is 2·C0 for DPSGD-F
+    typical = 0.5 * (1 + math.sqrt(2))  # of DPSGD-F
+    assert fitted == pytest.approx([0.1 / 0.5, 0.1 / typical])
     assert Quick(lr=0.03).fit(X, y).lr_ == 0.03
     assert Quick(None, rule="non-private").fit(X, y).lr_ == 0.1
 
@@ -333,9 +329,7 @@ def test_the_columns_of_an_array_have_names_in_a_schema(tmp_path):
 
 
 def test_a_fitted_estimator_keeps_no_private_values():
-    """Nothing in its pickle but what is public or listed: no value of a row, no trace, no count of
-    batches.
-    """
+    """Its pickle holds only public or listed values: no row, no trace, no count of batches."""
     X = np.random.default_rng(0).normal(size=(200, 2))
     y = (X[:, 0] > 0).astype(int)
     classifier = Quick().fit(X, y)
@@ -363,7 +357,7 @@ def test_a_fitted_estimator_keeps_no_private_values():
     json.dumps(classifier.privacy_report_)
 
 
-# --- what goes in -------------------------------------------------------------------------------
+# --- inputs -------------------------------------------------------------------------------------
 
 
 def test_a_table_of_every_kind_is_learnt():
@@ -405,9 +399,7 @@ def test_gaps_in_the_training_rows_have_an_indicator():
 
 
 def test_every_column_that_is_given_is_used():
-    """Also those that the tables of this package leave out by themselves: which ones would depend
-    on the data.
-    """
+    """`table` leaves useless columns out; here that choice would depend on the private data."""
     _, y = numbers()
     frame = pd.DataFrame(
         {"id": range(200), "one": 1.0, "name": [f"person {i}" for i in range(200)]}
@@ -417,7 +409,7 @@ def test_every_column_that_is_given_is_used():
     assert np.isfinite(classifier.predict_proba(frame)).all()
 
 
-def test_what_the_encoder_has_to_say_is_a_warning():
+def test_notes_of_the_encoder_are_warnings():
     _, y = numbers()
     frame = pd.DataFrame({"age": [str(i % 60) for i in range(199)] + ["unknown"]})
     with pytest.warns(
@@ -442,11 +434,10 @@ def test_labels_of_any_kind_come_back():
 
 def test_a_rule_that_needs_groups_gets_them():
     frame, hired, sex = people()
-    said = refusal(ValueError, lambda: Quick(rule="dpsgd-f").fit(frame, hired))
-    assert said == (
+    message = refusal(ValueError, lambda: Quick(rule="dpsgd-f").fit(frame, hired))
+    assert message == (
         "dpsgd-f needs every row's group; pass fit(X, y, sensitive_features=...), or choose a "
-        "rule that does not use "
-        "groups, such as 'dpsgd-global-adapt'."
+        "rule that does not use groups, such as 'dpsgd-global-adapt'."
     )
     classifier = Quick(rule="dpsgd-f").fit(frame, hired, sensitive_features=sex)
     assert classifier.privacy_report_["group_labels_entered_training"]
@@ -468,62 +459,142 @@ def test_a_rule_that_needs_groups_gets_them():
 X, Y = numbers(60)
 FRAME = pd.DataFrame(X, columns=["a", "b", "c"])
 REFUSED = [
-    (TypeError, {}, (sparse.csr_array(X), Y), "Sparse data was passed for X, but dense data is "
-                                              "required."),
+    (
+        TypeError,
+        {},
+        (sparse.csr_array(X), Y),
+        "Sparse data was passed for X, but dense data is required.",
+    ),
     (ValueError, {}, (np.where(X > 0, np.inf, X), Y), "Input X contains infinity"),
-    (ValueError, {}, (FRAME.assign(b=np.inf), Y), "Column 'b' of X holds infinity; replace it by "
-                                                  "a number, or by NaN"),
-    (ValueError, {}, (np.array([["u", "v"]] * 60), Y), "X holds the text 'u' and is not a "
-                                                       "DataFrame; give a pandas"),
-    (ValueError, {}, ([[1, "v"]] * 60, Y), "X holds the text 'v' and is not a DataFrame; give a "
-                                           "pandas DataFrame,"),
-    (TypeError, {}, (FRAME.assign(b=[[1]] * 60), Y), "Column 'b' of X holds neither numbers nor "
-                                                     "texts nor dates"),
-    (ValueError, {}, (FRAME.set_axis(["a", "b", "a"], axis=1), Y), "X has two columns 'a'; rename "
-                                                                   "one of them."),
+    (
+        ValueError,
+        {},
+        (FRAME.assign(b=np.inf), Y),
+        "Column 'b' of X holds infinity; replace it by a number, or by NaN",
+    ),
+    (
+        ValueError,
+        {},
+        (np.array([["u", "v"]] * 60), Y),
+        "X holds the text 'u' and is not a DataFrame; give a pandas",
+    ),
+    (
+        ValueError,
+        {},
+        ([[1, "v"]] * 60, Y),
+        "X holds the text 'v' and is not a DataFrame; give a pandas DataFrame,",
+    ),
+    (
+        TypeError,
+        {},
+        (FRAME.assign(b=[[1]] * 60), Y),
+        "Column 'b' of X holds neither numbers nor texts nor dates",
+    ),
+    (
+        ValueError,
+        {},
+        (FRAME.set_axis(["a", "b", "a"], axis=1), Y),
+        "X has two columns 'a'; rename one of them.",
+    ),
     (ValueError, {}, (FRAME[:0], Y[:0]), "X has 0 rows and 3 columns; give at least one of each."),
     (ValueError, {}, (X, Y[:-1]), "X has 60 rows and y has 59; give each row of X its class."),
-    (ValueError, {}, (X, np.zeros(60)), "There is one class only, [0.0]; there must be two or "
-                                        "more to tell apart."),
+    (
+        ValueError,
+        {},
+        (X, np.zeros(60)),
+        "There is one class only, [0.0]; there must be two or more to tell apart.",
+    ),
     (ValueError, {}, (X, [None, "a"] * 30), "30 of 60 rows have no class in y; leave them out."),
-    (TypeError, {}, (X, np.array(["a", 1] * 30, dtype=object)), "The classes are of different "
-                                                                "kinds ("),
+    (
+        TypeError,
+        {},
+        (X, np.array(["a", 1] * 30, dtype=object)),
+        "The classes are of different kinds (",
+    ),
     (ValueError, {}, (X, X[:, 0]), "Unknown label type: continuous."),
-    (ValueError, {"classes": [0, 2]}, (X, Y), "y holds the class 1, which is not one of 0, 2; "
-                                              "leave these rows out"),
-    (ValueError, {"rule": "sgd"}, (X, Y), "rule is 'sgd'; give one of non-private, dpsgd, "
-                                          "dpsgd-f, dpsgd-global, dp"),
-    (ValueError, {"rule": DPSGD}, (X, Y), "rule is <class 'evenclip.rules.dpsgd.DPSGD'>; give one "
-                                          "of non-private,"),
+    (
+        ValueError,
+        {"classes": [0, 2]},
+        (X, Y),
+        "y holds the class 1, which is not one of 0, 2; leave these rows out",
+    ),
+    (
+        ValueError,
+        {"rule": "sgd"},
+        (X, Y),
+        "rule is 'sgd'; give one of non-private, dpsgd, dpsgd-f, dpsgd-global, dp",
+    ),
+    (
+        ValueError,
+        {"rule": DPSGD},
+        (X, Y),
+        "rule is <class 'evenclip.rules.dpsgd.DPSGD'>; give one of non-private,",
+    ),
     (ValueError, {"epsilon": 0}, (X, Y), "epsilon is 0; it must be a finite number above 0."),
-    (ValueError, {"delta": 1.0}, (X, Y), "delta is 1.0; it must lie above 0 and below 1, well "
-                                         "below 1/n for n"),
+    (
+        ValueError,
+        {"delta": 1.0},
+        (X, Y),
+        "delta is 1.0; it must lie above 0 and below 1, well below 1/n for n",
+    ),
     (ValueError, {"epochs": 0}, (X, Y), "epochs is 0; it must be a whole number of at least 1."),
-    (ValueError, {"batch_size": 0.5}, (X, Y), "batch_size is 0.5; it must be a whole number of at "
-                                              "least 1."),
+    (
+        ValueError,
+        {"batch_size": 0.5},
+        (X, Y),
+        "batch_size is 0.5; it must be a whole number of at least 1.",
+    ),
     (ValueError, {"lr": -1}, (X, Y), "lr is -1; it must be a finite number above 0."),
-    (TypeError, {"model": nn.Linear(3, 2)}, (X, Y), "model is an object of class Linear; give a "
-                                                    "function that makes a"),
-    (TypeError, {"model": lambda f, c: 1}, (X, Y), "model(3, 2) returned a int; it must return a "
-                                                   "torch.nn.Module."),
-    (ValueError, {"model": lambda f, c: 1 / 0}, (X, Y), "model(3, 2) failed: ZeroDivisionError: "
-                                                        "division by zero"),
-    (ValueError, {"model": lambda f, c: nn.Linear(4, c)}, (X, Y), "The module of model(3, 2) does "
-                                                                  "not take features ["),
-    (ValueError, {"model": lambda f, c: nn.Linear(f, 3)}, (X, Y), "For 2 samples the module of "
-                                                                  "model(3, 2) answers [2"),
-    (ValueError, {"schema": {"columns": {}}}, (X, Y), 'The schema has "evenclip_schema": null; '
-                                                      'this version of evenc'),
-    (ValueError, {"schema": {"evenclip_schema": 1, "columns": {}}}, (X, Y), "The schema leaves no "
-                                                                            "column of X to"),
-]  # fmt: skip
+    (
+        TypeError,
+        {"model": nn.Linear(3, 2)},
+        (X, Y),
+        "model is an object of class Linear; give a function that makes a",
+    ),
+    (
+        TypeError,
+        {"model": lambda f, c: 1},
+        (X, Y),
+        "model(3, 2) returned a int; it must return a torch.nn.Module.",
+    ),
+    (
+        ValueError,
+        {"model": lambda f, c: 1 / 0},
+        (X, Y),
+        "model(3, 2) failed: ZeroDivisionError: division by zero",
+    ),
+    (
+        ValueError,
+        {"model": lambda f, c: nn.Linear(4, c)},
+        (X, Y),
+        "The module of model(3, 2) does not take features [",
+    ),
+    (
+        ValueError,
+        {"model": lambda f, c: nn.Linear(f, 3)},
+        (X, Y),
+        "For 2 samples the module of model(3, 2) returns [2",
+    ),
+    (
+        ValueError,
+        {"schema": {"columns": {}}},
+        (X, Y),
+        'The schema has "evenclip_schema": null; this version of evenc',
+    ),
+    (
+        ValueError,
+        {"schema": {"evenclip_schema": 1, "columns": {}}},
+        (X, Y),
+        "The schema leaves no column of X to",
+    ),
+]
 
 
 @pytest.mark.parametrize(
-    ("error", "settings", "data", "said"), REFUSED, ids=[row[-1] for row in REFUSED]
+    ("error", "settings", "data", "start"), REFUSED, ids=[row[-1] for row in REFUSED]
 )
-def test_refusals_say_what_to_do(error, settings, data, said):
-    assert refusal(error, lambda: Quick(**settings).fit(*data)).startswith(said)
+def test_refusals_say_what_to_do(error, settings, data, start):
+    assert refusal(error, lambda: Quick(**settings).fit(*data)).startswith(start)
 
 
 def test_predicting_is_refused_before_training_and_for_other_columns():
@@ -541,7 +612,7 @@ def test_predicting_is_refused_before_training_and_for_other_columns():
     )
 
 
-def test_a_model_that_ended_nowhere_says_so():
+def test_a_model_that_diverged_is_reported():
     X, y = numbers()
     classifier = Quick(None, rule="non-private", lr=1e18, epochs=5, model=deep).fit(X, y)
     assert refusal(ValueError, lambda: classifier.predict(X)) == (
@@ -568,11 +639,8 @@ def test_the_audit_is_what_the_predictions_say():
         "auc",
         "calibration_error",
     ]
-    proba, predicted, truth = (
-        classifier.predict_proba(frame),
-        classifier.predict(frame),
-        hired == "yes",
-    )
+    proba, predicted = classifier.predict_proba(frame), classifier.predict(frame)
+    truth = hired == "yes"
     for group in "fm":
         mine = (sex == group).to_numpy()
         yes = predicted[mine] == "yes"
@@ -598,9 +666,9 @@ def test_the_audit_of_several_attributes_of_more_classes_and_of_everybody():
     assert both.index.name == "sex × job"
     assert list(both.columns) == ["n", "accuracy", "loss", "calibration_error"]
     assert both["n"].sum() == 200
-    everybody = classifier.audit(frame[["age"]], jobs)
-    assert list(everybody.index) == ["all"]
-    assert everybody.loc["all", "accuracy"] == pytest.approx(classifier.score(frame[["age"]], jobs))
+    overall = classifier.audit(frame[["age"]], jobs)
+    assert list(overall.index) == ["all"]
+    assert overall.loc["all", "accuracy"] == pytest.approx(classifier.score(frame[["age"]], jobs))
     gaps = classifier.audit(frame[["age"]], jobs, sensitive_features=sex.where(sex == "f"))
     assert list(gaps.index) == ["f", "missing"]
     for form in (sex.tolist(), sex.to_numpy(), {"sex": sex}):
@@ -656,22 +724,19 @@ def test_a_search_warns_once(inside, refit):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         search = GridSearchCV(estimator, {name: [1.0, 2.0]}, cv=2, refit=refit).fit(X, y)
-    said = [warning for warning in caught if warning.category is TuningWarning]
-    assert len(said) == 1
-    assert str(said[0].message) == (
-        "GridSearchCV trains many private models on the same rows and chooses by figures that are "
-        "not private: "
-        "neither epsilon_ of the best one nor the sum of all ε covers the choice. Tune on public "
-        "data."
+    shown = [warning for warning in caught if warning.category is TuningWarning]
+    assert len(shown) == 1
+    assert str(shown[0].message) == (
+        "GridSearchCV trains many private models on the same rows and chooses by figures that "
+        "are not private: neither epsilon_ of the best one nor the sum of all ε covers the "
+        "choice. Tune on public data."
     )
-    assert said[0].filename == __file__  # whoever called the search, not scikit-learn
+    assert shown[0].filename == __file__  # the caller of the search, not scikit-learn
     assert search.cv_results_["mean_test_score"].shape == (2,)
 
 
 def test_a_search_warns_where_it_was_called_and_before_any_fit():
-    """So that it is heard wherever the fits run, in other processes too, and that nothing is spent
-    where it stops.
-    """
+    """It is shown even if the fits run in other processes, and no ε is spent if it is an error."""
     X, y = numbers(60)
     made = []
     search = GridSearchCV(
@@ -694,9 +759,7 @@ def test_nothing_else_warns():
 
 
 def test_sensitive_features_are_routed():
-    """Through a pipeline and a search, by scikit-learn's metadata routing, each fold with its own
-    rows.
-    """
+    """scikit-learn's metadata routing passes each fold's rows through a pipeline and a search."""
     frame, hired, sex = people(120)
     with sklearn.config_context(enable_metadata_routing=True):
         classifier = Quick(rule="dpsgd-f", epochs=1).set_fit_request(sensitive_features=True)
@@ -714,21 +777,20 @@ def test_sensitive_features_are_routed():
 def test_fairlearn_takes_its_predictions():
     frame, hired, sex = people()
     classifier = Quick().fit(frame, hired)
-    found = MetricFrame(
+    accuracy = MetricFrame(
         metrics=accuracy_score,
         y_true=hired,
         y_pred=classifier.predict(frame),
         sensitive_features=sex,
     ).by_group
     table = classifier.audit(frame, hired, sensitive_features=sex)
-    np.testing.assert_allclose(found.to_numpy(), table["accuracy"].to_numpy())
+    np.testing.assert_allclose(accuracy.to_numpy(), table["accuracy"].to_numpy())
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # pandas', matplotlib's and Fairlearn's, of each other
+# pandas, matplotlib and Fairlearn warn about each other.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_fairlearn_plots_its_predictions():
-    """Where somebody draws classifiers beside each other, ours is one of them."""
+    """Fairlearn's comparison plot shows private classifiers."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -737,7 +799,7 @@ def test_fairlearn_plots_its_predictions():
         f"ε = {epsilon}": Quick(epsilon).fit(frame, hired).predict(frame) for epsilon in (1.0, 3.0)
     }
     codes = (hired == "yes").astype(int)
-    predicted = {name: (found == "yes").astype(int) for name, found in predicted.items()}
+    predicted = {name: (labels == "yes").astype(int) for name, labels in predicted.items()}
     axes = plot_model_comparison(
         x_axis_metric=accuracy_score, y_axis_metric=demographic_parity_difference, y_true=codes,
         y_preds=predicted, sensitive_features=sex,
