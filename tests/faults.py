@@ -366,8 +366,8 @@ GRADIENTS = (
         "convolution-padding",
         "Circular or reflected padding is taken for zeros.",
         "layers/convolution.py",
-        'mode="constant" if module.padding_mode == "zeros" else module.padding_mode\n',
-        'mode="constant"\n',
+        'mode = "constant" if module.padding_mode == "zeros" else module.padding_mode\n',
+        'mode = "constant"\n',
         (f"{LAYERS}::test_every_layer_with_a_formula",),
     ),
     Fault(
@@ -382,8 +382,8 @@ GRADIENTS = (
         "embedding-repetitions",
         "Tokens that occur several times in a sample are not added up before the norm.",
         "layers/embedding.py",
-        "found, where = torch.unique(place, return_inverse=True)",
-        "found, where = place, torch.arange(len(place), device=place.device)",
+        "pairs, where = torch.unique(place, return_inverse=True)",
+        "pairs, where = place, torch.arange(len(place), device=place.device)",
         (f"{LAYERS}::test_every_layer_with_a_formula",),
     ),
     Fault(
@@ -432,8 +432,8 @@ GRADIENTS = (
         "gru-one-tap",
         "A GRU's recurrent weights get the δ of its input weights.",
         "layers/recurrent.py",
-        "v = next(found) if steps.taps == 2 else u",
-        "v = (next(found), u)[1] if steps.taps == 2 else u",
+        "v = next(tap_deltas) if steps.taps == 2 else u",
+        "v = (next(tap_deltas), u)[1] if steps.taps == 2 else u",
         ("gradients/test_recurrent.py::test_every_kind",),
     ),
     Fault(
@@ -908,8 +908,8 @@ TABLES = (
         "table-hides-the-encoder",
         "The encoder fitted on training rows is not listed among what ε does not cover.",
         "data/table.py",
-        '            "the encoder (columns used, categories, means and deviations), fitted on the '
-        'training "\n            "rows"\n',
+        '            "the encoder (columns used, categories, means and deviations), fitted on the "\n'
+        '            "training rows"\n',
         "",
         (f"{TABLE}::test_what_epsilon_does_not_cover_is_listed",),
     ),

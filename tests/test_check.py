@@ -1,4 +1,4 @@
-"""The checks: what passes, and every word of what does not."""
+"""The checks: accepted values, and the exact messages for refused ones."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import evenclip
 from evenclip import opacus, sklearn
 from evenclip.gradients import per_sample_gradients
 from evenclip.mechanism import Mechanism
-from evenclip.rules import Rule
+from evenclip.rules import Constants, Rule
 from evenclip.training import logs
 from pages import FENCE, PAGES, ROOT, SHELL, blocks, every_block, run_page, run_python
 
@@ -147,7 +147,9 @@ def test_the_rules_of_the_page_never_exceed_their_sensitivity(own_rules):
                 torch.randint(2, (40,), generator=generator),
             )
             gradients = per_sample_gradients(model, torch.nn.functional.cross_entropy, x, y)
-            state = rule.init(2) * float(torch.rand(1, generator=generator) * 3 + 0.01)
+            state = rule.init(Constants(groups=2)) * float(
+                torch.rand(1, generator=generator) * 3 + 0.01
+            )
             counts = Mechanism(rule).count(gradients.norms(), group, state, None)
             now, _ = rule.observe(counts, 40.0, state)
             each = gradients.per_sample()  # [sample, parameter]

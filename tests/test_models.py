@@ -1,4 +1,4 @@
-"""The paper's networks: counted by hand, seeded, and the quirk of the Dutch one."""
+"""The paper's networks: parameter counts, seeds, and the loss floor of the Dutch model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from evenclip.models import cnn, mlp, sigmoid_then_softmax
 
-MODELS = {  # name -> how it is made, shape of one sample, classes, parameters
+MODELS = {  # name -> function, shape of one sample, classes, parameters
     "Adult": (mlp, (98,), 2, 91_650),  # printed in App. B
     "Dutch": (sigmoid_then_softmax, (59,), 2, 120),  # printed in App. B
     # (9·1+1)·32 + (9·32+1)·16 + 24²·16·10 + 10
@@ -28,7 +28,7 @@ def case(request):
 
 
 def parameters(model):
-    """All parameters in one vector."""
+    """Return all parameters in one vector."""
     return nn.utils.parameters_to_vector(model.parameters())
 
 
@@ -71,7 +71,7 @@ def test_models_are_made_on_the_cpu_whatever_the_default_device():
 def test_loss_of_sigmoid_then_softmax_stays_above_its_floor(classes):
     model = sigmoid_then_softmax(3, classes).double()
     y = torch.zeros(1, dtype=torch.int64)
-    with torch.no_grad():  # as sure as can be: sigmoid 1 for the right class, 0 for all others
+    with torch.no_grad():  # greatest certainty: sigmoid 1 for the right class, 0 for all others
         model[0].weight.zero_()
         model[0].bias.copy_(torch.tensor([1e6] + [-1e6] * (classes - 1)))
         loss = float(cross_entropy(model(torch.zeros(1, 3).double()), y))

@@ -1,6 +1,4 @@
-"""Small named checks; each raises a sentence that says what was given, what is expected, what to
-do.
-"""
+"""Checks of named values; the error states the value and what is expected."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def fraction(**named: float) -> None:
 
 
 def _number(value: object) -> bool:
-    """Whether this is a finite number, Python's or numpy's."""
+    """Return whether the value is a finite number of Python or numpy."""
     return (
         isinstance(value, SupportsFloat)
         and not isinstance(value, str)

@@ -1,8 +1,7 @@
-"""The paper's networks, as ordinary modules that return one score per class, for softmax
-cross-entropy.
+"""The paper's networks, as modules that return one score per class for softmax cross-entropy.
 
-Weights start as PyTorch's layers start them, on the CPU, from a stream that the seed alone decides.
-The global generators are left as they were, and no other use of the same seed draws the same
+Weights are initialised by PyTorch's layers, on the CPU, from a random stream that depends on the
+seed alone. The global generators are unchanged, and no other use of the same seed draws the same
 numbers.
 """
 
@@ -26,10 +25,12 @@ STREAM = int.from_bytes(b"init", "big")
 def mlp(
     inputs: int = 98, classes: int = 2, hidden: Sequence[int] = (256, 256), *, seed: int = 0
 ) -> nn.Sequential:
-    """Linear layers with tanh between them, [sample, inputs] -> [sample, classes]; the default is
-    Adult's.
+    """Return linear layers with tanh between them, [sample, inputs] -> [sample, classes].
 
-    >>> sum(p.numel() for p in mlp().parameters())  # 98·256+256 + 256·256+256 + 256·2+2; App. B: N = 91650
+    The defaults are those of Adult, with 98·256+256 + 256·256+256 + 256·2+2 parameters (App. B:
+    N = 91650).
+
+    >>> sum(p.numel() for p in mlp().parameters())
     91650
     """
     check.natural(inputs=inputs, classes=classes)
@@ -43,13 +44,13 @@ def mlp(
 
 
 def sigmoid_then_softmax(inputs: int = 59, classes: int = 2, *, seed: int = 0) -> nn.Sequential:
-    """Logistic regression with a sigmoid on its scores, [sample, inputs] -> [sample, classes]; for
-    Dutch.
+    """Return logistic regression with a sigmoid on its scores.
 
-    The softmax of the cross-entropy comes on top, so the scores are squashed twice: they differ by
-    less than 1, the loss stays above log(1 + (classes − 1)·e⁻¹), 0.313 for two classes, and it is
-    not convex. The model exists because the paper's Dutch losses come out only with it; for your
-    own data take `mlp(hidden=())`, which is plain softmax regression.
+    [sample, inputs] -> [sample, classes]. The defaults are those of Dutch. The cross-entropy
+    applies a softmax to the sigmoid, so the scores are squashed twice: they differ by less than 1,
+    the loss stays above log(1 + (classes − 1)·e⁻¹), 0.313 for two classes, and it is not convex.
+    The model exists because only it reproduces the paper's losses on Dutch. For your own data use
+    `mlp(hidden=())`, which is plain softmax regression.
 
     >>> sum(p.numel() for p in sigmoid_then_softmax().parameters())  # 59·2+2; App. B: N = 120
     120
@@ -60,16 +61,16 @@ def sigmoid_then_softmax(inputs: int = 59, classes: int = 2, *, seed: int = 0) -
 
 
 def cnn(channels: int = 1, side: int = 28, classes: int = 10, *, seed: int = 0) -> nn.Sequential:
-    """Two 3×3 convolutions (32, 16 channels), each with tanh, then a linear layer; no padding, no
-    pooling.
+    """Return two 3×3 convolutions (32 and 16 channels), each with tanh, and a linear layer.
 
-    [sample, channels, side, side] -> [sample, classes]. The default is MNIST's; CelebA's is `cnn(3,
-    64, 2)`. Differs from the paper: App. B prints N = 80522 for MNIST, which belongs to a net of
-    four convolutions (32-32-16-16); the two of its text make 97114.
+    [sample, channels, side, side] -> [sample, classes], without padding or pooling. The defaults
+    are those of MNIST; CelebA uses `cnn(3, 64, 2)` (App. B: N = 120722). Difference from the paper:
+    App. B prints N = 80522 for MNIST, which belongs to a net of four convolutions (32-32-16-16);
+    the two convolutions of its text have 97114 parameters.
 
     >>> sum(p.numel() for p in cnn().parameters())
     97114
-    >>> sum(p.numel() for p in cnn(channels=3, side=64, classes=2).parameters())  # App. B: N = 120722
+    >>> sum(p.numel() for p in cnn(channels=3, side=64, classes=2).parameters())
     120722
     """
     check.natural(channels=channels, side=side, classes=classes)
@@ -90,11 +91,11 @@ def cnn(channels: int = 1, side: int = 28, classes: int = 10, *, seed: int = 0) 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Layers made inside start from this seed; the global generators are as before afterwards."""
+    """Initialise layers from this seed inside the block, and restore the global generators."""
     if seed < 0:
         raise ValueError(f"seed is {seed}; it must be a whole number of at least 0.")
     state = np.random.SeedSequence([seed, STREAM]).generate_state(1, np.uint64)
-    # Not torch.manual_seed: it would also seed the GPUs, whose generators are not set back here.
+    # torch.manual_seed would also seed the GPUs, whose generators are not restored here.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(int(state[0]))
         yield
@@ -104,4 +105,4 @@ TABULAR: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,
     "sigmoid-then-softmax": sigmoid_then_softmax,
 }
-"""Networks for the columns of a table, by name; each takes `inputs` and `classes` besides its options."""
+"""Networks for tables, by name; each takes `inputs`, `classes` and its own options."""

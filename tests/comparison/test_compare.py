@@ -205,7 +205,7 @@ def test_risk_is_looked_at_once_for_each_private_rule(splits, tmp_path, here, mo
     )  # pure scaling
     assert any(abs(value) > 1e-5 for look in found.risk["dpsgd"] for value in look["dir"])
     assert "Risk by direction" in page(found.to_json())
-    monkeypatch.setattr(risk, "watched", None)  # what is there is not looked at again
+    monkeypatch.setattr(risk, "_measure", None)  # stored measurements are not taken again
     assert evenclip.compare(splits, rules, **given).risk == found.risk
     assert "risk" not in evenclip.compare(splits, rules, **given | {"risk": False}).to_json()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -48,7 +49,7 @@ def test_the_published_settings_have_the_published_epsilon(name):
     ("rule", "S"),
     [
         (DPSGD(C0=0.3), 0.3),
-        (DPSGDF(C0=0.3), 0.6),
+        (DPSGDF(C0=0.3), 0.3 * (1 + math.sqrt(2))),
         (DPSGDGlobal(C0=0.3, Z=9.0), 0.3),
         (DPSGDGlobalAdapt(C0=0.3, Z0=9.0), 0.3),
     ],
@@ -86,7 +87,7 @@ def test_defaults_on_a_table():
     assert lr == {
         "non-private": None,
         "dpsgd": 0.1,
-        "dpsgd-f": 0.05,
+        "dpsgd-f": pytest.approx(0.1 / (1 + math.sqrt(2))),
         "dpsgd-global": 0.1,
         "dpsgd-global-adapt": 0.1,
     }

@@ -179,8 +179,7 @@ def test_records_of_their_own_are_nobody_elses(two):
     found = two(tasks.train, RULES["dpsgd"], local=True)
     assert [rank.said for rank in found] == [
         "Ranks 0 and 1 were given the same data, and local=True: every record would count twice, "
-        "and ε would be wrong. "
-        "Give each rank records of its own, or leave local out."
+        "and ε would be wrong. Give each rank records of its own, or leave local out."
     ] * 2
 
 
@@ -264,9 +263,8 @@ def test_a_killed_rank_ends_the_others_with_a_sentence_and_the_run_goes_on(two, 
     assert survivor.kind == "RankError"
     assert survivor.said.startswith(
         "Rank 0 cannot reach the others: one has ended, which will have said why, or did not "
-        "answer for 3600 s. Start "
-        "the same command again with resume=True to go on from the last checkpoint, on as many "
-        "ranks as you like. "
+        "answer for 3600 s. Start the same command again with resume=True to go on from the last "
+        "checkpoint, on as many ranks as you like. "
     )
     assert survivor.said.count("cannot reach") == 1
     assert latest(tmp_path).name == "step-00000006"  # in the middle of an epoch
@@ -303,10 +301,8 @@ def test_ranks_that_drift_apart_are_found(two):
     found = two(tasks.train, RULES["dpsgd"], trouble=("drift", 2, 1))
     assert [rank.said for rank in found] == [
         "After step 5 rank 1 has other parameters than rank 0, so they no longer train one model. "
-        "Was the model "
-        "changed on one of them, or do they compute on machines of different kinds? Go on from "
-        "the last checkpoint "
-        "with resume=True, on machines of one kind."
+        "Was the model changed on one of them, or do they compute on machines of different kinds? "
+        "Go on from the last checkpoint with resume=True, on machines of one kind."
     ] * 2
 
 
@@ -338,8 +334,8 @@ def test_ranks_with_other_arguments_are_refused(two, given, said):
         (
             "ValueError",
             f"Rank 1 was given {said}: all ranks train one model, so give each the arguments that "
-            "rank 0 has; make the "
-            "model from the same seed on every rank, or load it from the same file.",
+            "rank 0 has; make the model from the same seed on every rank, or load it from the same "
+            "file.",
         )
     ] * 2
 
@@ -348,8 +344,7 @@ def test_ranks_with_other_data_are_refused(two):
     found = two(tasks.train, RULES["dpsgd"], cut=[0, 30, 60])
     assert [rank.said for rank in found] == [
         "Rank 1 was given other data than rank 0; give every rank the same data, or, where each "
-        "has records that no "
-        "other has, pass ranks=Ranks(local=True)."
+        "has records that no other has, pass ranks=Ranks(local=True)."
     ] * 2
 
 
@@ -365,9 +360,8 @@ def test_what_is_no_team_of_ranks_is_refused(monkeypatch):
     with pytest.raises(RankError) as error:
         Ranks()
     assert str(error.value) == (
-        "ranks=Ranks() is for several processes, and this one was not started as one of them "
-        "(RANK is not set); start "
-        "it with `torchrun --nproc-per-node 2 SCRIPT.py`, or leave ranks out."
+        "ranks=Ranks() is for several processes, and this one was not started as one of them (RANK "
+        "is not set); start it with `torchrun --nproc-per-node 2 SCRIPT.py`, or leave ranks out."
     )
     with pytest.raises(TypeError) as error:
         tasks.train(True, RULES["dpsgd"])

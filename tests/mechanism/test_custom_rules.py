@@ -23,7 +23,7 @@ class Custom(Rule):
     sigma: float = 1.0
     sigma_count: float | None = 10.0
 
-    def init(self, groups):
+    def init(self, constants):
         return torch.tensor(1.0, dtype=torch.float64)
 
     def statistic(self, norm, group, state):
@@ -44,6 +44,8 @@ def run_of(rule, **settings):
 
 
 class Shrinks(Custom):
+    counts_first: ClassVar[bool] = True
+
     def observe(self, noisy, B, state):
         state.mul_(0.01)
         return state, state
@@ -215,7 +217,7 @@ def test_what_an_observer_returns_is_a_dict_or_nothing():
 
 def test_a_run_resumes_with_the_dtype_that_its_state_had(tmp_path):
     class Widens(Custom):
-        def init(self, groups):
+        def init(self, constants):
             return torch.tensor(1.0)  # float32; the noisy count makes it float64
 
         def observe(self, noisy, B, state):

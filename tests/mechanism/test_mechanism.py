@@ -32,7 +32,7 @@ from evenclip.gradients.tape import Layout, PerSample, Whole
 from evenclip.mechanism import Mechanism, accounting
 from evenclip.mechanism.noise import Noise
 from evenclip.mechanism.release import Ledger, Release
-from evenclip.rules import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, Rule
+from evenclip.rules import DPSGD, DPSGDF, Constants, DPSGDGlobal, DPSGDGlobalAdapt, Rule
 from evenclip.training.step import Chunk, step
 
 DRAWS, BLOCK = 100_000, 5_000
@@ -90,8 +90,9 @@ class OneStep:
     )
 
     def __post_init__(self) -> None:
-        self.mechanism = Mechanism(self.rule, self.groups, traceable=True)  # mapped over noise
-        self.state, self.counts = self.rule.init(self.groups), self.mechanism.counts
+        # Traceable, because the step is mapped over noise.
+        self.mechanism = Mechanism(self.rule, Constants(groups=self.groups), traceable=True)
+        self.state, self.counts = self.mechanism.start(), self.mechanism.counts
         self.ledger = Ledger()
         self.ledger.write(1.0, self.mechanism.multipliers)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from evenclip import DPSGD, NonPrivate
 from evenclip.mechanism import Entry, Ledger, Mechanism, Release, joint_multiplier
 from evenclip.mechanism.noise import Noise
-from evenclip.rules import FairLens
+from evenclip.rules import Constants, FairLens
 
 # Release
 # --------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_joint_multiplier_at_the_ends():
 
 def test_a_value_without_a_bound_has_its_noise_and_is_in_clear_for_the_ledger():
     """Whatever noise it is given: one record may move it by more than what the noise is scaled to."""
-    mechanism = Mechanism(FairLens(C0=2.0, sigma=3.0), 2)
+    mechanism = Mechanism(FairLens(C0=2.0, sigma=3.0), Constants(groups=2))
     noisy = mechanism.publish(torch.zeros(3), 2.0, 1.0, Release({"gradient": torch.ones(3)}))
     assert noisy.tolist() == [6.0, 6.0, 6.0]
     assert mechanism.multipliers == {"gradient": 0.0}

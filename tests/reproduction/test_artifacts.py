@@ -18,11 +18,11 @@ from evenclip.reproduction.observed import GroupGradients, Watch
 def filled(folder, kept, seen):
     artifacts = Artifacts(folder)
     artifacts.keep(kept())
-    artifacts.watched.mkdir(parents=True)
+    artifacts.observed.mkdir(parents=True)
     for method in PUBLISHED["adult"].methods:
-        path = artifacts.watched / f"{Watch('adult', method.name).name}.json"
+        path = artifacts.observed / f"{Watch('adult', method.name).name}.json"
         path.write_text(json.dumps(seen(method.name)))
-    (artifacts.watched / "adult-published-dpsgd-eigenvalues.json").write_text(
+    (artifacts.observed / "adult-published-dpsgd-eigenvalues.json").write_text(
         json.dumps(seen("dpsgd"))
     )
     return artifacts
@@ -99,7 +99,7 @@ def test_figures_lack_nothing_of_the_paper():
 
 def test_a_figure_with_runs_missing_is_not_drawn(tmp_path, kept, seen):
     artifacts = filled(tmp_path, kept, seen)
-    (artifacts.watched / "adult-published-dpsgd.json").unlink()
+    (artifacts.observed / "adult-published-dpsgd.json").unlink()
     assert artifacts.draw_figure("adult-risk") == []
     assert len(artifacts.draw_figure("adult-bounds")) == 2
     with pytest.raises(ValueError, match="There is no figure 'mona-lisa'"):

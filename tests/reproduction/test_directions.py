@@ -64,7 +64,7 @@ def test_direction_only_has_the_length_of_the_true_gradient_and_the_direction_of
     x, y = table()
     with run.listening():
         found = run.tape(x[batch], y[batch])
-        own = found._found
+        own = found._gradients
         weights = DPSGD(C0=0.3).weight(own.norms(), torch.zeros(len(batch)), torch.zeros(0))
         plain, clipped = own.weighted_sum(torch.ones_like(weights)), own.weighted_sum(weights)
         torch.testing.assert_close(

@@ -12,6 +12,7 @@ import torch
 
 from evenclip.mechanism import Mechanism
 from evenclip.mechanism.release import Release
+from evenclip.rules import Constants
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +40,7 @@ def take_step():
     """
 
     def step(rule, gradients, group, state, B, noise):
-        mechanism, release = Mechanism(rule, 3), Release(noise)
+        mechanism, release = Mechanism(rule, Constants(groups=3)), Release(noise)
         norms = torch.linalg.vector_norm(gradients, dim=1)
         now, following = mechanism.observe(
             mechanism.count(norms, group, state, None), B, state, release

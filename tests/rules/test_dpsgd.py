@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from evenclip.mechanism import Mechanism
-from evenclip.rules import DPSGD
+from evenclip.rules import DPSGD, Constants
 
 
 def clip_to(C0, gradient):
@@ -50,7 +50,9 @@ def test_step(C0, take_step, batch):
     noise = [0.3, -1.7, 6.5]
     rule = DPSGD(C0=C0, sigma=0.8)
     given = {"gradient": torch.tensor(noise, dtype=torch.float64)}
-    found, _, _, multipliers = take_step(rule, gradients, group, rule.init(3), 38.0, given)
+    found, _, _, multipliers = take_step(
+        rule, gradients, group, rule.init(Constants(groups=3)), 38.0, given
+    )
     expected = algorithm_1(gradients.tolist(), C0, 0.8, 38.0, noise)
     torch.testing.assert_close(
         found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0
@@ -69,5 +71,8 @@ def test_an_infinite_bound_on_the_data_is_no_clipping(batch):
 
 def test_no_state():
     rule = DPSGD()
-    assert rule.init(3).shape == (0,)
-    assert rule.statistic(torch.ones(5), torch.zeros(5), rule.init(3)).shape == (5, 0)
+    assert rule.init(Constants(groups=3)).shape == (0,)
+    assert rule.statistic(torch.ones(5), torch.zeros(5), rule.init(Constants(groups=3))).shape == (
+        5,
+        0,
+    )

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenclip.mechanism import Mechanism
-from evenclip.rules import DPSGDF
+from evenclip.rules import DPSGDF, Constants
 
 
 def algorithm_3(noisy, C0):
@@ -39,7 +39,9 @@ def box(above, below, C0):
 def bounds(noisy, C0=1.0):
     rule = DPSGDF(C0=C0)
     now, following = rule.observe(
-        torch.tensor(noisy, dtype=torch.float64), 256.0, rule.init(len(noisy) // 2)
+        torch.tensor(noisy, dtype=torch.float64),
+        256.0,
+        rule.init(Constants(groups=len(noisy) // 2)),
     )
     assert now is following
     return now
@@ -116,7 +118,10 @@ def test_each_sample_is_in_exactly_one_of_the_2K_counts(norms_around):
     for norm, k in zip(norms.tolist(), group.tolist(), strict=True):
         expected[2 * k + (1 if norm > 0.7 else 0)] += 1
     rule = DPSGDF(C0=0.7)
-    assert Mechanism(rule).count(norms, group, rule.init(3), None).tolist() == expected
+    assert (
+        Mechanism(rule).count(norms, group, rule.init(Constants(groups=3)), None).tolist()
+        == expected
+    )
 
 
 def test_weights(norms_around):
@@ -135,7 +140,7 @@ def test_steps(take_step, batch):
     gradients, group = batch
     random = np.random.default_rng(0)
     rule = DPSGDF(C0=0.7, sigma=0.8, sigma_count=2.0)
-    state = rule.init(3)
+    state = rule.init(Constants(groups=3))
     for _ in range(5):
         noise, count_noise = random.normal(size=3), random.normal(size=6)
         given_noise = {"gradient": torch.from_numpy(noise), "count": torch.from_numpy(count_noise)}
@@ -165,7 +170,12 @@ def test_the_noise_is_for_the_largest_bound_of_all_groups_even_those_that_are_ab
         "gradient": torch.ones(3, dtype=torch.float64),
     }
     found, now, *_ = take_step(
-        rule, gradients, torch.zeros(10, dtype=torch.int64), rule.init(3), 1.0, noise
+        rule,
+        gradients,
+        torch.zeros(10, dtype=torch.int64),
+        rule.init(Constants(groups=3)),
+        1.0,
+        noise,
     )
     assert now.tolist() == [1.0, 1.0, 4.0]
     assert found.tolist() == [4.0, 4.0, 4.0]
@@ -173,6 +183,6 @@ def test_the_noise_is_for_the_largest_bound_of_all_groups_even_those_that_are_ab
 
 def test_the_state_is_only_looked_at():
     rule, noisy = DPSGDF(), torch.tensor([9.0, 3.0, 4.0, 2.0], dtype=torch.float64)
-    one, other = rule.init(2), 100 * rule.init(2)
+    one, other = rule.init(Constants(groups=2)), 100 * rule.init(Constants(groups=2))
     assert torch.equal(rule.observe(noisy, 10.0, one)[0], rule.observe(noisy, 99.0, other)[0])
-    assert rule.init(2).tolist() == [1.0, 1.0]
+    assert rule.init(Constants(groups=2)).tolist() == [1.0, 1.0]

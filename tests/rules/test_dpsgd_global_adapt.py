@@ -14,7 +14,7 @@ from scipy.stats import lognorm, norm
 from evenclip.mechanism import Mechanism
 from evenclip.mechanism.noise import Noise
 from evenclip.mechanism.release import Release
-from evenclip.rules import DPSGD, DPSGDGlobalAdapt
+from evenclip.rules import DPSGD, Constants, DPSGDGlobalAdapt
 
 NOBODY = torch.zeros(0, dtype=torch.int64)
 
@@ -44,7 +44,9 @@ BOUNDS = [(1.0, 10.0), (0.5, 50.0), (0.7, 1.3), (3.3, 0.7), (0.1, 1e-3), (1.0, 1
 def test_weights(C0, Z, norms_around):
     norms = norms_around(Z, C0)
     rule = DPSGDGlobalAdapt(C0=C0, Z0=Z)
-    weights, held = Mechanism(rule).weights(norms, torch.zeros(len(norms)), rule.init(3), C0, None)
+    weights, held = Mechanism(rule).weights(
+        norms, torch.zeros(len(norms)), rule.init(Constants(groups=3)), C0, None
+    )
     expected = [C0 / Z if n <= Z else C0 / n for n in norms.tolist()]
     # torch takes a number over a tensor as number · (1/tensor): two roundings where the loop has
     # one.
@@ -71,7 +73,7 @@ def test_steps(C0, Z, tau, take_step, batch):
     gradients, group = batch
     random = np.random.default_rng(0)
     rule = DPSGDGlobalAdapt(C0=C0, sigma=0.8, Z0=Z, tau=tau, eta_Z=0.3, sigma_count=4.0)
-    state = rule.init(3)
+    state = rule.init(Constants(groups=3))
     for _ in range(5):
         noise, count_noise = random.normal(size=3), random.normal(size=1)
         given = {"gradient": torch.from_numpy(noise), "count": torch.from_numpy(count_noise)}
@@ -96,7 +98,7 @@ def test_it_is_dpsgd_with_bound_Z_and_learning_rate_eta_C0_over_Z(take_step):
     C0, eta, B, group = 0.7, 0.9, 32.0, torch.zeros(32, dtype=torch.int64)
     rule = DPSGDGlobalAdapt(C0=C0, sigma=0.6, Z0=20.0)
     theirs = ours = torch.full((3,), 5.0, dtype=torch.float64)
-    Z, seen = rule.init(1), []
+    Z, seen = rule.init(Constants(groups=1)), []
     for _ in range(40):
         rows = x[torch.from_numpy(random.integers(0, 200, 32))]
         noise = {
@@ -105,7 +107,9 @@ def test_it_is_dpsgd_with_bound_Z_and_learning_rate_eta_C0_over_Z(take_step):
         }
         g, now, Z, _ = take_step(rule, ours - rows, group, Z, B, noise)
         dpsgd = DPSGD(C0=float(now), sigma=0.6)
-        g_dpsgd, *_ = take_step(dpsgd, theirs - rows, group, dpsgd.init(1), B, noise)
+        g_dpsgd, *_ = take_step(
+            dpsgd, theirs - rows, group, dpsgd.init(Constants(groups=1)), B, noise
+        )
         ours, theirs = ours - eta * g, theirs - eta * C0 / float(now) * g_dpsgd
         seen.append(float(now))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
@@ -116,7 +120,7 @@ def test_it_is_dpsgd_with_bound_Z_and_learning_rate_eta_C0_over_Z(take_step):
 @pytest.mark.parametrize("Z0", [1e-3, 1e3])
 def test_Z_settles_where_a_fraction_eta_Z_of_the_norms_is_above_tau_Z(Z0, tau):
     rule = DPSGDGlobalAdapt(Z0=Z0, tau=tau, eta_Z=0.1, sigma=1.0)
-    guard, Z = Mechanism(rule), rule.init(1)
+    guard, Z = Mechanism(rule), rule.init(Constants(groups=1))
     noise, random = Noise(np.random.SeedSequence(1)), np.random.default_rng(2)
     above, spread = [], 1.5
     for t in range(700):
@@ -139,12 +143,12 @@ def test_Z_rises_with_probability_Phi_of_the_excess(excess):
     rule = DPSGDGlobalAdapt(Z0=1.0, eta_Z=0.1, sigma=1.0)
     many = round(0.1 * B + excess * rule.sigma_count)
     norms = torch.cat([torch.full((many,), 2.0), torch.full((B - many,), 0.5)]).double()
-    count = Mechanism(rule).count(norms, torch.zeros(B), rule.init(1), None)
+    count = Mechanism(rule).count(norms, torch.zeros(B), rule.init(Constants(groups=1)), None)
     noise = Noise(np.random.SeedSequence(5)).normal(0, draws, torch.float64)[0]
     rises = 0
     for z in noise.split(1):
         noisy = Release({"count": z})("count", count, sensitivity=1.0, multiplier=rule.sigma_count)
-        now, following = rule.observe(noisy, float(B), rule.init(1))
+        now, following = rule.observe(noisy, float(B), rule.init(Constants(groups=1)))
         rises += bool(following > now)
     expected = norm.cdf(excess)
     assert abs(rises / draws - expected) < 4 * math.sqrt(expected * (1 - expected) / draws)
@@ -155,7 +159,7 @@ def test_Z_rises_with_probability_Phi_of_the_excess(excess):
 @pytest.mark.parametrize("Z0", [1e-12, 1.0, 1e12, 1e-300, 1e300])
 def test_Z_stays_finite_on_batches_of_one_with_huge_noise(Z0):
     rule = DPSGDGlobalAdapt(Z0=Z0, sigma_count=1e6)
-    Z, noise = rule.init(1), Noise(np.random.SeedSequence(7))
+    Z, noise = rule.init(Constants(groups=1)), Noise(np.random.SeedSequence(7))
     for t in range(200):
         noisy = 1e6 * noise.normal(t, 1, torch.float64)[0]
         _, Z = rule.observe(noisy, 1.0, Z)
@@ -164,8 +168,10 @@ def test_Z_stays_finite_on_batches_of_one_with_huge_noise(Z0):
 
 def test_an_empty_batch_lowers_Z_by_exactly_eta_Z():
     rule = DPSGDGlobalAdapt(Z0=4.0, eta_Z=0.25)
-    count = Mechanism(rule).count(torch.zeros(0, dtype=torch.float64), NOBODY, rule.init(1), None)
+    count = Mechanism(rule).count(
+        torch.zeros(0, dtype=torch.float64), NOBODY, rule.init(Constants(groups=1)), None
+    )
     assert count.tolist() == [0.0]
-    assert float(rule.observe(count, 256.0, rule.init(1))[1]) == pytest.approx(
+    assert float(rule.observe(count, 256.0, rule.init(Constants(groups=1)))[1]) == pytest.approx(
         4.0 * math.exp(-0.25), rel=1e-15
     )

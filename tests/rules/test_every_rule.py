@@ -32,6 +32,7 @@ from evenclip.rules import (
     REPAIRED,
     RULES,
     SOUND,
+    Constants,
     DPSGDGlobal,
     DPSGDGlobalAdapt,
     NonPrivate,
@@ -56,8 +57,8 @@ class SoftClip(Rule):
     sigma: float = 1.0
     sigma_count: float = 10.0
 
-    def init(self, groups: int) -> Tensor:
-        return torch.full((groups,), self.C, dtype=torch.float64)
+    def init(self, constants: Constants) -> Tensor:
+        return torch.full((constants.groups,), self.C, dtype=torch.float64)
 
     def statistic(self, norm: Tensor, group: Tensor, state: Tensor) -> Tensor:
         # stack puts a new axis first: over a batch at once this would be [2, sample]
@@ -157,7 +158,7 @@ STRANGE = [0.0, -1.0, 1e-200, 1e200, math.inf, -math.inf, math.nan]
 
 def public(rule, strange):
     """Any public tensor of the shape of the rule's state, reachable or, if `strange`, not."""
-    start = rule.init(GROUPS)
+    start = rule.init(Constants(groups=GROUPS))
     values = st.floats(1e-12, 1e12) | st.sampled_from(
         [1e-12, 1.0, 1e12, *(STRANGE if strange else [])]
     )
@@ -432,7 +433,7 @@ def test_padded_rows_change_nothing(rule, b):
 @pytest.mark.parametrize("rule", EVERY, ids=case)
 def test_empty_batch(rule):
     state, none, nobody = (
-        rule.init(GROUPS),
+        rule.init(Constants(groups=GROUPS)),
         torch.zeros(0, dtype=torch.float64),
         torch.zeros(0, dtype=torch.int64),
     )
@@ -472,11 +473,11 @@ def test_weights_are_float64(rule, b):
 @pytest.mark.parametrize("rule", HONEST, ids=case)
 def test_resting_is_the_weight_of_a_zero_gradient(rule):
     nows, zero = (
-        torch.stack([rule.init(GROUPS), 2 * rule.init(GROUPS)]),
+        torch.stack([rule.init(Constants(groups=GROUPS)), 2 * rule.init(Constants(groups=GROUPS))]),
         torch.tensor(0.0, dtype=torch.float64),
     )
     expected = [[float(rule.weight(zero, k, now)) for k in torch.arange(GROUPS)] for now in nows]
-    assert Mechanism(rule, GROUPS).resting(nows).tolist() == expected
+    assert Mechanism(rule, Constants(groups=GROUPS)).resting(nows).tolist() == expected
 
 
 # What a rule says of itself
@@ -567,7 +568,10 @@ def test_multipliers_are_what_a_step_releases(rule, take_step, batch):
         "count": torch.zeros(6 if rule.uses_groups else 1),
         "gradient": torch.zeros(3),
     }  # the batch has 3 groups
-    assert take_step(rule, *batch, rule.init(3), 40.0, noise)[-1] == rule.multipliers()
+    assert (
+        take_step(rule, *batch, rule.init(Constants(groups=3)), 40.0, noise)[-1]
+        == rule.multipliers()
+    )
 
 
 @pytest.mark.parametrize(
@@ -585,6 +589,6 @@ def test_scaled_multiplies_all_noise_and_nothing_else(rule):
 
 @pytest.mark.parametrize("rule", BUILT_IN, ids=case)
 def test_without_counts_first_the_step_clips_with_the_state_it_began_with(rule):
-    state = rule.init(GROUPS)
+    state = rule.init(Constants(groups=GROUPS))
     now, _ = rule.observe(torch.arange(2.0 * GROUPS, dtype=torch.float64), 10.0, state)
     assert rule.counts_first or now is state

@@ -17,7 +17,7 @@ from evenclip.gradients import AnyTape
 from evenclip.mechanism import Mechanism, Release
 from evenclip.mechanism.sampling import Poisson, Shuffled
 from evenclip.rules import RULES as EVERY_RULE
-from evenclip.rules import Rule
+from evenclip.rules import Constants, Rule
 from evenclip.training.step import Chunk, Step, WeightedSums, step
 
 RULES = {
@@ -133,7 +133,7 @@ class Toy:
         release: Release | dict[str, Tensor],
     ) -> Step:  # fmt: skip
         """One step as observers see it."""
-        mechanism = Mechanism(rule, self.K)
+        mechanism = Mechanism(rule, Constants(groups=self.K))
         release = release if isinstance(release, Release) else Release(release)
         public, part = step(tape, mechanism, state, chunks, B, release)
         return Step(

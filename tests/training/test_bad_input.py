@@ -76,8 +76,7 @@ def test_sampling_rate(refused, value):
 def test_a_batch_larger_than_the_data(refused):
     assert refused(batch_size=41) == (
         "batch_size is 41 and there are 40 records, so the sampling rate q = batch_size/n would "
-        "be above 1; "
-        "choose a batch_size of at most 40."
+        "be above 1; choose a batch_size of at most 40."
     )
 
 
@@ -103,8 +102,7 @@ def test_a_delta_that_allows_to_publish_a_record_is_warned_of(toy, value):
         fit(toy.mlp(), toy.data(), delta=value, batch_size=8)
     assert [str(warning.message) for warning in caught] == [
         f"delta is {value:g}, not below 1/n = 2.5e-02: publishing one whole record would satisfy "
-        "it. "
-        "Choose at most 0.01."
+        "it. Choose at most 0.01."
     ]
     assert caught[0].filename == __file__  # the line that called fit
 
@@ -198,8 +196,8 @@ def test_features_that_are_not_numbers(toy, refused):
 def test_a_width_that_the_model_does_not_take(toy, refused):
     x, y, group = toy.data()
     assert refused(data=(x[:, :4], y, group)) == (
-        "The model does not take this input, of shape [sample, 4] and dtype torch.float64; "
-        "torch says: mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"
+        "The model does not take this input, of shape [sample, 4] and dtype torch.float64; torch "
+        "says: mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"
     )
 
 
@@ -216,8 +214,8 @@ def test_a_tuple_of_inputs_for_a_model_of_one(toy, refused):
     x, y, _ = toy.data()
     said = refused(data=((x, x), y))
     assert said.startswith(
-        "The model does not take this input, of shape 0: [sample, 5] and dtype torch.float64; "
-        "1: [sample, 5] and dtype torch.float64; torch says: "
+        "The model does not take this input, of shape 0: [sample, 5] and dtype torch.float64; 1: "
+        "[sample, 5] and dtype torch.float64; torch says: "
     )
 
 
@@ -228,8 +226,7 @@ def test_labels_without_an_output(toy, refused, loss, shift, lowest, highest):
     said = refused(data=(x, y + shift, group), **({} if loss is None else {"loss": loss}))
     assert said == (
         f"The labels run from {lowest} to {highest} and the model has 3 outputs, for the labels 0 "
-        "to 2; "
-        "number the classes from 0, or give the model more outputs."
+        "to 2; number the classes from 0, or give the model more outputs."
     )
 
 
@@ -250,9 +247,9 @@ def test_labels_that_the_loss_ignores_are_fine(toy):
 def test_labels_that_are_not_whole_numbers(toy, refused):
     x, y, group = toy.data()
     assert refused(data=(x, y.double(), group)).startswith(
-        "The loss does not take the model's output, of shape [sample, 3] and dtype torch.float64, "
-        "with these targets, "
-        "of shape [sample] and dtype torch.float64; torch says: "
+        "The loss does not take the model's output, of shape [sample, 3] and dtype "
+        "torch.float64, with these targets, of shape [sample] and dtype torch.float64; torch "
+        "says: "
     )
 
 
@@ -260,19 +257,17 @@ def test_targets_that_torch_would_stretch_over_the_batch(toy, refused):
     x, y, _ = toy.data()
     said = refused(data=(x, y.double()), model=nn.Linear(5, 1).double(), loss=mse_loss)
     assert said.startswith(
-        "The loss does not take the model's output, of shape [sample, 1] and dtype torch.float64, "
-        "with these targets, "
-        "of shape [sample] and dtype torch.float64; torch says: Using a target size "
-        "(torch.Size([3])) that is different"
+        "The loss does not take the model's output, of shape [sample, 1] and dtype "
+        "torch.float64, with these targets, of shape [sample] and dtype torch.float64; torch "
+        "says: Using a target size (torch.Size([3])) that is different"
     )
 
 
 def test_a_rule_by_groups_without_groups(toy, refused):
     x, y, _ = toy.data()
     assert refused(data=(x, y), rule=DPSGDF()) == (
-        "dpsgd-f needs every sample's group and the data have none; pass (x, y, group), or choose "
-        "a rule that does not "
-        "use group labels, such as DPSGDGlobalAdapt."
+        "dpsgd-f needs every sample's group and the data have none; pass (x, y, group), or "
+        "choose a rule that does not use group labels, such as DPSGDGlobalAdapt."
     )
 
 
@@ -280,16 +275,13 @@ def test_a_data_frame(toy, refused):
     x, y, _ = toy.data()
     frame = pd.DataFrame(x.numpy())
     assert refused(TypeError, data=frame) == (
-        "data is a DataFrame; give (x, y) or (x, y, group) as a tuple of tensors or numpy arrays, "
-        "an evenclip Dataset, "
-        "or a map-style torch dataset whose items are (x, y) or (x, y, group). Encode the columns "
-        "of a DataFrame as "
-        "numbers and pass their .to_numpy()."
+        "data is a DataFrame; give (x, y) or (x, y, group) as a tuple of tensors or numpy "
+        "arrays, an evenclip Dataset, or a map-style torch dataset whose items are (x, y) or (x, "
+        "y, group). Encode the columns of a DataFrame as numbers and pass their .to_numpy()."
     )
     assert refused(TypeError, data=(frame, y)) == (
         "x is a DataFrame; give a tensor or a numpy array. Encode the columns of a DataFrame as "
-        "numbers and pass their "
-        ".to_numpy()."
+        "numbers and pass their .to_numpy()."
     )
 
 
@@ -301,11 +293,9 @@ class Stream(IterableDataset):
 def test_a_stream_of_data(refused):
     assert refused(TypeError, data=Stream()) == (
         "data is a Stream, an IterableDataset, which is read in its own order; Poisson sampling "
-        "draws every row "
-        "independently at each step and needs random access: give (x, y) or (x, y, group) as a "
-        "tuple of tensors or "
-        "numpy arrays, an evenclip Dataset, or a map-style torch dataset whose items are (x, y) "
-        "or (x, y, group)."
+        "draws every row independently at each step and needs random access: give (x, y) or (x, "
+        "y, group) as a tuple of tensors or numpy arrays, an evenclip Dataset, or a map-style "
+        "torch dataset whose items are (x, y) or (x, y, group)."
     )
 
 
@@ -336,11 +326,9 @@ def test_a_model_whose_samples_influence_each_other(toy, refused):
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     expected = (
-        "1 (BatchNorm1d) computes its statistics over the batch, so every sample influences every "
-        "other and no "
-        "per-sample gradient exists. Replace it by nn.GroupNorm, nn.LayerNorm or nn.InstanceNorm "
-        "(without running "
-        "statistics)."
+        "1 (BatchNorm1d) computes its statistics over the batch, so every sample influences "
+        "every other and no per-sample gradient exists. Replace it by nn.GroupNorm, nn.LayerNorm "
+        "or nn.InstanceNorm (without running statistics)."
     )
     assert refused(ModelError, model=model) == expected
     x, y, group = toy.data()
@@ -368,8 +356,7 @@ def test_a_model_that_is_none(refused):
 def test_a_rule_that_is_none(refused, rule):
     assert refused(TypeError, rule=rule) == (
         f"rule is {rule!r}; it must be a rule such as DPSGDGlobalAdapt(C0=1.0, sigma=1.0), or a "
-        "frozen dataclass that "
-        "derives from evenclip.Rule."
+        "frozen dataclass that derives from evenclip.Rule."
     )
 
 
@@ -416,13 +403,13 @@ def test_an_optimiser_or_scheduler_that_is_made_already(toy, refused):
     optimizer = SGD(model.parameters(), lr=0.1)
     assert refused(TypeError, model=model, optimizer=optimizer) == (
         "optimizer is an object of class SGD; give what makes one, such as torch.optim.Adam or "
-        "functools.partial(torch.optim.SGD, momentum=0.9), because the model that is trained is a "
-        "copy."
+        "functools.partial(torch.optim.SGD, momentum=0.9), because the model that is trained is "
+        "a copy."
     )
     assert refused(TypeError, model=model, scheduler=StepLR(optimizer, 1)) == (
         "scheduler is an object of class StepLR; give what makes one, such as "
-        "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10), because the model that "
-        "is trained is a copy."
+        "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10), because the model "
+        "that is trained is a copy."
     )
     fit(model, toy.data(), rule=DPSGD(), batch_size=8, optimizer=partial(SGD, momentum=0.9))
 
@@ -430,13 +417,12 @@ def test_an_optimiser_or_scheduler_that_is_made_already(toy, refused):
 def test_an_optimizer_or_a_schedule_that_looks_at_private_numbers(refused):
     assert refused(optimizer=torch.optim.LBFGS) == (
         "LBFGS must be given 'closure' at every step, which would be a second look at the batch; "
-        "take another "
-        "optimizer, such as SGD or Adam."
+        "take another optimizer, such as SGD or Adam."
     )
     assert refused(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau) == (
         "ReduceLROnPlateau must be given 'metrics' at every step, and whatever could be measured "
-        "of training is "
-        "private; take one that counts epochs, such as StepLR or CosineAnnealingLR."
+        "of training is private; take one that counts epochs, such as StepLR or "
+        "CosineAnnealingLR."
     )
 
 
@@ -447,8 +433,7 @@ def test_an_optimizer_or_a_schedule_that_looks_at_private_numbers(refused):
 def test_a_device_that_is_not_there(refused):
     assert refused(device="cuda") == (
         f"device is 'cuda' and torch {torch.__version__} finds no CUDA device; pass device='cpu', "
-        "or install a CUDA "
-        "build of torch and its driver."
+        "or install a CUDA build of torch and its driver."
     )
 
 

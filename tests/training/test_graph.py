@@ -208,7 +208,7 @@ class Reads(Rule):
     [
         ("dropout", DPSGD(), "draws random numbers"),
         ("cnn", DPSGD(), "faster for convolutions"),
-        ("mlp", Reads(), "cannot trace it"),
+        ("mlp", Reads(), "use torch.where instead of if"),
     ],
 )
 def test_where_a_step_has_no_graph_a_sentence_says_why(toy, traced, model, rule, why):

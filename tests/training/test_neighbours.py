@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from evenclip import fit
 from evenclip.gradients import plan
 from evenclip.mechanism import Mechanism, Release
+from evenclip.rules import Constants
 from evenclip.training.step import Chunk
 
 STEPS, Q, B = 12, 0.2, 8
@@ -122,8 +123,8 @@ def test_one_sample_moves_every_release_by_at_most_its_sensitivity(toy, private_
     """
     x, y, group = toy.data(12)
     x = x * torch.tensor([0.01, 0.5, 1.0, 30.0]).repeat(3).unsqueeze(1)
-    model, state = toy.mlp(), private_rule.init(3)
-    tape, mechanism = plan(model, cross_entropy, x, y), Mechanism(private_rule, 3)
+    model, state = toy.mlp(), private_rule.init(Constants(groups=3))
+    tape, mechanism = plan(model, cross_entropy, x, y), Mechanism(private_rule, Constants(groups=3))
     silence = {"count": torch.zeros(6), "gradient": torch.zeros(len(toy.vector(model)))}
     with tape.listening():
         whole = toy.step(tape, private_rule, state, [Chunk(x, y, group)], 8.0, _Silent(silence))

@@ -14,6 +14,7 @@ from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, Performance, fit
 from evenclip.data import MapDataset
 from evenclip.gradients import Tape, WholeTape, plan
 from evenclip.mechanism import Mechanism
+from evenclip.rules import Constants
 from evenclip.training.step import Chunk
 
 BAD = 4  # the row that is not finite
@@ -113,9 +114,9 @@ def taken(toy, model, rule, chunks, tape=None):
     """One step, with the same noise every time."""
     x, y, _ = chunks[0].x, chunks[0].y, None
     tape = tape or plan(model, cross_entropy, x[:3], y[:3])
-    state = rule.init(3)
+    state = rule.init(Constants(groups=3))
     counts, gradient = noise_for(model)
-    noise = {"count": counts[: Mechanism(rule, 3).counts], "gradient": gradient}
+    noise = {"count": counts[: Mechanism(rule, Constants(groups=3)).counts], "gradient": gradient}
     with tape.listening():
         return toy.step(tape, rule, state, chunks, 8.0, noise)
 
@@ -317,7 +318,11 @@ def test_what_one_sample_is_like_changes_nothing_about_the_others(toy, value):
             rows = x.clone()
             rows[0, 0] = first
             noise = {"count": torch.zeros(1), "gradient": torch.zeros(tape.layout.size)}
-            seen.append(toy.step(tape, rule, rule.init(1), [Chunk(rows, y, group)], 64.0, noise))
+            seen.append(
+                toy.step(
+                    tape, rule, rule.init(Constants(groups=1)), [Chunk(rows, y, group)], 64.0, noise
+                )
+            )
     for name in ("norms", "weights"):
         one, other = (getattr(found, name)[1:] for found in seen)
         assert torch.equal(one, other), name

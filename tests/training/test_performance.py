@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, Performance, TrainConfig, fit, prepare
 from evenclip.gradients import plan
+from evenclip.rules import Constants
 from evenclip.training.fit import fit_config
 from evenclip.training.step import Chunk
 
@@ -89,7 +90,7 @@ def test_a_second_pass_over_the_chunks_draws_the_same_masks(toy, rule):
     chunks = [Chunk(x[r], y[r], group[r], seed=100 + i) for i, r in enumerate(rows)]
     tape = plan(model, cross_entropy, x, y)
     with tape.listening(), torch.random.fork_rng(devices=[]):
-        found = toy.step(tape, rule, rule.init(3), chunks, 8.0, noise)
+        found = toy.step(tape, rule, rule.init(Constants(groups=3)), chunks, 8.0, noise)
         each = torch.stack([found.weighted_sum(one) for one in torch.eye(12, dtype=torch.float64)])
         # By hand: the masks that each chunk's seed gives, one forward pass a chunk, one backward
         # pass a sample.

@@ -115,14 +115,12 @@ BAD = {
     "label": (
         lambda item: (item[0], torch.tensor(7), item[2]),
         "Item 30 of the dataset has the label 7 and the model has 3 outputs, for the labels 0 to "
-        "2; number the classes "
-        "from 0, or give the model more outputs.",
+        "2; number the classes from 0, or give the model more outputs.",
     ),
     "negative": (
         lambda item: (item[0], torch.tensor(-1), item[2]),
-        "Item 30 of the dataset has the label -1 and the model has 3 outputs, for the labels 0 to "
-        "2; number the "
-        "classes from 0, or give the model more outputs.",
+        "Item 30 of the dataset has the label -1 and the model has 3 outputs, for the labels 0 "
+        "to 2; number the classes from 0, or give the model more outputs.",
     ),
     "form": (
         lambda item: item[0],

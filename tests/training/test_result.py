@@ -317,8 +317,7 @@ def test_plain_sgd_has_no_epsilon_and_prints_none(toy):
     first = text.split("\n\n")[0]
     assert " ".join(first.split()) == (
         "This model was trained by non-private and has no valid ε (no noise is added): it "
-        "promises no privacy to the "
-        "records it was trained on."
+        "promises no privacy to the records it was trained on."
     )
     assert not re.search(r"ε\s*[=≈<]|\binf", text)
 

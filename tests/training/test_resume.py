@@ -289,9 +289,8 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_still_loads(
         resume(toy, folder)
     assert str(caught.value) == (
         f"{bad / name} is damaged: {len(content)} bytes, {size} were written, and the checksum "
-        "differs. "
-        f"The one before it, {folder / 'step-00000005'}, is still there: remove step-00000007 and "
-        "resume from that."
+        f"differs. The one before it, {folder / 'step-00000005'}, is still there: remove "
+        "step-00000007 and resume from that."
     )
     shutil.rmtree(bad)
     assert_identical(toy, resume(toy, folder), fit(toy.mlp(), toy.data(), **settings(DPSGDF())))
@@ -304,9 +303,8 @@ def test_a_missing_file_is_named(toy, folder, name):
     with pytest.raises(CheckpointError) as caught:
         resume(toy, folder)
     assert str(caught.value) == (
-        f"{bad} is not a whole checkpoint ({name}: No such file or directory). "
-        f"The one before it, {folder / 'step-00000005'}, is still there: remove step-00000007 and "
-        "resume from that."
+        f"{bad} is not a whole checkpoint ({name}: No such file or directory). The one before it, "
+        f"{folder / 'step-00000005'}, is still there: remove step-00000007 and resume from that."
     )
     shutil.rmtree(bad)
     assert_identical(toy, resume(toy, folder), fit(toy.mlp(), toy.data(), **settings(DPSGDF())))

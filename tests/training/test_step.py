@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import math
 import signal
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,6 +20,7 @@ from evenclip import DPSGD, DPSGDGlobalAdapt, NonPrivate, Performance, Rule, fit
 from evenclip.gradients import plan
 from evenclip.mechanism import Mechanism, Release
 from evenclip.mechanism.statement import paragraph
+from evenclip.rules import Constants
 from evenclip.training.step import Chunk
 
 K = 3
@@ -103,7 +105,7 @@ def close(a, b, tolerance=1e-10) -> bool:
 
 
 def public_state(rule):
-    return rule.init(K).tolist()
+    return rule.init(Constants(groups=K)).tolist()
 
 
 # --- one step -----------------------------------------------------------------------------------
@@ -132,7 +134,7 @@ def test_a_step_is_algorithm_2(toy, rule, cut):
     noise = noise_for(toy, rule, model)
     tape = plan(model, cross_entropy, x, y)
     with tape.listening():
-        found = toy.step(tape, rule, rule.init(K), cut(x, y, group), B, noise)
+        found = toy.step(tape, rule, rule.init(Constants(groups=K)), cut(x, y, group), B, noise)
     slow = slow_step(toy, rule, model, x, y, group, public_state(rule), B, noise)
     assert close(found.public.gradient, slow.gradient)
     assert close(found.public.state, slow.state)
@@ -153,7 +155,9 @@ def test_an_empty_batch_is_a_step_of_pure_noise(toy, private_rule):
     noise = noise_for(toy, private_rule, model)
     tape = plan(model, cross_entropy, x, y)
     with tape.listening():
-        found = toy.step(tape, private_rule, private_rule.init(K), [], 16.0, noise)
+        found = toy.step(
+            tape, private_rule, private_rule.init(Constants(groups=K)), [], 16.0, noise
+        )
     state = public_state(private_rule)
     slow = slow_step(toy, private_rule, model, x[:0], y[:0], group[:0], state, 16.0, noise)
     assert close(found.public.gradient, private_rule.sigma * slow.S * noise["gradient"] / 16.0)
@@ -258,7 +262,11 @@ def test_global_adapt_is_dpsgd_with_bound_Z_at_another_learning_rate(toy):
 def trajectory(toy, rule, lr, data):
     """Parameters after four steps with given batches and noise, no noise on the count."""
     x, y, group = data
-    model, state, random = toy.mlp(), rule.init(K), torch.Generator().manual_seed(3)
+    model, state, random = (
+        toy.mlp(),
+        rule.init(Constants(groups=K)),
+        torch.Generator().manual_seed(3),
+    )
     tape = plan(model, cross_entropy, x, y)
     with tape.listening():
         for batch in torch.arange(32).split(8):
@@ -287,7 +295,7 @@ class Soft(Rule):
     sigma: float = 0.9
     sigma_count: float | None = 4.0
 
-    def init(self, groups: int) -> Tensor:
+    def init(self, constants: Constants) -> Tensor:
         return torch.tensor([2.0], dtype=torch.float64)
 
     def statistic(self, norm: Tensor, group: Tensor, state: Tensor) -> Tensor:
@@ -519,52 +527,76 @@ def test_a_step_that_is_interrupted_is_in_the_ledger(toy, private_rule, performa
     assert dict(run.ledger.entries[-1].multipliers) == private_rule.multipliers()
 
 
+@dataclass(frozen=True)
+class Follows(Rule):
+    """Clips with a bound that follows from this step's count."""
+
+    name: ClassVar[str] = "follows"
+    counts_first: ClassVar[bool] = True
+    sigma: float = 1.0
+    sigma_count: float = 1.0
+
+    def init(self, constants):
+        return torch.tensor(1.0, dtype=torch.float64)
+
+    def statistic(self, norm, group, state):
+        return (norm > 1).to(norm.dtype)
+
+    def observe(self, noisy, B, state):
+        return 0.5 + noisy[0].abs() / B, state
+
+    def sensitivity(self, now):
+        return now
+
+    def weight(self, norm, group, now):
+        return (now / norm).clamp(max=1.0)
+
+
+class FollowsInSecret(Follows):
+    counts_first: ClassVar[bool] = False
+
+
 def test_a_rule_whose_bound_follows_from_its_count_is_clipped_with_it(toy):
-    """Though it does not say counts_first: that only saves a pass."""
-    seen = {}
-    for counts_first in (True, False):
+    models = []
+    for chunk in (None, 3):
+        steps = []
+        result = fit(
+            toy.mlp(),
+            toy.data(),
+            rule=Follows(),
+            batch_size=8,
+            steps=6,
+            lr=0.1,
+            seed=0,
+            performance=Performance(chunk=chunk),
+            observers=[steps.append],
+        )
+        for step in steps:
+            assert float(step.public.sensitivity) == float(step.public.now)
+            assert float((step.weights * step.norms).max()) <= float(step.public.now) * (1 + 1e-12)
+        models.append(toy.vector(result.model))
+    torch.testing.assert_close(*models, rtol=1e-9, atol=1e-12)
 
-        @dataclass(frozen=True)
-        class Follows(Rule):
-            name: ClassVar[str] = "follows"
-            sigma: float = 1.0
-            sigma_count: float = 1.0
 
-            def init(self, groups):
-                return torch.tensor(1.0, dtype=torch.float64)
-
-            def statistic(self, norm, group, state):
-                return (norm > 1).to(norm.dtype)
-
-            def observe(self, noisy, B, state):
-                now = 0.5 + noisy[0].abs() / B
-                return now, state
-
-            def sensitivity(self, now):
-                return now
-
-            def weight(self, norm, group, now):
-                return (now / norm).clamp(max=1.0)
-
-        Follows.counts_first = counts_first
-        given = {"rule": Follows(), "batch_size": 8, "steps": 6, "lr": 0.1, "seed": 0}
-        for chunk in (None, 3):
-            steps = []
-            result = fit(
-                toy.mlp(),
-                toy.data(),
-                **given,
-                performance=Performance(chunk=chunk),
-                observers=[steps.append],
-            )
-            for step in steps:
-                assert float(step.public.sensitivity) == float(step.public.now)
-                assert float((step.weights * step.norms).max()) <= float(step.public.now) * (
-                    1 + 1e-12
-                )
-            seen[counts_first, chunk] = toy.vector(result.model)
-    for vector in seen.values():
-        torch.testing.assert_close(vector, seen[True, None], rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_rule_that_clips_with_its_count_and_does_not_declare_it_is_refused(toy, compile):
+    run = prepare(
+        toy.mlp(),
+        toy.data(),
+        rule=FollowsInSecret(),
+        batch_size=8,
+        steps=6,
+        seed=0,
+        performance=Performance(compile=compile),
+    )
+    before = toy.vector(run.model)
+    complaint = r"observe of follows returned a `now`.*counts_first = True"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a step without a graph says why
+        with run.listening(), pytest.raises(ValueError, match=complaint):
+            run.step()
+    assert torch.equal(toy.vector(run.model), before)
+    assert run.ledger.steps <= 1
 
 
 @dataclass(frozen=True)
@@ -581,7 +613,7 @@ class SaysMore(Rule):
         self.reads.append(0.1 if not self.reads else 100.0)
         return self.reads[-1]
 
-    def multipliers(self):
+    def multipliers(self, t=0):
         return {"gradient": 100.0}
 
     def sensitivity(self, now):
@@ -601,7 +633,7 @@ def test_the_ledger_has_the_noise_that_is_added_whatever_the_rule_says(toy):
     with run.listening():
         run.update(run.step())
     ((_, multiplier),) = run.ledger.entries[0].multipliers
-    assert multiplier == run.mechanism.sigma
+    assert multiplier == run.mechanism.noise["gradient"]
 
 
 @dataclass(frozen=True)

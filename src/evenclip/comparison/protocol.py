@@ -10,13 +10,12 @@ The published settings are in `evenclip.comparison.presets`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from evenclip.rules import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate, Rule
+from evenclip.rules import DPSGD, DPSGDF, Constants, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate, Rule
 
 __all__ = [
     "LEARNING_RATES",
@@ -86,16 +85,23 @@ class Protocol:
 
 
 def expected_sensitivity(rule: Rule, groups: int, B: float) -> float:
-    """E[S], as if half of every group's samples were counted: C0 for most rules, 2·C0 for DPSGD-F.
+    """Return the S of a typical step, by the rule's own `typical_sensitivity`.
 
-    >>> expected_sensitivity(DPSGD(C0=0.5), groups=2, B=256.0), expected_sensitivity(DPSGDF(C0=0.5), 2, 256.0)
-    (0.5, 1.0)
+    >>> expected_sensitivity(DPSGD(C0=0.5), groups=4, B=256.0)
+    0.5
+    >>> round(expected_sensitivity(DPSGDF(C0=1.0), groups=4, B=256.0), 3)  # C0 · (1 + √2)
+    2.414
+
+    Raises:
+        ValueError: unless it is a positive number.
     """
-    state, group = rule.init(groups), torch.arange(groups)
-    one = torch.zeros((), dtype=torch.float64)
-    counts = len(rule.statistic(one, group[0], state).reshape(-1))
-    now, _ = rule.observe(torch.full((counts,), B / (2 * groups), dtype=torch.float64), B, state)
-    return float(rule.sensitivity(now))
+    S = float(rule.typical_sensitivity(Constants(groups=groups, B=B)))
+    if not 0 < S < math.inf:
+        raise ValueError(
+            f"typical_sensitivity of {rule.name} returned {S}; it must be a positive number, "
+            "because the matched learning rate is divided by it."
+        )
+    return S
 
 
 def matched(protocol: Protocol, groups: int) -> Protocol:

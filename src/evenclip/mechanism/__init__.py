@@ -1,6 +1,4 @@
-"""What makes training private: the rule held to its bounds, releases and their ledger, noise,
-sampling.
-"""
+"""The privacy mechanism: enforced rule bounds, releases and their ledger, noise, sampling."""
 
 from evenclip.mechanism.mechanism import Mechanism
 from evenclip.mechanism.release import Entry, Here, Ledger, Release, Total, joint_multiplier

@@ -1,27 +1,26 @@
 """Accounting: from the ledger of releases to ε.
 
-Every step of the ledger is ONE sampled Gaussian mechanism, whatever it released: all its releases
-see the same Poisson batch, so they count as one release with the joint multiplier (see
+Every step of the ledger is ONE sampled Gaussian mechanism. All releases of a step see the same
+Poisson batch, so they count as one release with the joint multiplier (see
 `evenclip.mechanism.release`), sampled once. With q the Poisson rate and m the joint multiplier, the
 worst pair of neighbours (add or remove one record) is
 
     P = (1 − q)·N(0, m²) + q·N(1, m²)   against   Q = N(0, m²),   in both directions,
 
-and steps compose. Two accountants put a number on that, both through dp-accounting, and both are
-upper bounds:
+and steps compose. Two accountants compute ε, both through dp-accounting. Both are upper bounds:
 
-* RDP: the Rényi divergences of (P, Q) add up over the steps and are then turned into (ε, δ). Quick
-  and a little loose. Mironov, Talwar, Zhang 2019, "Rényi differential privacy of the sampled
+* RDP: the Rényi divergences of (P, Q) add up over the steps and are converted to (ε, δ). It is fast
+  and slightly loose. Mironov, Talwar, Zhang 2019, "Rényi differential privacy of the sampled
   Gaussian mechanism", arXiv:1908.10530.
-* PLD: the distribution of the privacy loss ln P/Q, on a grid, convolved over the steps. Tight.
+* PLD: the distribution of the privacy loss ln P/Q, on a grid, is convolved over the steps. It is tight.
   Koskela, Jälkö, Honkela 2020, "Computing tight differential privacy guarantees using FFT",
   arXiv:1906.03049; Gopi, Lee, Wutschitz 2021, "Numerical composition of differential privacy",
   arXiv:2106.02848; Doroshenko, Ghazi, Kamath, Kumar, Manurangsi 2022, "Connect the dots: tighter
   discrete approximations of privacy loss distributions", arXiv:2207.04380, whose discretisation is
-  used here: it never rounds a cost down.
+  used here. It never rounds a cost down.
 
-Where the ledger has no ε (something was released in clear, or a batch was not a Poisson sample),
-the answer is None and never a number.
+If the ledger has no ε (a value was released in clear, or a batch was not a Poisson sample), the
+result is None and never a number.
 """
 
 from __future__ import annotations
@@ -57,37 +56,34 @@ __all__ = [
     "smallest_delta",
 ]
 
-# How much larger than the exact ε the grid of the PLD may make it, as a fraction of ε: for an
-# answer, and for a search.
+# Largest excess of the PLD's ε over the exact ε due to the grid, as a fraction of ε: for a final
+# result, and during a search.
 _FINE, _COARSE = 1e-4, 1e-2
-# Points of the grid of one step. dp-accounting takes about 4 µs for each of them, in each of the
-# two directions.
+# Most grid points for one step. dp-accounting takes about 4 µs per point and direction.
 _MOST_POINTS = 150_000
-# dp-accounting cuts the noise off at this many standard deviations, where a mass of e⁻⁵⁰ is left.
+# dp-accounting truncates the noise at this many standard deviations; the tail has mass e⁻⁵⁰.
 _CUT = 10.0
-# math.exp and its kin overflow a little beyond.
+# math.exp and math.expm1 overflow slightly above this exponent.
 _LARGEST_EXPONENT = 700.0
-# δ that double precision may lose per convolved step: the transform was seen to lose up to two
-# units of 2⁻⁵².
+# δ that double precision may lose per convolved step. The largest observed loss of the transform is
+# two units of 2⁻⁵².
 _ROUNDING = 2.0**-49
-# Calibration ends with an ε in [1 − 5e-4, 1 − 1e-5] times the target: the upper margin leaves room
-# for whoever computes the multipliers in another order and rounds differently.
+# Calibration ends with an ε in [1 − 5e-4, 1 − 1e-5] times the target: the upper margin allows
+# for different rounding when the multipliers are computed in another order.
 _WINDOW, _MARGIN = 5e-4, 1e-5
-# Below this joint multiplier one step alone costs an ε of half a million: nobody means that.
+# Below this joint multiplier a single step costs an ε of half a million.
 _LEAST_MULTIPLIER = 1e-3
-# The smallest ε that can be asked for: below it, the accountants' arithmetic cannot tell it from 0.
+# Smallest supported target ε. The accountants' arithmetic cannot distinguish smaller ones from 0.
 _LEAST_EPSILON = 1e-6
 _MOST_ROUNDS = 100
 
 
 def event(ledger: Ledger) -> dp_accounting.DpEvent:
-    """What the ledger holds, as an event of dp-accounting: the one place where such an event is
-    made.
+    """Return the ledger as an event of dp-accounting.
 
-    Steps that are alike are taken together, wherever they stand (composition does not depend on the
-    order); steps that released nothing cost nothing; q = 1 is a Gaussian without sampling. Every
-    number is a float or an int of Python's own: dp-accounting 0.6 drops others from composed events
-    without a word.
+    Equal steps are merged, because composition does not depend on their order. Steps that released
+    nothing cost nothing. q = 1 is a Gaussian without sampling. Every number is a built-in float or
+    int: dp-accounting 0.6 silently drops other types from composed events.
 
     >>> ledger = Ledger()
     >>> ledger.write(0.01, {"gradient": 3, "count": 4})
@@ -99,20 +95,19 @@ def event(ledger: Ledger) -> dp_accounting.DpEvent:
     """
     if not ledger.is_private:
         raise ValueError(
-            "This ledger has no ε: something was released in clear, or a batch was not a Poisson "
-            "sample. "
-            "`epsilon` answers None for it; to have an ε, add noise to every release and sample "
-            "by Poisson."
+            "This ledger has no ε: a value was released in clear, or a batch was not a Poisson "
+            "sample. `epsilon` returns None for it. To obtain an ε, add noise to every release and "
+            "sample by Poisson."
         )
     return _event(_parts(ledger))
 
 
 def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float | None:
-    """ε at δ of everything in the ledger, by "rdp" or "pld"; None where there is none; 0 where
-    nothing was released.
+    """Return ε at δ of everything in the ledger, by the accountant "rdp" or "pld".
 
-    Guarantee: an upper bound, for adding or removing one record. PLD is within about 1e-4·ε of the
-    exact value (some per cent where q is 1e-5 or less) and needs δ above `smallest_delta`.
+    Return None if the ledger has no ε, and 0 if nothing was released. Guarantee: an upper bound,
+    for adding or removing one record. PLD is within about 1e-4·ε of the exact value (some per cent
+    where q is 1e-5 or less) and needs δ above `smallest_delta`.
 
     >>> steps = 20 * 92  # 20 epochs on Adult: (3.41, 3.10) at δ = 1e-6
     >>> ledger = Ledger([Entry(1 / 92, (("gradient", 1.0),), steps)])
@@ -135,9 +130,11 @@ def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float | No
 def curve(
     ledger: Ledger, deltas: Iterable[float]
 ) -> list[tuple[float, float | None, float | None]]:
-    """(δ, ε by RDP, ε by PLD) for each δ; both are None where the ledger has no ε.
+    """Return (δ, ε by RDP, ε by PLD) for each δ; both ε are None if the ledger has none.
 
-    >>> ledger = Ledger([Entry(1.0, (("gradient", 1.0),), 1)])  # one Gaussian: δ(1) = Φ(-1/2) − e·Φ(-3/2) = 0.1269
+    One Gaussian with multiplier 1 has δ(1) = Φ(-1/2) − e·Φ(-3/2) = 0.1269:
+
+    >>> ledger = Ledger([Entry(1.0, (("gradient", 1.0),), 1)])
     >>> [(delta, round(rdp, 2), round(pld, 2)) for delta, rdp, pld in curve(ledger, [0.12693674])]
     [(0.12693674, 1.5, 1.0)]
     """
@@ -150,12 +147,11 @@ def curve(
 
 
 def epsilon_without_amplification(ledger: Ledger, delta: float) -> float | None:
-    """ε at δ if every record had been in every batch, q = 1: what is left if the sampling were
-    known.
+    """Return ε at δ as if every record had been in every batch (q = 1).
 
-    Exact: Gaussians compose to one Gaussian with the joint multiplier of all steps, m = (Σ_t
-    m_t⁻²)^(-1/2), and with μ = 1/m its δ(ε) = Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ) (Balle, Wang 2018,
-    arXiv:1805.06530, Eq. 6).
+    This is the guarantee that remains if the sampling were known. It is exact: Gaussians compose to
+    one Gaussian with the joint multiplier of all steps, m = (Σ_t m_t⁻²)^(-1/2), and with μ = 1/m
+    its δ(ε) = Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ) (Balle, Wang 2018, arXiv:1805.06530, Eq. 6).
 
     >>> ledger = Ledger([Entry(0.01, (("gradient", 10.0),), 100)])  # μ = √100 / 10 = 1
     >>> round(epsilon_without_amplification(ledger, 0.12693674), 6)  # δ(1) = Φ(-1/2) − e·Φ(-3/2)
@@ -172,54 +168,63 @@ def epsilon_without_amplification(ledger: Ledger, delta: float) -> float | None:
 def scale_for(
     multipliers: Mapping[str, float], *, epsilon: float, delta: float, q: float, steps: int
 ) -> float:
-    """The smallest s for which `steps` steps of rate q with the multipliers {name: s·m} cost at
-    most ε at δ, by PLD.
+    """Return the smallest scale s of the multipliers that reaches the target ε at δ, by PLD.
 
-    Guarantee: the ε of that ledger is never above the target, and at most 0.05 % below it.
+    `steps` steps of rate q with the multipliers {name: s·m} then cost at most ε. Guarantee: the ε
+    of that ledger is never above the target, and at most 0.05 % below it.
 
-    >>> s = scale_for({"gradient": 1.0, "count": 10.0}, epsilon=3.0, delta=1e-6, q=1 / 92, steps=1840)
+    >>> unit = {"gradient": 1.0, "count": 10.0}
+    >>> s = scale_for(unit, epsilon=3.0, delta=1e-6, q=1 / 92, steps=1840)
     >>> ledger = Ledger([Entry(1 / 92, (("gradient", s), ("count", 10 * s)), 1840)])
     >>> 0.9995 * 3.0 <= epsilon(ledger, 1e-6) <= 3.0
     True
 
     Raises:
-        ValueError: if a value is out of range, or no multiplier is the smallest one because even
-            without noise the target holds (δ is at least the probability that a record is sampled
-            at all).
+        ValueError: if a value is out of range, or the target holds even without noise, so that no
+            multiplier is the smallest (δ is at least the probability that a record is sampled).
     """
+    check.natural(steps=steps)
+    return _scale_for([(multipliers, int(steps))], epsilon=epsilon, delta=delta, q=q)
+
+
+def _scale_for(
+    plan: Sequence[tuple[Mapping[str, float], int]], *, epsilon: float, delta: float, q: float
+) -> float:
+    """Return `scale_for` for several kinds of steps, each with its number."""
     check.positive(epsilon=epsilon)
     check_delta(delta)
     check.fraction(q=q)
-    check.natural(steps=steps)
-    check.positive(**multipliers)
+    for multipliers, _ in plan:
+        check.positive(**multipliers)
     if epsilon < _LEAST_EPSILON:
         raise ValueError(
-            f"epsilon is {epsilon:g}; below {_LEAST_EPSILON:g} it cannot be told from 0, and its "
-            "noise would leave "
-            "nothing to learn: give a larger epsilon."
+            f"epsilon is {epsilon:g}; below {_LEAST_EPSILON:g} it cannot be distinguished from 0, "
+            "and its noise would leave nothing to learn; give a larger epsilon."
         )
-    unit = joint_multiplier(multipliers.values())
-    if unit == math.inf:
+    steps = sum(n for _, n in plan)
+    precision = sum(n * joint_multiplier(m.values()) ** -2 for m, n in plan) / steps
+    if precision == 0:
         raise ValueError("multipliers is empty; give the multiplier of at least one release.")
     sampled = 1.0 if q == 1 else -math.expm1(steps * math.log1p(-q))
     if sampled <= delta:
         raise ValueError(
             f"delta is {delta:g}, and {steps} steps at q = {q:g} sample a record with probability "
-            f"{sampled:.3g} only: "
-            "no noise is needed for any ε, which protects nobody; give a smaller delta."
+            f"{sampled:.3g} only. Any ε holds without noise, so no record is protected; give a "
+            "smaller delta."
         )
-    scale = _first_guess(epsilon, delta, q, steps) / unit
+    unit = precision**-0.5  # of one kind of step that costs about as much as all
+    scale: float = _first_guess(epsilon, delta, q, steps) / unit
     for tolerance in (_COARSE, _FINE):
-        cost = partial(_cost, multipliers, q, int(steps), delta, tolerance)
+        cost = partial(_cost, plan, q, delta, tolerance)
         scale = _solve(cost, epsilon, scale, least=_LEAST_MULTIPLIER / unit)
     return scale
 
 
 def calibrate(rule: AnyRule, *, epsilon: float, delta: float, q: float, steps: int) -> AnyRule:
-    """The rule with all its noise scaled so that `steps` steps at rate q cost ε at δ, its counts
-    included.
+    """Return the rule with its noise scaled so that `steps` steps at rate q cost ε at δ.
 
-    Guarantee: by PLD, never above the target and at most 0.05 % below it.
+    The cost includes the rule's counts. Guarantee: by PLD, never above the target and at most 0.05
+    % below it.
 
     >>> from evenclip import DPSGDGlobalAdapt
     >>> rule = calibrate(DPSGDGlobalAdapt(sigma=1.0), epsilon=3.0, delta=1e-6, q=1 / 92, steps=1840)
@@ -237,17 +242,26 @@ def calibrate(rule: AnyRule, *, epsilon: float, delta: float, q: float, steps: i
         raise ValueError(
             f"{rule.name} has no valid ε with any noise ({rule.why}); choose a private rule."
         )
-    return rule.scaled(
-        scale_for(rule.multipliers(), epsilon=epsilon, delta=delta, q=q, steps=steps)
+    plan = Counter(tuple(rule.multipliers(t).items()) for t in range(steps))
+    scale = _scale_for(
+        [(dict(row), n) for row, n in plan.items()], epsilon=epsilon, delta=delta, q=q
     )
+    scaled = rule.scaled(scale)
+    for t in range(steps):
+        expected, given = rule.multipliers(t), scaled.multipliers(t)
+        if any(not math.isclose(given[name], scale * expected[name]) for name in expected):
+            raise ValueError(
+                f"scaled({scale:.3g}) of {rule.name} does not multiply its noise of step {t} by "
+                "that factor; compute multipliers(t) from sigma and sigma_count."
+            )
+    return scaled
 
 
 def gradient_multiplier(joint: float, count: float, s: float = 1.0) -> float:
-    """σ_grad = (σ⁻² − s²·σ_count⁻²)^(-1/2): with it, gradient and count together cost what σ =
-    `joint` alone costs.
+    """Return σ_grad = (σ⁻² − s²·σ_count⁻²)^(-1/2), with σ = `joint` and σ_count = `count`.
 
-    `count` is the count's noise standard deviation, and s its sensitivity: 1, or ½ for the centred
-    count.
+    With it, gradient and count jointly cost what a single release with multiplier σ costs. `count`
+    is the count's noise standard deviation, and s its sensitivity: 1, or ½ for the centred count.
 
     >>> round(gradient_multiplier(2.4, 4.0), 9)
     3.0
@@ -259,15 +273,15 @@ def gradient_multiplier(joint: float, count: float, s: float = 1.0) -> float:
     if count <= s * joint:
         raise ValueError(
             f"count is {count}; it must be above s·joint = {s * joint:g}, because the count alone "
-            "costs as much as the "
-            "whole already: give the count more noise."
+            "already costs as much as both releases may; give the count more noise."
         )
     return float((joint**-2 - (s / count) ** 2) ** -0.5)
 
 
 def rounded_up(value: float, digits: int = 4) -> str:
-    """The value to so many digits and never less: a printed ε is not below the true one, nor a
-    printed σ below its own.
+    """Format a value to `digits` significant digits, rounded up.
+
+    A printed ε or σ is therefore never below the true one.
 
     >>> rounded_up(3.13501), rounded_up(0.25), rounded_up(12345.6)
     ('3.136', '0.25', '12350')
@@ -277,12 +291,11 @@ def rounded_up(value: float, digits: int = 4) -> str:
 
 
 def smallest_delta(ledger: Ledger) -> float:
-    """The δ down to which PLD in double precision is a bound: 2⁻⁴⁹ for each step; only a δ above it
-    is answered.
+    """Return the δ above which PLD in double precision is a bound: 2⁻⁴⁹ for each step.
 
-    dp-accounting convolves by Fourier transform and does not count its rounding: for δ ≤ 1e-12 it
-    can fall short of the exact ε. Here that much is taken off δ before the question is put, which
-    keeps the answer an upper bound.
+    dp-accounting convolves by Fourier transform and does not account for its rounding: for
+    δ ≤ 1e-12 its ε can be below the exact one. This amount is subtracted from δ before ε is
+    computed, so that the result remains an upper bound. A smaller δ is rejected.
 
     >>> smallest_delta(Ledger([Entry(0.01, (("gradient", 1.0),), 1024)])) == 2.0**-39
     True
@@ -291,7 +304,7 @@ def smallest_delta(ledger: Ledger) -> float:
 
 
 def default_delta(n: int) -> float:
-    """The largest power of ten below 1/(2n): δ where none is given.
+    """Return the default δ: the largest power of ten below 1/(2n).
 
     >>> default_delta(23_484), default_delta(50)
     (1e-05, 0.001)
@@ -307,7 +320,7 @@ def check_delta(delta: float, name: str = "delta") -> None:
         )
 
 
-# The parts of a ledger
+# Distinct steps of a ledger
 # --------------------------------------------------------------------------------------------------
 
 
@@ -323,7 +336,7 @@ _Parts = tuple[_Part, ...]
 
 
 def _parts(ledger: Ledger) -> _Parts:
-    """The steps of a private ledger that cost anything, equal ones together."""
+    """Merge the equal steps of a private ledger, and drop those that cost nothing."""
     steps: Counter[tuple[float, float]] = Counter()
     for entry in ledger.entries:
         if entry.q is None or not 0 <= entry.q <= 1:
@@ -335,17 +348,17 @@ def _parts(ledger: Ledger) -> _Parts:
 
 
 def _lost(parts: _Parts) -> float:
-    """What double precision may lose of δ."""
+    """Return the δ that double precision may lose."""
     return _ROUNDING * sum(_roundings(part) for part in parts)
 
 
 def _roundings(part: _Part) -> int:
-    """How many times its loss is put on the grid: plain Gaussians are taken together before."""
+    """Count its discretised steps; Gaussians without sampling are composed exactly first."""
     return 1 if part.q == 1 else part.steps
 
 
 def _variance(part: _Part) -> float:
-    """Variance of its privacy loss, to first order in q; too large where m is small."""
+    """Variance of its privacy loss, to first order in q; overestimated for small m."""
     per_step = part.multiplier**-2
     if part.q < 1:
         per_step = part.q**2 * math.expm1(min(per_step, _LARGEST_EXPONENT))
@@ -353,12 +366,11 @@ def _variance(part: _Part) -> float:
 
 
 def _width(part: _Part) -> float:
-    """Length of the interval in which the loss lies that is put on the grid."""
+    """Length of the interval of discretised losses."""
     if part.q == 1:
         return 2 * _CUT * math.sqrt(part.steps) / part.multiplier
-    end = (
-        _CUT + 0.5 / part.multiplier
-    ) / part.multiplier  # without sampling, the loss is cut off at ±end
+    # Without sampling, the loss is truncated at ±end.
+    end = (_CUT + 0.5 / part.multiplier) / part.multiplier
     top = math.log1p(part.q * math.expm1(min(end, _LARGEST_EXPONENT))) + max(
         end - _LARGEST_EXPONENT, 0.0
     )
@@ -370,7 +382,7 @@ def _width(part: _Part) -> float:
 
 
 def _library() -> Any:
-    """dp_accounting, imported when first used: the core of the package works without it."""
+    """Import dp_accounting on first use; the core of the package works without it."""
     try:
         import dp_accounting
         import dp_accounting.pld
@@ -384,34 +396,31 @@ def _library() -> Any:
 
 
 def _event(parts: _Parts) -> dp_accounting.DpEvent:
-    """All of it as one event."""
+    """Compose all parts into one event."""
     library = _library()
     return library.ComposedDpEvent([_composed(library, part) for part in parts])
 
 
 def _composed(library: Any, part: _Part) -> dp_accounting.DpEvent:
-    """One part as an event."""
+    """Return one part as an event."""
     gaussian = library.GaussianDpEvent(part.multiplier)
     step = gaussian if part.q == 1 else library.PoissonSampledDpEvent(part.q, gaussian)
     return library.SelfComposedDpEvent(step, part.steps)
 
 
 def _rdp(ledger: Ledger, deltas: Sequence[float]) -> list[float]:
-    """ε at each δ by RDP, at the default orders of dp-accounting."""
+    """Return ε at each δ by RDP, at the default orders of dp-accounting."""
     parts = _parts(ledger)
-    found = [epsilon for epsilon, _ in _rdp_optima(parts, tuple(deltas))]
-    if any(epsilon <= 0 for epsilon in found) and parts:
-        # Divergences far below 1e-16 round to less than nothing, and no ε is 0 where something was
-        # released.
-        return [
-            max(epsilon, exact) for epsilon, exact in zip(found, _pld(ledger, deltas), strict=True)
-        ]
-    return found
+    epsilons = [epsilon for epsilon, _ in _rdp_optima(parts, tuple(deltas))]
+    if any(epsilon <= 0 for epsilon in epsilons) and parts:
+        # Divergences far below 1e-16 can round to a negative number, but a release never costs 0.
+        return [max(rdp, pld) for rdp, pld in zip(epsilons, _pld(ledger, deltas), strict=True)]
+    return epsilons
 
 
 @lru_cache(maxsize=256)
 def _rdp_optima(parts: _Parts, deltas: tuple[float, ...]) -> tuple[tuple[float, float], ...]:
-    """(ε, the order that gives it) at each δ."""
+    """Return (ε, the optimal order) at each δ."""
     accountant = _library().rdp.RdpAccountant()
     with _without_news_of_orders():
         accountant.compose(_event(parts))
@@ -420,13 +429,14 @@ def _rdp_optima(parts: _Parts, deltas: tuple[float, ...]) -> tuple[tuple[float, 
 
 
 def _pld(ledger: Ledger, deltas: Sequence[float], tolerance: float = _FINE) -> list[float]:
-    """ε at each δ by PLD: pessimistic on the grid (the default of dp-accounting) and in its
-    rounding.
+    """Return ε at each δ by PLD.
+
+    The result is pessimistic in the grid (the default of dp-accounting) and in its rounding.
     """
     return list(_pld_of(_parts(ledger), tuple(deltas), tolerance))
 
 
-@lru_cache(maxsize=256)  # half a second each, and a comparison asks for the same ones several times
+@lru_cache(maxsize=256)  # a comparison needs the same results several times
 def _pld_of(parts: _Parts, deltas: tuple[float, ...], tolerance: float) -> tuple[float, ...]:
     if not parts:
         return tuple(0.0 for _ in deltas)
@@ -434,8 +444,7 @@ def _pld_of(parts: _Parts, deltas: tuple[float, ...], tolerance: float) -> tuple
     if min(deltas) <= lost:
         raise ValueError(
             f"delta is {min(deltas):g}; PLD in double precision is a bound only above {lost:.1e} "
-            "for these "
-            "steps: give a larger delta, or ask the accountant 'rdp'."
+            "for these steps: give a larger delta, or use the accountant 'rdp'."
         )
     accountant = _library().pld.PLDAccountant(
         value_discretization_interval=_interval(parts, deltas, tolerance)
@@ -451,16 +460,17 @@ _ACCOUNTANTS: Mapping[str, Callable[[Ledger, Sequence[float]], list[float]]] = {
 
 
 def _interval(parts: _Parts, deltas: tuple[float, ...], tolerance: float) -> float:
-    """The spacing h of the grid of losses that makes ε too large by about `tolerance`·ε, and no
-    finer than is quick.
+    """Return the grid spacing h that makes ε too large by about `tolerance`·ε.
+
+    h is bounded below, so that a step has at most `_MOST_POINTS` points.
 
     Connecting the dots moves each loss to the two grid points around it. Over N steps that adds at
     most N·h²/4 to the variance of the loss (N·h²/6 on average), hence α·N·h²/8 to ε, where α is the
     order at which RDP is tightest. Two choices of h follow: from RDP's ε and α, and from the
-    relative growth of the variance. RDP knows heavy tails (small multipliers), the variance knows
-    an ε so small that its α exceeds the orders of the accountant: the smaller h is right in both. A
-    fixed h is not: 1e-4 is coarser than a whole step's loss for a target of ε = 0.01, and gives a
-    million points for one of ε = 100.
+    relative growth of the variance. RDP covers heavy tails (small multipliers); the variance covers
+    an ε so small that its α exceeds the orders of the accountant. The smaller h is valid in both
+    cases. A fixed h is not: 1e-4 is coarser than a whole step's loss for a target of ε = 0.01, and
+    gives a million points for one of ε = 100.
     """
     roundings = sum(_roundings(part) for part in parts)
     by_variance = math.sqrt(12 * tolerance * sum(_variance(part) for part in parts) / roundings)
@@ -474,8 +484,9 @@ def _interval(parts: _Parts, deltas: tuple[float, ...], tolerance: float) -> flo
 
 @contextlib.contextmanager
 def _without_news_of_orders() -> Iterator[None]:
-    """Keep one log message back: that an order did not converge and was left out, which only makes
-    RDP's ε larger.
+    """Suppress dp-accounting's message that an order did not converge and was excluded.
+
+    Excluding an order only makes RDP's ε larger.
     """
     logger = logging.getLogger("absl")
     logger.addFilter(_is_news)
@@ -486,12 +497,12 @@ def _without_news_of_orders() -> Iterator[None]:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether the record is about anything else than an order left out."""
+    """Whether the record is not about an excluded order."""
     return "Excluding this order" not in str(record.msg)
 
 
 def _gaussian_epsilon(mu: float, delta: float) -> float:
-    """ε at δ of the Gaussian mechanism of multiplier 1/μ, exact."""
+    """Return the exact ε at δ of the Gaussian mechanism of multiplier 1/μ."""
     if math.erf(mu / math.sqrt(8)) <= delta:  # δ(0), the total variation distance
         return 0.0
     from scipy.optimize import brentq
@@ -502,8 +513,9 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def _log_gaussian_delta(epsilon: float, mu: float, minus: float = 0.0) -> float:
-    """The logarithm of δ(ε) for the Gaussian mechanism of multiplier 1/μ, less `minus`; e^ε itself
-    would overflow.
+    """Return ln δ(ε) − `minus` for the Gaussian mechanism of multiplier 1/μ.
+
+    Logarithms are used because e^ε would overflow.
     """
     from scipy.special import log_ndtr
 
@@ -520,23 +532,25 @@ _Point = tuple[float, float] | None  # (scale, cost)
 
 
 def _cost(
-    multipliers: Mapping[str, float],
+    plan: Sequence[tuple[Mapping[str, float], int]],
     q: float,
-    steps: int,
     delta: float,
     tolerance: float,
     scale: float,
 ) -> float:
-    """ε by PLD of `steps` steps with the multipliers times `scale`."""
-    scaled = tuple((name, scale * float(m)) for name, m in multipliers.items())
-    return _pld(Ledger([Entry(float(q), scaled, steps)]), [delta], tolerance)[0]
+    """Return ε by PLD of the planned steps with all multipliers times `scale`."""
+    entries = [
+        Entry(float(q), tuple((name, scale * float(m)) for name, m in multipliers.items()), steps)
+        for multipliers, steps in plan
+    ]
+    return _pld(Ledger(entries), [delta], tolerance)[0]
 
 
 def _first_guess(epsilon: float, delta: float, q: float, steps: int) -> float:
-    """A joint multiplier of about the right size: steps as one Gaussian of μ² = T·q²·(e^(m⁻²) − 1),
-    the limit of many.
+    """Estimate the joint multiplier m of T = `steps` steps that cost ε at δ.
 
-    μ solves ε = μ²/2 + μ·√(2 ln 1/δ), an upper bound of the Gaussian's ε.
+    Many steps approach one Gaussian with μ² = T·q²·(e^(m⁻²) − 1). μ solves ε = μ²/2 + μ·√(2 ln
+    1/δ), an upper bound of the Gaussian's ε.
     """
     tail = -2 * math.log(delta)
     mu = math.sqrt(tail + 2 * epsilon) - math.sqrt(tail)
@@ -544,17 +558,18 @@ def _first_guess(epsilon: float, delta: float, q: float, steps: int) -> float:
 
 
 def _solve(cost: Callable[[float], float], target: float, scale: float, least: float) -> float:
-    """A scale ≥ `least` whose cost, which falls as the scale grows, lies just below the target;
-    starts at `scale`.
+    """Search, starting from `scale`, for a scale ≥ `least` whose cost is just below the target.
+
+    The cost must decrease as the scale grows.
     """
     aim = target * (1 - _WINDOW / 2)
-    dear: _Point = None  # above the aim, and
-    cheap: _Point = None  # not above it: the closest ones so far
+    dear: _Point = None  # closest point above the aim
+    cheap: _Point = None  # closest point not above it
     for _ in range(_MOST_ROUNDS):
         if scale < least:
             raise ValueError(
                 f"epsilon is {target:g}; it is reached with next to no noise (a multiplier below "
-                f"{_LEAST_MULTIPLIER:g}), which is no privacy: give a smaller epsilon."
+                f"{_LEAST_MULTIPLIER:g}), so it gives no privacy; give a smaller epsilon."
             )
         price = cost(scale)
         if target * (1 - _WINDOW) <= price <= target * (1 - _MARGIN):
@@ -568,19 +583,20 @@ def _solve(cost: Callable[[float], float], target: float, scale: float, least: f
 
 
 def _shrank_little(before: tuple[_Point, _Point], now: tuple[_Point, _Point]) -> bool:
-    """Whether the bracket lost less than half of its length, in logarithms, in this round."""
+    """Whether this round cut the bracket by less than half of its logarithmic length."""
     if before[0] is None or before[1] is None or now[0] is None or now[1] is None:
         return False
     return (now[1][0] / now[0][0]) ** 2 > before[1][0] / before[0][0]
 
 
 def _next_scale(dear: _Point, cheap: _Point, aim: float, *, halve: bool) -> float:
-    """Where to look next: outside while one side is missing, else on the line between both, in
-    logarithms.
+    """Return the scale to try next.
+
+    Extrapolate while one side of the bracket is missing; otherwise interpolate in logarithms.
     """
     if cheap is None or dear is None:
         scale, price = dear or cheap or (math.nan, math.nan)
-        # ε falls at least like 1/m, so this step goes beyond the aim or nearly so.
+        # ε falls at least like 1/m, so this step reaches the aim or nearly does.
         return scale * min(max(price / aim, 0.25), 4.0)
     share = 0.5
     if not halve and cheap[1] > 0:

@@ -1,17 +1,17 @@
-"""The mechanism of a step: a rule held to its bounds, and the only road from private to public.
+"""The mechanism of a step: enforce a rule's bounds, and release what becomes public.
 
-Every driver of a step calls it: plain and compiled runs, several processes, Opacus's loop, the
-audit. It knows norms, groups and sums, and no model. In the order of Algorithm 2 (Esipova et al.
-2023):
+All drivers of a step use it: plain and compiled runs, several processes, Opacus's loop, and the
+audit. It handles norms, groups and sums, and does not depend on the model. In the order of
+Algorithm 2 (Esipova et al. 2023):
 
     count        Σ statistic_i                                             private
-    observe      the count released; what to clip with now, and next       public from here on
+    observe      release the count; this and the next step's thresholds    public from here on
     weights      γ_i                                                       private
     publish      Σ γ_i g_i released and divided by B                       public from here on
 
 The rule is mapped sample by sample (`torch.func.vmap`); rules of this package that declare
-themselves elementwise are called on the whole batch. Whatever the rule returns, these bounds are
-enforced:
+themselves elementwise are called on the whole batch. These bounds are enforced for any
+return value of the rule:
 
     ‖statistic_i‖ ≤ 1,   |γ_i| · ‖g_i‖ ≤ S,   a sample that is not kept contributes exactly nothing.
 
@@ -26,45 +26,52 @@ enforced:
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from evenclip.mechanism.release import Release
-from evenclip.rules import RULES, Rule
+from evenclip.rules import RULES, Constants, Rule
 
 __all__ = ["Mechanism"]
 
-Method = Callable[[Tensor, Tensor, Tensor], Tensor]  # (norm, group, public) -> one sample's value
+Method = Callable[..., Any]  # (norm, group, public) -> one sample's value
 
 # C0/‖g‖ · ‖g‖ may come out a few units in the last place above C0. Norms are rounded up by far more
 # than that, so such a weight is neither clamped nor counted.
 _ROUNDING = 1 + 2.0**-50
-# A rule may claim no bound at all (S = ∞); its weights are finite all the same.
+# Weights are finite even for a rule without a bound (S = ∞).
 _FINITE = sys.float_info.max
-# A shorter gradient is clamped as if it were this long: its weight stays finite in float32, where 0
-# · ∞ would be NaN.
+# A shorter gradient is clamped as if it had this length, so that its weight stays finite in float32,
+# where 0 · ∞ would be NaN.
 _SHORTEST = 2.0**-100
+# What a statistic may have as parameters beside norm, group and state.
+_FURTHER = ("loss", "output", "y")
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """`rule`, mapped over batches and held to its bounds.
+    """A rule, mapped over batches, with its bounds enforced.
 
     Attributes:
         rule: the clipping rule.
-        groups: number of groups K.
-        traceable: whether no value may be read while computing, because the step is being traced.
+        constants: the public constants of the run.
+        traceable: whether the step is being traced, so that no tensor value may be read.
+        t: the step, counted from 0, for a rule whose noise depends on it.
+        like: `loss`, `output` and `y` of a batch of one, for their shapes; empty unless the rule's
+            statistic uses them.
 
     Raises:
-        ValueError: for a rule that counts without saying with how much noise.
+        ValueError: for a rule with a statistic but without `sigma_count`.
 
     >>> from evenclip.rules import DPSGDGlobalAdapt
     >>> Mechanism(DPSGDGlobalAdapt(sigma=1.0)).multipliers
@@ -72,83 +79,138 @@ class Mechanism:
     """
 
     rule: Rule
-    groups: int = 1
+    constants: Constants = field(default_factory=Constants)
     traceable: bool = False
+    t: int = 0
+    like: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("sigma", "sigma_count"):
-            _check_multiplier(self.rule, name)
-        if self.counts and not self.sigma_count:
-            raise ValueError(
-                f"{self.rule.name} has a statistic of {self.counts} numbers and no sigma_count; "
-                "give it the noise "
-                "multiplier of that release."
+        if not isinstance(self.constants, Constants):
+            raise TypeError(
+                f"constants is {self.constants!r}; give the public constants of the run, such as "
+                "Constants(groups=2)."
             )
+        _ = self.noise  # read now, so that errors surface early
+
+    def at(self, t: int) -> Mechanism:
+        """Return the mechanism of step t: itself, unless the rule's noise depends on the step."""
+        return replace(self, t=t) if self.varies else self
+
+    @property
+    def varies(self) -> bool:
+        """Whether the noise may depend on the step."""
+        return type(self.rule).multipliers is not Rule.multipliers
+
+    @property
+    def groups(self) -> int:
+        """Number of groups K."""
+        return self.constants.groups
+
+    @cached_property
+    def statistics(self) -> dict[str, int]:
+        """Name -> length of each statistic; a rule that returns one tensor has the name "count"."""
+        none = torch.zeros(0, dtype=torch.float64)
+        further = {name: tree_map(_empty, value) for name, value in self.like.items()}
+        each = self._map("statistic", none, none.long(), self.start(), further)
+        named = each if isinstance(each, Mapping) else {"count": each}
+        if "gradient" in named:
+            raise ValueError(
+                f"{self.rule.name} has a statistic called 'gradient', which is the name of the "
+                "gradient's own release; give it another name."
+            )
+        return {name: len(self._total(value, None)) for name, value in named.items()}
 
     @cached_property
     def counts(self) -> int:
-        """How many numbers the rule counts."""
-        none = torch.zeros(0, dtype=torch.float64)
-        return len(self.count(none, none.long(), self.start(), None))
+        """Length of all statistics, end to end."""
+        return sum(self.statistics.values())
 
     @cached_property
-    def sigma(self) -> float:
-        """Noise multiplier of the gradient, read from the rule once: what is added is what the
-        ledger says.
+    def wants(self) -> tuple[str, ...]:
+        """Which of `loss`, `output` and `y` the rule's statistic has as parameters."""
+        parameters = inspect.signature(self.rule.statistic).parameters
+        return tuple(name for name in _FURTHER if name in parameters)
+
+    @cached_property
+    def noise(self) -> dict[str, float]:
+        """Name -> noise multiplier of each release of this step.
+
+        It is read from the rule once, so that the noise added is the noise in the ledger.
         """
-        return float(self.rule.sigma)
-
-    @cached_property
-    def sigma_count(self) -> float:
-        """Noise multiplier of the count, read once; 0 for a rule without any."""
-        return float(self.rule.sigma_count or 0.0)
+        given = _multipliers(self.rule, self.t)
+        names = [name for name, length in self.statistics.items() if length]
+        missing = next((name for name in names if not given.get(name)), None)
+        if missing is not None:
+            which = "" if missing == "count" else f" called {missing!r}"
+            raise ValueError(
+                f"{self.rule.name} has a statistic{which} of {self.statistics[missing]} numbers and "
+                "no sigma_count; give it the noise multiplier of that release."
+            )
+        return {name: given[name] for name in (*names, "gradient")}
 
     @cached_property
     def multipliers(self) -> dict[str, float]:
-        """Name -> multiplier of what every step releases: what the ledger says, known before the
-        step.
-
-        Not `rule.multipliers()`: a custom rule may say anything there.
-        """
-        gradient = {"gradient": self.sigma if self.rule.bounded else 0.0}
-        return {"count": self.sigma_count, **gradient} if self.counts else gradient
+        """Name -> multiplier of every release of this step, as written to the ledger."""
+        return self.noise if self.rule.bounded else self.noise | {"gradient": 0.0}
 
     def start(self) -> Tensor:
-        """The rule's state before the first step."""
-        state = self.rule.init(self.groups)
+        """Return the rule's state before the first step."""
+        state = self.rule.init(self.constants)
         if not isinstance(state, Tensor):
             raise ValueError(
                 f"init of {self.rule.name} returned {type(state).__name__}; it must return a "
-                "tensor, such as "
-                "torch.tensor([1.0], dtype=torch.float64)."
+                "tensor, such as torch.tensor([1.0], dtype=torch.float64)."
             )
         return state.detach().clone()
 
     # --- a step, in this order ---
 
-    def count(self, norms: Tensor, group: Tensor, state: Tensor, keep: Tensor | None) -> Tensor:
-        """The sum over the kept samples of their statistics, each of length at most 1.  # [m],
-        float64
+    def count(
+        self,
+        norms: Tensor,
+        group: Tensor,
+        state: Tensor,
+        keep: Tensor | None,
+        further: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """Sum the statistics of the kept samples, each of length at most 1.  # [m], float64
 
         Args:
             norms: [sample], float64
             group: [sample], int64
             state: the rule's public state.
             keep: [sample], bool; None keeps all.
+            further: what else the statistic uses, by name: `loss`, `output`, `y`.  # [sample, ...]
         """
-        each = self._map("statistic", norms, group, state)
+        each = self._map("statistic", norms, group, state, further)
+        if isinstance(each, Tensor):
+            return self._total(each, keep)
+        if not isinstance(each, Mapping):
+            raise ValueError(
+                f"statistic of {self.rule.name} returned {type(each).__name__}; it must return a "
+                "tensor, or a dictionary of tensors."
+            )
+        if list(each) != list(self.statistics):
+            raise ValueError(
+                f"{self.rule.name} has the statistics {', '.join(each)}, and had "
+                f"{', '.join(self.statistics)} before the first step; give it the same in every "
+                "step."
+            )
+        return torch.cat([self._total(value, keep) for value in each.values()])
+
+    def _total(self, each: Tensor, keep: Tensor | None) -> Tensor:
+        """Sum one statistic of the kept samples.  # [m], float64"""
         if each.dtype == torch.bool and each.ndim == 1:  # True has length 1
             return (each if keep is None else each & keep).sum(
                 dim=0, keepdim=True, dtype=torch.float64
             )
-        each = (
-            each.unsqueeze(1) if each.ndim == 1 else each if each.ndim == 2 else each.flatten(1)
-        )  # [sample, m]
-        each = each.to(torch.float64)
+        if each.ndim != 2:
+            each = each.unsqueeze(1) if each.ndim == 1 else each.flatten(1)
+        each = each.to(torch.float64)  # [sample, m]
         if each.numel() == 0:
             return each.new_zeros(each.shape[1])
         lengths: Tensor = torch.linalg.vector_norm(each, dim=1, keepdim=True)
-        if not (self._reads(lengths) and float(lengths.max()) <= _ROUNDING):  # NaN is not
+        if not (self._reads(lengths) and float(lengths.max()) <= _ROUNDING):  # also true for NaN
             each = each.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
             each = each / torch.linalg.vector_norm(each, dim=1, keepdim=True).clamp(min=1.0)
         if keep is not None:
@@ -158,48 +220,68 @@ class Mechanism:
     def observe(
         self, count: Tensor, B: float, state: Tensor, release: Release
     ) -> tuple[Tensor, Tensor]:
-        """Release the count of the whole batch. What the step clips with, and the state of the next
-        step.
+        """Release the count of the whole batch; return this step's `now` and the next state.
 
         Raises:
-            ValueError: for a count of another length than the ledger and the noise are for.
+            ValueError: if the count has another length than the ledger and the noise assume.
         """
         if len(count) != self.counts:
             raise ValueError(
                 f"{self.rule.name} has a statistic of {len(count)} numbers, and had {self.counts} "
-                "before the first "
-                "step; give it the same length in every step."
+                "before the first step; give it the same length in every step."
             )
-        noisy = release("count", count, sensitivity=1.0, multiplier=self.sigma_count)
+        noisy = self._released(count, release)
         if self._is_ours:
             return self.rule.observe(noisy, B, state)
         given = state.clone()  # a custom rule may change it in place
         version = given._version
-        found = self.rule.observe(noisy, B, given)
+        observed = self.rule.observe(noisy, B, given)
         if not (
-            isinstance(found, tuple)
-            and len(found) == 2
-            and all(isinstance(part, Tensor) for part in found)
+            isinstance(observed, tuple)
+            and len(observed) == 2
+            and all(isinstance(value, Tensor) for value in observed)
         ):
             raise ValueError(
                 f"observe of {self.rule.name} must return two tensors, (now, next): what this "
-                "step clips with and what "
-                "the next one starts from."
+                "step clips with and what the next one starts from."
             )
         now, following = (
-            state if part is given and given._version == version else part for part in found
+            state if value is given and given._version == version else value for value in observed
         )
+        self._check_now(now, state)
         return now, following
 
+    def _released(self, count: Tensor, release: Release) -> Any:
+        """Release each statistic with its own noise; return them in the form the rule gave them."""
+        parts = torch.split(count, list(self.statistics.values()))
+        noisy = {
+            name: release(name, part, sensitivity=1.0, multiplier=self.noise.get(name, 0.0))
+            for name, part in zip(self.statistics, parts, strict=True)
+        }
+        return noisy["count"] if list(noisy) == ["count"] else noisy
+
+    def _check_now(self, now: Tensor, state: Tensor) -> None:
+        """Raise for a rule that clips with its count although it does not declare it."""
+        if self.rule.counts_first or now is state:
+            return
+        if not self.traceable and now.shape == state.shape and torch.equal(now, state):
+            return
+        raise ValueError(
+            f"observe of {self.rule.name} returned a `now` other than the state, so this step "
+            "clips with its own counts; write counts_first = True in the class, or return the "
+            "state itself as `now`."
+        )
+
     def sensitivity(self, now: Tensor) -> float | Tensor:
-        """S of a step that clips with `now`: a copy, so that the bound that is enforced is the one
-        noise is added for.
+        """Return S of a step that clips with `now`.
+
+        S is copied, so that the enforced bound is the one that the noise is scaled to.
 
         Raises:
-            ValueError: unless it is one finite number of at least 0. A rule without noise may have
-                no bound.
+            ValueError: unless S is one finite number of at least 0. S may be infinite for a rule
+                without noise.
         """
-        if self._is_ours:  # tests prove it of these
+        if self._is_ours:  # tests cover these rules
             return self.rule.sensitivity(now)
         S: Any = self.rule.sensitivity(now.clone())
         if isinstance(S, Tensor) and S.numel() == 1:
@@ -210,7 +292,7 @@ class Mechanism:
             )
         if isinstance(S, Real) or self._reads(S):
             value = float(S)
-            if not value >= 0 or (math.isinf(value) and self.sigma):
+            if not value >= 0 or (math.isinf(value) and self.noise["gradient"]):
                 raise ValueError(
                     f"sensitivity of {self.rule.name} returned {value}; it must be a finite "
                     "number of at least 0."
@@ -220,24 +302,24 @@ class Mechanism:
     def weights(
         self, norms: Tensor, group: Tensor, now: Tensor, S: float | Tensor, keep: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """γ_i with |γ_i| · norms_i ≤ S, and which of them had to be clamped (None: none, as far as
-        was checked).  # [sample] float64, [sample] bool
+        """Return γ_i with |γ_i| · norms_i ≤ S, and which of them were clamped (None: none).
+
+        Both have the shape [sample], float64 and bool.
         """
         raw = self._map("weight", norms, group, now).to(torch.float64)
         if raw.shape != norms.shape:
             if raw.shape[1:].numel() != 1:
                 raise ValueError(
                     f"weight of {self.rule.name} returned {raw.shape[1:].numel()} numbers for one "
-                    "sample; it must "
-                    "return one."
+                    "sample; it must return one."
                 )
             raw = raw.reshape(norms.shape)
         lengths = norms.clamp(min=_SHORTEST)
         if (
             self._reads(raw)
             and raw.shape[0]
-            and _longest(raw * lengths) <= min(S * _ROUNDING, _FINITE)
-        ):  # NaN is not
+            and _longest(raw * lengths) <= min(S * _ROUNDING, _FINITE)  # false for NaN
+        ):
             return (raw if keep is None else torch.where(keep, raw, 0.0)), None
         raw = raw.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         clamped = (raw * lengths).abs() > S * _ROUNDING
@@ -245,75 +327,102 @@ class Mechanism:
         return (held, clamped) if keep is None else (torch.where(keep, held, 0.0), clamped & keep)
 
     def publish(self, total: Tensor, S: float | Tensor, B: float, release: Release) -> Tensor:
-        """Release Σ γ_i g_i, which one record moves by at most S, and divide it by the public B.  #
-        [parameter]
-        """
-        noisy = release("gradient", total, sensitivity=S, multiplier=self.sigma)
+        """Release Σ γ_i g_i, which one record moves by at most S, and divide by B.  # [parameter]"""
+        noisy = release("gradient", total, sensitivity=S, multiplier=self.noise["gradient"])
         # In clear, `noisy` is the same tensor as `total`.
         return noisy * (1 / B) if noisy is total else noisy.mul_(1 / B)
 
     # --- for observers ---
 
     def resting(self, nows: Tensor) -> Tensor:
-        """The weight of a zero gradient, for each step's `now` and each group; a smaller one is
-        clipped.
+        """Return the weight of a zero gradient for each step's `now` and each group.
 
-        nows: [step, ...] -> [step, group]
+        A sample with a smaller weight is clipped. nows: [step, ...] -> [step, group]
         """
-        zero, group = (
-            nows.new_zeros(self.groups, dtype=torch.float64),
-            torch.arange(self.groups, device=nows.device),
-        )
+        zero = nows.new_zeros(self.groups, dtype=torch.float64)
+        group = torch.arange(self.groups, device=nows.device)
         each_group = torch.func.vmap(self.rule.weight, in_dims=(0, 0, None))
         weights: Tensor = torch.func.vmap(each_group, in_dims=(None, None, 0))(zero, group, nows)
         return weights.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     @cached_property
     def _is_ours(self) -> bool:
-        """Whether the rule is one of this package, with nothing but its fields set: not a custom
-        one.
-        """
-        known = {field.name for field in fields(self.rule)}  # type: ignore[arg-type]  # a rule is a dataclass
+        """Whether the rule is one of this package, with no attributes but its fields."""
+        known = {f.name for f in fields(self.rule)}  # type: ignore[arg-type]  # a dataclass
         return RULES.get(self.rule.name) is type(self.rule) and vars(self.rule).keys() <= known
 
     @cached_property
     def _at_once(self) -> bool:
-        """Whether the rule is called on the whole batch: only rules of this package, for which
-        tests prove the same result. A custom rule that was given the batch could read it.
+        """Whether the rule is called on the whole batch.
+
+        This holds only for rules of this package, for which tests prove the same result. A custom
+        rule must not see the batch.
         """
         return self.rule.elementwise and self._is_ours
 
     def _reads(self, x: Tensor) -> bool:
-        """Whether values can be read now without waiting: on the CPU, and not traced."""
+        """Whether values can be read without synchronising: on the CPU, and not traced."""
         return x.is_cpu and not self.traceable
 
-    def _map(self, name: str, norms: Tensor, group: Tensor, public: Tensor) -> Tensor:
-        """`rule.NAME(norm, group, public)` for every sample."""
+    def _map(
+        self,
+        name: str,
+        norms: Tensor,
+        group: Tensor,
+        public: Tensor,
+        further: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `rule.NAME(norm, group, public)` for every sample."""
         method: Method = getattr(self.rule, name)
         if self._at_once:
             return method(norms, group, public)
         public = public.clone()  # a custom rule may change it in place
+        named = {key: further[key] for key in self.wants if key in further} if further else {}
         try:
             if len(norms) == 0:  # vmap refuses an empty axis
-                one = method(norms.new_zeros(()), group.new_zeros(()), public)
-                return one.new_zeros((0, *one.shape))
-            return torch.func.vmap(method, in_dims=(0, 0, None))(norms, group, public)
+                one = tree_map(_first, named)
+                value = method(norms.new_zeros(()), group.new_zeros(()), public, **one)
+                return tree_map(_none_of, value)
+            if not named:
+                return torch.func.vmap(method, in_dims=(0, 0, None))(norms, group, public)
+            return torch.func.vmap(
+                lambda norm, k, more: method(norm, k, public, **more), in_dims=(0, 0, 0)
+            )(norms, group, named)
         except Exception as error:  # anything that a custom rule may raise
             said = " ".join(str(error).split())[:120]
             raise ValueError(
                 f"{name} of {self.rule.name} cannot be mapped over samples ({said}). It is given "
-                "one "
-                "sample's norm and group as tensors without axes and must return a tensor; write "
-                "torch.where instead "
-                "of if, and read no value by float() or .item()."
+                "one sample's norm and group as tensors without axes and must return a tensor; "
+                "write torch.where instead of if, and read no value by float() or .item()."
             ) from error
 
 
-def _check_multiplier(rule: Rule, name: str) -> None:
+def _multipliers(rule: Rule, t: int) -> dict[str, float]:
+    """Return the noise multipliers of step t that a rule states, checked."""
+    _check_multiplier(rule, "sigma", rule.sigma)
+    counts: Any = rule.sigma_count
+    for name, m in (counts if isinstance(counts, Mapping) else {"": counts}).items():
+        if m is not None:
+            _check_multiplier(rule, f"sigma_count[{name!r}]" if name else "sigma_count", m)
+    try:
+        given: Any = type(rule).multipliers(rule, t)
+    except TypeError as error:
+        raise ValueError(
+            f"multipliers of {rule.name} cannot be called with the step ({error}); write "
+            "def multipliers(self, t)."
+        ) from error
+    if not (isinstance(given, Mapping) and "gradient" in given):
+        raise ValueError(
+            f"multipliers of {rule.name} returned {given!r}; it must return a dictionary with the "
+            "noise multiplier of 'gradient' and of every statistic."
+        )
+    for name, m in given.items():
+        _check_multiplier(rule, f"the multiplier of {name!r} in step {t}", m)
+    return {name: float(m) for name, m in given.items()}
+
+
+def _check_multiplier(rule: Rule, name: str, given: Any) -> None:
     """Raise unless a noise multiplier of the rule is a finite number of at least 0."""
-    given = getattr(rule, name)
-    if given is None and name == "sigma_count":
-        return
     try:
         value = float(given)
     except (TypeError, ValueError):
@@ -324,11 +433,26 @@ def _check_multiplier(rule: Rule, name: str) -> None:
         )
 
 
+def _empty(value: Any) -> Any:
+    """Return a tensor of a batch of one as a batch of zeros."""
+    return torch.zeros_like(value) if isinstance(value, Tensor) else value
+
+
+def _first(value: Any) -> Any:
+    """Return the first sample of a tensor."""
+    return value.select(0, 0) if isinstance(value, Tensor) else value
+
+
+def _none_of(value: Tensor) -> Tensor:
+    """Return the result for no samples, given that for one.  # [0, ...]"""
+    return value.new_zeros((0, *value.shape))
+
+
 def _shown(value: object) -> str:
-    """A value in an error message."""
+    """Format a value for an error message."""
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def _longest(x: Tensor) -> float:
-    """The largest |x|."""
+    """Return the largest |x|."""
     return float(torch.linalg.vector_norm(x, ord=math.inf))

@@ -149,20 +149,17 @@ def paragraph(report: dict[str, Any], width: int = 79) -> str:
         multipliers = ", ".join(f"{m:g} ({name})" for name, m in report["multipliers"].items())
         first = (
             f"This model was trained by {report['method']} ({report['soundness']}) and is (ε, "
-            "δ)-differentially "
-            f"private with ε = {pld} at δ = {report['delta']:g} (by PLD; {rdp} by RDP). Without "
-            "the amplification by "
-            f"Poisson sampling it would be {alone}. Unit: {report['unit']}. Neighbours: "
-            f"{report['neighbouring_relation']}. {report['steps']} steps at rate q = "
-            f"{report['q']:.6g}; noise "
-            f"multipliers {multipliers}, jointly {report['joint_multiplier']:.4g}; sums divided by "
-            f"{report['divisor']}, {report['expected_batch_size']:g}."
+            f"δ)-differentially private with ε = {pld} at δ = {report['delta']:g} (by PLD; {rdp} "
+            f"by RDP). Without the amplification by Poisson sampling it would be {alone}. Unit: "
+            f"{report['unit']}. Neighbours: {report['neighbouring_relation']}. {report['steps']} "
+            f"steps at rate q = {report['q']:.6g}; noise multipliers {multipliers}, jointly "
+            f"{report['joint_multiplier']:.4g}; sums divided by {report['divisor']}, "
+            f"{report['expected_batch_size']:g}."
         )
     labels = "used" if report["group_labels_entered_training"] else "did not use"
     second = (
         f"The rule {labels} group labels (the features may hold them all the same). The seed is "
-        f"{report['seed']}. "
-        f"Not covered by ε: {'; '.join(report['not_covered'])}. Not protected: "
+        f"{report['seed']}. Not covered by ε: {'; '.join(report['not_covered'])}. Not protected: "
         f"{', '.join(report['not_protected'])}."
     )
     return "\n\n".join(textwrap.fill(text, width) for text in (first, second))

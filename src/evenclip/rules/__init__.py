@@ -6,7 +6,7 @@ from evenclip.rules.dpsgd_global import DPSGDGlobal
 from evenclip.rules.dpsgd_global_adapt import DPSGDGlobalAdapt
 from evenclip.rules.fairlens import FairLens
 from evenclip.rules.nonprivate import NonPrivate
-from evenclip.rules.rule import NO_EPSILON, REPAIRED, SOUND, Rule
+from evenclip.rules.rule import NO_EPSILON, REPAIRED, SOUND, Constants, Rule
 
 __all__ = [
     "DPSGD",
@@ -15,6 +15,7 @@ __all__ = [
     "REPAIRED",
     "RULES",
     "SOUND",
+    "Constants",
     "DPSGDGlobal",
     "DPSGDGlobalAdapt",
     "FairLens",

@@ -39,10 +39,8 @@ class DPSGD(Rule):
     title: ClassVar[str] = "DPSGD"
     summary: ClassVar[str] = (
         "Every record's gradient that is longer than C0 is cut to that length, then noise is "
-        "added. Records "
-        "with long gradients are cut most, and these are more often a minority's: their pull on "
-        "the model is "
-        "weakened, and the sum points elsewhere than it would."
+        "added. Records with long gradients are cut most, and these are more often a minority's: "
+        "their pull on the model is weakened, and the sum points elsewhere than it would."
     )
     elementwise: ClassVar[bool] = True
     reference: ClassVar[str] = (

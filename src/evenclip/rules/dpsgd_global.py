@@ -40,14 +40,12 @@ class DPSGDGlobal(Rule):
     title: ClassVar[str] = "DPSGD-Global"
     summary: ClassVar[str] = (
         "All gradients are shrunk by the same factor C0/Z, so the sum keeps its direction; a "
-        "gradient longer "
-        "than Z is left out. A Z that was chosen too small leaves many out."
+        "gradient longer than Z is left out. A Z that was chosen too small leaves many out."
     )
     elementwise: ClassVar[bool] = True
     reference: ClassVar[str] = (
         "Bu et al. 2021, On the Convergence and Calibration of Deep Learning with Differential "
-        "Privacy; "
-        "Esipova et al. 2023, Algorithm 2"
+        "Privacy; Esipova et al. 2023, Algorithm 2"
     )
 
     C0: float = 1.0

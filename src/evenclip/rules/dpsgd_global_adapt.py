@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from evenclip import check
-from evenclip.rules.rule import Rule
+from evenclip.rules.rule import Constants, Rule
 
 __all__ = ["DPSGDGlobalAdapt"]
 
@@ -45,9 +45,10 @@ class DPSGDGlobalAdapt(Rule):
         sigma_count: noise multiplier of the count; 10σ unless given.
 
     >>> rule = DPSGDGlobalAdapt(C0=1.0, sigma=1.0, Z0=4.0)
-    >>> rule.weight(torch.tensor([0.0, 4.0, 8.0]), torch.zeros(3), rule.init(1)).tolist()
+    >>> rule.weight(torch.tensor([0.0, 4.0, 8.0]), torch.zeros(3), rule.init(Constants())).tolist()
     [0.25, 0.25, 0.125]
-    >>> now, next = rule.observe(torch.tensor([256 * 0.1]), 256.0, rule.init(1))  # just η_Z of them above: Z stays
+    >>> above = torch.tensor([256 * 0.1])  # a fraction η_Z of the norms: Z stays
+    >>> now, next = rule.observe(above, 256.0, rule.init(Constants()))
     >>> now.item(), round(next.item(), 6)
     (4.0, 4.0)
     """
@@ -56,9 +57,8 @@ class DPSGDGlobalAdapt(Rule):
     title: ClassVar[str] = "DPSGD-Global-Adapt"
     summary: ClassVar[str] = (
         "As DPSGD-Global, but a gradient longer than Z is cut to C0 instead of left out, and Z "
-        "follows the "
-        "data: it grows while a noisy count says that gradients lie above it, and shrinks "
-        "otherwise."
+        "follows the data: it grows while a noisy count says that gradients lie above it, and "
+        "shrinks otherwise."
     )
     elementwise: ClassVar[bool] = True
     reference: ClassVar[str] = (
@@ -86,9 +86,9 @@ class DPSGDGlobalAdapt(Rule):
             sigma_count=self.sigma_count,
         )
 
-    def init(self, groups: int) -> Tensor:
-        """Z0."""
-        del groups
+    def init(self, constants: Constants) -> Tensor:
+        """Return Z0."""
+        del constants
         return torch.tensor(self.Z0, dtype=torch.float64)
 
     def statistic(self, norm: Tensor, group: Tensor, state: Tensor) -> Tensor:

@@ -55,8 +55,8 @@ class FairLens(Rule):
     title: ClassVar[str] = "FairLens"
     summary: ClassVar[str] = (
         "DPSGD with two terms added to the loss that ask for equal gradients and equal distances "
-        "to the "
-        "boundary between groups. They tie every record's gradient to the others', so no ε holds."
+        "to the boundary between groups. They tie every record's gradient to the others', so no "
+        "ε holds."
     )
     soundness: ClassVar[str] = NO_EPSILON
     why: ClassVar[str] = "its regularisers tie every sample's gradient to every record of the batch"

@@ -134,8 +134,7 @@ def _checked(path: Path, name: str, expected: dict[str, Any]) -> bytes:
     if hashlib.sha256(content).hexdigest() != expected["sha256"]:
         raise CheckpointError(
             f"{path / name} is damaged: {len(content)} bytes, {expected['bytes']} were written, "
-            "and the checksum "
-            f"differs. {_before(path)}"
+            f"and the checksum differs. {_before(path)}"
         )
     return content
 

@@ -102,8 +102,7 @@ class TrainConfig:
         if not (isinstance(rule, Rule) and is_dataclass(type(rule))):
             raise TypeError(
                 f"rule is {rule!r}; it must be a rule such as DPSGDGlobalAdapt(C0=1.0, "
-                "sigma=1.0), or a frozen "
-                "dataclass that derives from evenclip.Rule."
+                "sigma=1.0), or a frozen dataclass that derives from evenclip.Rule."
             )
         for name, example in (
             ("optimizer", "torch.optim.Adam or functools.partial(torch.optim.SGD, momentum=0.9)"),
@@ -113,8 +112,7 @@ class TrainConfig:
             if given is not None and not callable(given):
                 raise TypeError(
                     f"{name} is an object of class {type(given).__name__}; give what makes one, "
-                    f"such as {example}, "
-                    "because the model that is trained is a copy."
+                    f"such as {example}, because the model that is trained is a copy."
                 )
 
     def but(self, **changes: Any) -> TrainConfig:
@@ -167,8 +165,7 @@ class TrainConfig:
         if n < B:
             raise ValueError(
                 f"batch_size is {B} and there are {n} records, so the sampling rate q = "
-                "batch_size/n "
-                f"would be above 1; choose a batch_size of at most {n}."
+                f"batch_size/n would be above 1; choose a batch_size of at most {n}."
             )
         return B / n, math.ceil(n / B)
 
@@ -191,8 +188,7 @@ def _delta(delta: float | None, n: int) -> float:
     if delta >= 1 / n:
         warnings.warn(
             f"delta is {delta:g}, not below 1/n = {1 / n:.1e}: publishing one whole record would "
-            "satisfy it. "
-            f"Choose at most {default_delta(n):g}.",
+            f"satisfy it. Choose at most {default_delta(n):g}.",
             stacklevel=6,  # the caller of `fit`
         )
     return float(delta)

@@ -384,8 +384,7 @@ def _placed(model: nn.Module, device: str | torch.device | None) -> tuple[nn.Mod
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"device is {str(place)!r} and torch {torch.__version__} finds no CUDA device; pass "
-            "device='cpu', "
-            "or install a CUDA build of torch and its driver."
+            "device='cpu', or install a CUDA build of torch and its driver."
         )
     return copy.deepcopy(model).to(place).train(), place
 
@@ -402,8 +401,7 @@ def _checked(
     if rule.uses_groups and some.group is None:
         raise ValueError(
             f"{rule.name} needs every sample's group and the data have none; pass (x, y, group), "
-            "or choose a "
-            "rule that does not use group labels, such as DPSGDGlobalAdapt."
+            "or choose a rule that does not use group labels, such as DPSGDGlobalAdapt."
         )
     refuse_stateful(model)
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), torch.no_grad():
@@ -415,8 +413,7 @@ def _checked(
             _check_labels(data.y if isinstance(data, Dataset) else some.y, *known)
         _tried(
             f"The loss does not take the model's output, of shape {_shapes(output)}, with these "
-            "targets, of shape "
-            f"{_shapes(some.y)}",
+            f"targets, of shape {_shapes(some.y)}",
             per_sample(loss), output, some.y,
         )  # fmt: skip
     return data if known is None or isinstance(data, Dataset) else data.labelled(*known)
@@ -452,8 +449,7 @@ def _check_labels(y: Tensor, outputs: int, ignored: int) -> None:
         raise ValueError(
             f"The labels run from {int(labels.min())} to {int(labels.max())} and the model has "
             f"{outputs} outputs, for the labels 0 to {outputs - 1}; number the classes from 0, or "
-            "give the model more "
-            "outputs."
+            "give the model more outputs."
         )
 
 
@@ -481,8 +477,7 @@ def _start(run: Run, folder: Path | None, resume: bool) -> None:
     if not resume:
         raise CheckpointError(
             f"{folder} already holds a checkpoint ({last.name}); pass resume=True to go on from "
-            "it, or choose "
-            "another folder."
+            "it, or choose another folder."
         )
     run.restore(last)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,7 +69,9 @@ class Graph:
     ) -> None:
         _check_worth(tape)
         self._mechanism, self._B, self._mode = mechanism, B, mode
-        traceable = Mechanism(mechanism.rule, mechanism.groups, traceable=True)
+        if mechanism.varies:
+            raise NoGraph("the rule's noise depends on the step, and a graph has one multiplier")
+        traceable = replace(mechanism, traceable=True)
         traced = _Traced(tape, traceable, B, rows(1), tuple(noise))
         graph = _trace(traced, [*_leaves(rows(_TRACED)), state, *noise.values()])
         self._fits = _Sizes(graph, at=len(_leaves(rows(1))) - 1)
@@ -191,11 +194,27 @@ def _trace(function: Callable[..., list[Tensor]], given: list[Tensor]) -> torch.
             )  # parameters are real
             graph: torch.fx.GraphModule = tracer(*given)
     except Exception as error:  # anything that tracing may raise
+        if _reads_a_value(error):
+            raise NoGraph(
+                "the rule or the model reads the value of a tensor; use torch.where instead of if, "
+                "and no float() or .item()"
+            ) from error
         raise NoGraph(f"torch cannot trace it ({_first_line(error)})") from error
     random = next((str(node.target) for node in graph.graph.nodes if _is_random(node)), None)
     if random is not None:
         raise NoGraph(f"the model draws random numbers ({random})")
     return graph
+
+
+def _reads_a_value(error: BaseException | None) -> bool:
+    """Whether tracing failed because a tensor's value decides what is computed."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    while error is not None:
+        if isinstance(error, GuardOnDataDependentSymNode) or "data-dependent" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _is_random(node: Any) -> bool:

@@ -20,17 +20,19 @@ from torch.optim import Optimizer
 from evenclip.data import Dataset, Streamed
 from evenclip.data.dataset import Samples
 from evenclip.gradients import Tape, WholeTape, plan
-from evenclip.gradients.losses import Loss
+from evenclip.gradients.losses import Loss, per_sample
 from evenclip.gradients.precision import precision
+from evenclip.gradients.tape import call, count
 from evenclip.mechanism import Ledger, Mechanism, Release
 from evenclip.mechanism.noise import Ahead, Noise
 from evenclip.mechanism.sampling import Poisson, Sampler, Shuffled
 from evenclip.mechanism.settings import Settings
-from evenclip.rules import Rule
+from evenclip.rules import Constants, Rule
 from evenclip.training import checkpoint
 from evenclip.training.checkpoint import Checkpoint, CheckpointError
 from evenclip.training.config import Performance, TrainConfig
 from evenclip.training.identity import digest, mark, streams
+from evenclip.training.loss import Labelled, RuleLoss, changes_loss
 from evenclip.training.processes import Processes, Share
 from evenclip.training.step import Chunk, Step, WeightedSums, step
 from evenclip.training.trace import Trace
@@ -64,13 +66,13 @@ class Run:
         self.ranks, self.rows = ranks, ranks.rows(len(data))
         self.model, self.data, self.settings, self.device = model, data, settings, device
         self.performance = config.performance
-        self.mechanism = Mechanism(settings.rule, settings.groups)
+        self.mechanism = _mechanism(settings, model, config.loss, data)
         self.state = self.mechanism.start().to(device)
         self.ledger, self.trace, self.t = Ledger(), Trace(self.mechanism, ranks), 0
         _check_tape(settings.rule, self.performance, ranks)
         ranks.check_given(_given(settings, model, data))
         self.tape = type(settings.rule).tape(
-            settings.rule, _tape(model, config.loss, data)
+            settings.rule, _tape(model, config.loss, data, settings.rule, self.state)
         )  # as `_check_tape` saw it
         digested = ranks.digest(digest(data))
         self._mark = mark(data, ranks, digested)
@@ -83,7 +85,7 @@ class Run:
         self._move.is_plain &= self.scheduler is None  # a schedule watches the optimiser's own step
         self.sampler = _sampler(settings, own["batches"])
         self.dropout = int(own["dropout"].generate_state(1, np.uint64)[0] >> 1)
-        self._sizes = {"count": self.mechanism.counts, "gradient": self.tape.layout.size}
+        self._sizes = {**self.mechanism.statistics, "gradient": self.tape.layout.size}
         self.noise = Ahead(Noise(own["noise"]), self._sizes, self.tape.layout.blank.dtype, device)
         self._zeros = torch.zeros(0, dtype=torch.int64, device=device)
         self._graph: Graph | None = None
@@ -138,16 +140,17 @@ class Run:
             self._chunks(self.ranks.share(batch, self.rows), feed),
         )
         # First, so that an interrupted step counts.
-        self.ledger.write(self.sampler.q, self.mechanism.multipliers)
+        mechanism = self.mechanism.at(self.t)
+        self.ledger.write(self.sampler.q, mechanism.multipliers)
         noise = self._draw()
         if self._graph is not None and self._graph.takes(chunks, B):
             public, part = self._graph(self.state, chunks[0], noise)
         else:
             with self.ranks.together():
                 release = Release(noise, self._totals)
-                public, part = step(self.tape, self.mechanism, self.state, chunks, B, release)
+                public, part = step(self.tape, mechanism, self.state, chunks, B, release)
         sums = WeightedSums(self.tape, chunks)
-        return Step(public, part.seen, part.total, sums, B, self.t, self.mechanism, self.tape)
+        return Step(public, part.seen, part.total, sums, B, self.t, mechanism, self.tape)
 
     def update(self, found: Step) -> None:
         """Publish: move the parameters along the noisy gradient, carry the rule's state on.
@@ -201,7 +204,7 @@ class Run:
 
     def _draw(self) -> dict[str, Tensor]:
         """This step's noise, as much of it as this rank adds."""
-        if self.settings.rule.sigma == 0 and self.mechanism.counts == 0:
+        if not self.mechanism.varies and not any(self.mechanism.noise.values()):
             return {}
         if not self._totals:
             return self.noise.of(self.t)
@@ -276,10 +279,13 @@ class Run:
             x, y, group = take(rows.to(self.device))
         if group is None:
             group = self._zero_groups(rows.shape[0])
+        target: Any = y
+        if changes_loss(self.settings.rule):
+            target = Labelled.of(y, group, self.state)
         # Odd multipliers: every (step, chunk, rank) of a run has a seed of its own.
         i = i * self.ranks.world + self.ranks.rank
         seed = (self.dropout + 0x9E3779B97F4A7C15 * (self.t + 1) + 0xC2B2AE3D27D4EB4F * i) % 2**63
-        return Chunk(x, y, group, None if real is None else real.to(self.device), seed)
+        return Chunk(x, target, group, None if real is None else real.to(self.device), seed)
 
     def _zero_groups(self, rows: int) -> Tensor:
         """The groups of samples without groups.  # [row]"""
@@ -328,8 +334,7 @@ class Run:
             said = " ".join(str(error).split())
             raise CheckpointError(
                 f"{path} belongs to another model ({said}). Resume with the model it was started "
-                "with, or choose "
-                "another folder."
+                "with, or choose another folder."
             ) from error
         self.t = found.published["t"]
         dtype = getattr(
@@ -352,8 +357,7 @@ _NO_CLOSURE = (
 )
 _NO_METRICS = (
     "and whatever could be measured of training is private; take one that counts epochs, such as "
-    "StepLR or "
-    "CosineAnnealingLR."
+    "StepLR or CosineAnnealingLR."
 )
 
 
@@ -381,8 +385,7 @@ def _check_tape(rule: Rule, performance: Performance, ranks: Processes) -> None:
     if rule.bounded and type(rule).tape is not Rule.tape:
         raise ValueError(
             f"{rule.name} takes its gradients in its own way (tape), so nothing bounds what one "
-            "record does; say "
-            "bounded = False in its class. It will have no ε."
+            "record does; say bounded = False in its class. It will have no ε."
         )
     if not rule.bounded and performance.chunk is not None:
         raise ValueError(f"{rule.name} needs the whole batch at once; leave chunk out.")
@@ -398,14 +401,45 @@ def _given(settings: Settings, model: nn.Module, data: Dataset | Streamed) -> di
     return settings.to_json() | names | {"seed": settings.seed, "model": digest(model.state_dict())}
 
 
-def _tape(model: nn.Module, loss: Loss, data: Dataset | Streamed) -> Tape | WholeTape:
-    """The model taken apart, after a look at three samples, which are chosen among the first few."""
-    if isinstance(data, Dataset):
-        few = torch.arange(min(256, len(data)), device=data.y.device)
-    else:
-        few = torch.arange(min(16, len(data)))  # each has to be read
-    some = data.take(few)
-    return plan(model, loss, some.x, some.y)
+def _tape(
+    model: nn.Module, loss: Loss, data: Dataset | Streamed, rule: Rule, state: Tensor
+) -> Tape | WholeTape:
+    """Plan the model's gradients, using three samples chosen among the first few."""
+    some = _few(data, 256 if isinstance(data, Dataset) else 16)  # streamed ones have to be read
+    if not changes_loss(rule):
+        return plan(model, loss, some.x, some.y)
+    group = some.group
+    if group is None:
+        group = torch.zeros(count(some.x), dtype=torch.int64, device=state.device)
+    return plan(model, RuleLoss(loss, rule), some.x, Labelled.of(some.y, group, state))
+
+
+def _few(data: Dataset | Streamed, rows: int) -> Samples:
+    """Return the first rows of the data."""
+    device = data.y.device if isinstance(data, Dataset) else None
+    return data.take(torch.arange(min(rows, len(data)), device=device))
+
+
+def _mechanism(
+    settings: Settings, model: nn.Module, loss: Loss, data: Dataset | Streamed
+) -> Mechanism:
+    """Return the rule with its bounds enforced; one record shows the shapes that it may use."""
+    constants = Constants(
+        settings.groups,
+        len(data.class_names),
+        settings.parameters,
+        settings.B,
+        settings.q,
+        settings.steps,
+    )
+    wanted = inspect.signature(settings.rule.statistic).parameters.keys()
+    if not wanted & {"loss", "output", "y"}:
+        return Mechanism(settings.rule, constants)
+    one = _few(data, 1)
+    with torch.no_grad():
+        output = call(model, one.x)
+    like = {"loss": per_sample(loss)(output, one.y), "output": output, "y": one.y}
+    return Mechanism(settings.rule, constants, like=like)
 
 
 def _sampler(settings: Settings, seed: np.random.SeedSequence) -> Sampler:
@@ -429,8 +463,7 @@ def _refuse_foreign(
     if differ:
         raise CheckpointError(
             f"{path} belongs to another run ({'; '.join(differ)}). Resume with the settings it "
-            "was started "
-            "with, or choose another folder."
+            "was started with, or choose another folder."
         )
 
 
@@ -442,7 +475,6 @@ def _refuse_other_data(path: Path, theirs: str | None, ours: str | None) -> None
         return
     raise CheckpointError(
         f"{path} belongs to a run on other data: a record differs, or their order. Resume with "
-        "the data it was started "
-        "with, or choose another folder; going on with other data would add the same noise to two "
-        "datasets."
+        "the data it was started with, or choose another folder; going on with other data would "
+        "add the same noise to two datasets."
     )

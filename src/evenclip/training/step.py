@@ -23,7 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from evenclip.gradients import AnyTape, PerSample
+from evenclip.gradients.tape import call
 from evenclip.mechanism import Mechanism, Release
+from evenclip.training.loss import Labelled
 
 __all__ = ["Chunk", "Part", "Public", "Seen", "Step", "WeightedSums", "clip", "step"]
 
@@ -179,21 +181,19 @@ def step(
         B: the public expected batch size, the only number that anything is divided by.
         release: this step's noise.
     """
-    passes = _Passes(tape, chunks, traceable=mechanism.traceable)
+    passes = _Passes(tape, chunks, traceable=mechanism.traceable, wants=mechanism.wants)
     now = following = state
     if mechanism.rule.counts_first:
         now, following = mechanism.observe(_count(mechanism, passes, state), B, state, release)
     part, S = _clip(mechanism, passes, state, now)
     if not mechanism.rule.counts_first:
         now, following = mechanism.observe(part.counts, B, state, release)
-        if now is not state and not torch.equal(now, state):  # it depends on the count after all
-            part, S = _clip(mechanism, passes, state, now)
     return Public(mechanism.publish(part.total, S, B, release), now, following, S), part
 
 
 def clip(tape: AnyTape, mechanism: Mechanism, chunks: Sequence[Chunk], now: Tensor) -> Part:
     """What a batch would add to a step that clips with `now`: for auditors. Nothing is released."""
-    return _clip(mechanism, _Passes(tape, chunks), now, now)[0]
+    return _clip(mechanism, _Passes(tape, chunks, wants=mechanism.wants), now, now)[0]
 
 
 class WeightedSums:
@@ -245,6 +245,7 @@ class _Pass(NamedTuple):
     losses: Tensor
     norms: Tensor
     finite: Tensor | None
+    further: dict[str, Any]
 
     @property
     def keep(self) -> Tensor | None:
@@ -259,8 +260,15 @@ class _Passes:
     once.
     """
 
-    def __init__(self, tape: AnyTape, chunks: Sequence[Chunk], *, traceable: bool = False) -> None:
-        self.tape, self._chunks = tape, chunks
+    def __init__(
+        self,
+        tape: AnyTape,
+        chunks: Sequence[Chunk],
+        *,
+        traceable: bool = False,
+        wants: Sequence[str] = (),
+    ) -> None:
+        self.tape, self._chunks, self._wants = tape, chunks, wants
         self._pass = _traceable_pass if traceable else _pass
         self._only: _Pass | None = None
 
@@ -271,13 +279,13 @@ class _Passes:
 
     def __iter__(self) -> Iterator[_Pass]:
         if len(self._chunks) != 1:
-            return (self._pass(self.tape, chunk) for chunk in self._chunks)
+            return (self._pass(self.tape, chunk, self._wants) for chunk in self._chunks)
         if self._only is None:
-            self._only = self._pass(self.tape, self._chunks[0])
+            self._only = self._pass(self.tape, self._chunks[0], self._wants)
         return iter((self._only,))
 
 
-def _pass(tape: AnyTape, chunk: Chunk) -> _Pass:
+def _pass(tape: AnyTape, chunk: Chunk, wants: Sequence[str]) -> _Pass:
     """Through the model and back; a sample whose loss or gradient is not finite is masked out."""
     _seed(chunk)
     gradients = tape(chunk.x, chunk.y, chunk.group)
@@ -290,17 +298,36 @@ def _pass(tape: AnyTape, chunk: Chunk) -> _Pass:
         norms = torch.where(torch.isfinite(norms), norms, gradients.norms())
         finite = torch.isfinite(norms) & torch.isfinite(losses)
         gradients, norms = gradients.masked(finite), torch.where(finite, norms, 0.0)
-    return _Pass(chunk, gradients, losses, norms, finite)
+    return _Pass(chunk, gradients, losses, norms, finite, _further(tape, chunk, losses, wants))
 
 
-def _traceable_pass(tape: AnyTape, chunk: Chunk) -> _Pass:
+def _traceable_pass(tape: AnyTape, chunk: Chunk, wants: Sequence[str]) -> _Pass:
     """The same without reading a value: what is not finite is masked out whether or not there is
     any.
     """
     gradients = tape(chunk.x, chunk.y, chunk.group)
     losses, norms = gradients.losses, gradients.norms()
     finite = torch.isfinite(norms) & torch.isfinite(losses)
-    return _Pass(chunk, gradients.masked(finite), losses, torch.where(finite, norms, 0.0), finite)
+    norms = torch.where(finite, norms, 0.0)
+    further = _further(tape, chunk, losses, wants)
+    return _Pass(chunk, gradients.masked(finite), losses, norms, finite, further)
+
+
+def _further(tape: AnyTape, chunk: Chunk, losses: Tensor, wants: Sequence[str]) -> dict[str, Any]:
+    """Return what else a rule's statistic uses of these samples: `loss`, `output`, `y`.
+
+    The output takes a second forward pass, with the same dropout.
+    """
+    further: dict[str, Any] = {}
+    if "loss" in wants:
+        further["loss"] = losses
+    if "output" in wants:
+        _seed(chunk)
+        with torch.no_grad():
+            further["output"] = call(tape.model, chunk.x)
+    if "y" in wants:
+        further["y"] = chunk.y.y if isinstance(chunk.y, Labelled) else chunk.y
+    return further
 
 
 def _seed(chunk: Chunk) -> None:
@@ -314,7 +341,7 @@ def _count(mechanism: Mechanism, passes: _Passes, state: Tensor) -> Tensor:
     """Σ statistic_i over the batch."""
     total = state.new_zeros(mechanism.counts, dtype=torch.float64)
     for p in passes:
-        total = total + mechanism.count(p.norms, p.chunk.group, state, p.keep)
+        total = total + mechanism.count(p.norms, p.chunk.group, state, p.keep, p.further)
     return total
 
 
@@ -334,7 +361,7 @@ def _part(mechanism: Mechanism, p: _Pass, state: Tensor, now: Tensor, S: float |
     """What one chunk adds to the step; rows that only fill it up are not in what was seen."""
     group, keep = p.chunk.group, p.keep
     weights, clamped = mechanism.weights(p.norms, group, now, S, keep)
-    count = mechanism.count(p.norms, group, state, keep)
+    count = mechanism.count(p.norms, group, state, keep, p.further)
     seen = Seen(p.losses, p.norms, weights, group, clamped, p.finite)
     if p.chunk.real is not None:
         seen = Seen(*(None if column is None else column[p.chunk.real] for column in seen))  # type: ignore[arg-type]

@@ -145,8 +145,8 @@ def check_pieces(make: Callable[..., Optimizer], parameters: list[nn.Parameter])
     if not is_elementwise(make):
         raise ValueError(
             "The optimiser may look at whole parameters, and each rank has a piece of them; "
-            "choose one that treats "
-            "every number alike, such as torch.optim.AdamW, or leave sharded out of Ranks()."
+            "choose one that treats every number alike, such as torch.optim.AdamW, or leave "
+            "sharded out of Ranks()."
         )
     if not are_alike(parameters):
         raise ValueError(

@@ -1,0 +1,80 @@
+"""The loss of a rule that changes it: one sample at a time, with public coefficients.
+
+`Rule.loss` is given a sample's plain loss, output, target, group, and the rule's public state. It is
+mapped over the batch, so that no sample's loss depends on another sample. The targets of a batch
+carry what it needs: `Labelled` is a target, and passes through the model's tape like any other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from evenclip.gradients.losses import Loss, per_sample
+from evenclip.rules import Rule
+
+__all__ = ["Labelled", "RuleLoss", "changes_loss"]
+
+
+def changes_loss(rule: Rule) -> bool:
+    """Whether the rule trains on another loss than the user's."""
+    return type(rule).loss is not Rule.loss
+
+
+class Labelled(NamedTuple):
+    """Targets with all that a rule's loss may use.
+
+    Attributes:
+        y: the targets.  # [sample, ...]
+        group: [sample]
+        state: the rule's public state, once for each sample.  # [sample, ...]
+    """
+
+    y: Any
+    group: Tensor
+    state: Tensor
+
+    @classmethod
+    def of(cls, y: Any, group: Tensor, state: Tensor) -> Labelled:
+        """Return the targets with the state beside each of them, which takes no memory."""
+        return cls(y, group, state.expand(group.shape[0], *state.shape))
+
+
+class RuleLoss:
+    """The user's loss as the rule changes it, for targets that are `Labelled`.
+
+    Other targets have the user's own loss.
+    """
+
+    def __init__(self, loss: Loss, rule: Rule) -> None:
+        self._plain, self._rule = per_sample(loss), rule
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        """Return the loss of every sample.  # [sample]
+
+        Raises:
+            ValueError: if the rule's loss cannot be mapped over samples, or is not one number.
+        """
+        if not isinstance(target, Labelled):
+            return self._plain(output, target)
+        losses: Tensor = self._plain(output, target.y)
+        try:
+            changed: Tensor = torch.func.vmap(self._one)(losses, output, *target)
+        except Exception as error:  # anything that a custom rule may raise
+            said = " ".join(str(error).split())[:120]
+            raise ValueError(
+                f"loss of {self._rule.name} cannot be mapped over samples ({said}). It is given "
+                "one sample's loss, output, target and group, and must return a tensor; write "
+                "torch.where instead of if, and read no value by float() or .item()."
+            ) from error
+        if changed.shape != losses.shape:
+            raise ValueError(
+                f"loss of {self._rule.name} returned {changed.shape[1:].numel()} numbers for one "
+                "sample; it must return one."
+            )
+        return changed
+
+    def _one(self, loss: Tensor, output: Any, y: Any, group: Tensor, state: Tensor) -> Any:
+        return type(self._rule).loss(self._rule, loss, output, y, group, state)
