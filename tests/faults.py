@@ -66,8 +66,9 @@ LAYERS, ROUNDING, MODELS = (
     "gradients/test_rounding.py",
     "gradients/test_whole_models.py",
 )
-ACCOUNTING, RELEASE, SAMPLING = (
+ACCOUNTING, CALIBRATION, RELEASE, SAMPLING = (
     "mechanism/test_accounting.py",
+    "mechanism/test_calibration.py",
     "mechanism/test_release.py",
     "mechanism/test_sampling.py",
 )
@@ -473,7 +474,7 @@ GRADIENTS = (
         "fairlens-norm",
         "The norm of a shifted gradient leaves the product with the shift out.",
         "rules/fairlens.py",
-        "square = own.square() + 2 * _inner(self._found, self._shift) + length.square()",
+        "square = own.square() + 2 * _inner(self._gradients, self._shift) + length.square()",
         "square = own.square() + length.square()",
         ("rules/test_fairlens.py::test_every_samples_gradient_is_its_own_and_the_regularisers",),
     ),
@@ -592,6 +593,14 @@ LEDGER = (
         ),
     ),
     Fault(
+        "accounting-rounds-up",
+        "Nearly equal multipliers are rounded up to the largest of them.",
+        "mechanism/accounting.py",
+        "_Part(some[0].q, some[0].multiplier, ",
+        "_Part(some[0].q, some[-1].multiplier, ",
+        (f"{ACCOUNTING}::test_a_ledger_of_many_multipliers_is_bounded_quickly_and_closely",),
+    ),
+    Fault(
         "accounting-without-amplification",
         "Without amplification the steps' precisions are not added up.",
         "mechanism/accounting.py",
@@ -610,21 +619,21 @@ LEDGER = (
     Fault(
         "calibration-above",
         "Calibration may end with an ε above the target.",
-        "mechanism/accounting.py",
+        "mechanism/calibration.py",
         "if target * (1 - _WINDOW) <= price <= target * (1 - _MARGIN):",
         "if target * (1 - _WINDOW) <= price <= target * (1 + 20 * _WINDOW):",
         (
-            f"{ACCOUNTING}::test_calibration_never_exceeds_the_target_and_hits_it",
-            f"{ACCOUNTING}::test_calibration_hits_any_target",
+            f"{CALIBRATION}::test_calibration_never_exceeds_the_target_and_hits_it",
+            f"{CALIBRATION}::test_calibration_hits_any_target",
         ),
     ),
     Fault(
         "gradient-multiplier",
         "The noise of a gradient beside a count is that of the gradient alone.",
-        "mechanism/accounting.py",
+        "mechanism/calibration.py",
         "return float((joint**-2 - (s / count) ** 2) ** -0.5)",
         "return float(joint)",
-        (f"{ACCOUNTING}::test_gradient_and_count_cost_what_the_joint_costs",),
+        (f"{CALIBRATION}::test_gradient_and_count_cost_what_the_joint_costs",),
     ),
     Fault(
         "rounded-down",
@@ -678,8 +687,8 @@ SAMPLES = (
         "divides-by-batch",
         "Sums are divided by the size of the batch, which tells it.",
         "mechanism/sampling.py",
-        '        """B, whatever the batch."""\n        del batch\n        return self._B\n',
-        '        """B, whatever the batch."""\n        return float(len(batch))\n',
+        "        del batch\n        return self._B\n",
+        "        return float(len(batch))\n",
         (f"{SAMPLING}::test_what_is_divided_by_does_not_tell_neighbouring_datasets_apart",),
     ),
     Fault(
@@ -697,7 +706,7 @@ NOISE = (
         "noise-tail-cut",
         "Numbers of the tail have no further bits: nothing lies beyond 6.7 standard deviations.",
         "mechanism/noise.py",
-        "                u[s, j] += self._further(t + s, size, j)\n",
+        "                u[s, j] += self._refinement(t + s, size, j)\n",
         "                u[s, j] += 0.5\n",
         ("distributed/test_sharded.py::test_a_part_in_the_tail_takes_the_further_bits",),
     ),
@@ -800,8 +809,8 @@ STATEMENT = (
         "report-tells-the-seed",
         "The report holds the seed.",
         "mechanism/statement.py",
-        '"a given one, not told here: reproducible, so not private against whoever knows it"',
-        'f"a given one, {settings.seed}"',
+        'else "given and not stated here: reproducible, so not private against anyone who "\n',
+        'else f"given, {settings.seed}, "\n',
         (
             f"{RESULT}::test_the_paragraph_reads_at_79_columns_and_has_the_numbers",
             f"{RESULT}::test_the_report_states_everything",

@@ -225,7 +225,7 @@ def test_noise_that_can_be_repeated_must_be_asked_for_and_is_reported():
     first, second = (Quick(random_state=7, deterministic_noise=True).fit(X, y) for _ in range(2))
     assert torch.equal(first.model_.weight, second.model_.weight)
     assert first.privacy_report_["seed"].startswith(
-        "a given one, not told here: reproducible, so not private"
+        "given and not stated here: reproducible, so not private"
     )
     message = refusal(ValueError, lambda: Quick(deterministic_noise=True).fit(X, y))
     assert (

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from evenclip.comparison.result import Comparison
     from evenclip.distributed import Ranks
     from evenclip.gradients import ModelError, per_sample_gradients, per_sample_norms
-    from evenclip.mechanism.accounting import calibrate
+    from evenclip.mechanism.calibration import calibrate
     from evenclip.rules import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate, Rule
     from evenclip.training.config import Performance, TrainConfig
     from evenclip.training.fit import Result, fit, prepare
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "mechanism.accounting": ("calibrate",),
+    "mechanism.calibration": ("calibrate",),
     "comparison.compare": ("compare",),
     "comparison.result": ("Comparison",),
     "gradients": ("ModelError", "per_sample_gradients", "per_sample_norms"),

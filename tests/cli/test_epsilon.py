@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from evenclip.cli import main, version
-from evenclip.mechanism.accounting import epsilon, scale_for
+from evenclip.mechanism.accounting import epsilon
+from evenclip.mechanism.calibration import scale_for
 from evenclip.mechanism.release import Entry, Ledger
 
 ADULT = ["epsilon", "--rate", str(1 / 92), "--steps", "1840", "--delta", "1e-6"]

@@ -179,7 +179,7 @@ def test_records_of_their_own_are_nobody_elses(two):
     found = two(tasks.train, RULES["dpsgd"], local=True)
     assert [rank.said for rank in found] == [
         "Ranks 0 and 1 were given the same data, and local=True: every record would count twice, "
-        "and ε would be wrong. Give each rank records of its own, or leave local out."
+        "and ε would be wrong. Give each rank different records, or leave local out."
     ] * 2
 
 
@@ -262,9 +262,9 @@ def test_a_killed_rank_ends_the_others_with_a_sentence_and_the_run_goes_on(two, 
     assert dead is None
     assert survivor.kind == "RankError"
     assert survivor.said.startswith(
-        "Rank 0 cannot reach the others: one has ended, which will have said why, or did not "
-        "answer for 3600 s. Start the same command again with resume=True to go on from the last "
-        "checkpoint, on as many ranks as you like. "
+        "Rank 0 cannot reach the others: one has ended (see its error message) or did not answer "
+        "for 3600 s. Start the same command again with resume=True to continue from the last "
+        "checkpoint; the number of ranks may change. "
     )
     assert survivor.said.count("cannot reach") == 1
     assert latest(tmp_path).name == "step-00000006"  # in the middle of an epoch
@@ -301,8 +301,8 @@ def test_ranks_that_drift_apart_are_found(two):
     found = two(tasks.train, RULES["dpsgd"], trouble=("drift", 2, 1))
     assert [rank.said for rank in found] == [
         "After step 5 rank 1 has other parameters than rank 0, so they no longer train one model. "
-        "Was the model changed on one of them, or do they compute on machines of different kinds? "
-        "Go on from the last checkpoint with resume=True, on machines of one kind."
+        "Either the model was changed on one of them, or the machines compute differently. "
+        "Continue from the last checkpoint with resume=True, on machines of the same kind."
     ] * 2
 
 
@@ -321,7 +321,7 @@ def test_only_rank_0_shows_progress(two):
         ({"own": {"lr": [0.1, 0.2]}}, "lr 0.2 instead of 0.1"),
         ({"own": {"seed": [1, 2]}}, "another seed"),
         ({"own": {"epochs": [1, 2]}}, "steps 10 instead of 5"),
-        ({"own_model": True}, "another model, or the same from another start"),
+        ({"own_model": True}, "another model, or the same model with other initial parameters"),
     ],
     ids=["learning rate", "seed", "steps", "model"],
 )
@@ -333,8 +333,8 @@ def test_ranks_with_other_arguments_are_refused(two, given, said):
     assert [(rank.kind, rank.said) for rank in found] == [
         (
             "ValueError",
-            f"Rank 1 was given {said}: all ranks train one model, so give each the arguments that "
-            "rank 0 has; make the model from the same seed on every rank, or load it from the same "
+            f"Rank 1 was given {said}: all ranks train one model, so give each the arguments of "
+            "rank 0; create the model from the same seed on every rank, or load it from the same "
             "file.",
         )
     ] * 2
@@ -343,8 +343,8 @@ def test_ranks_with_other_arguments_are_refused(two, given, said):
 def test_ranks_with_other_data_are_refused(two):
     found = two(tasks.train, RULES["dpsgd"], cut=[0, 30, 60])
     assert [rank.said for rank in found] == [
-        "Rank 1 was given other data than rank 0; give every rank the same data, or, where each "
-        "has records that no other has, pass ranks=Ranks(local=True)."
+        "Rank 1 was given other data than rank 0; give every rank the same data, or pass "
+        "ranks=Ranks(local=True) if the ranks have different records."
     ] * 2
 
 

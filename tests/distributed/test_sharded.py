@@ -145,12 +145,12 @@ def test_pieces_cut_a_vector_as_torch_cuts_parameters(world):
     [
         (
             "recurrent",
-            "0 (LSTM) has no formula for its gradients, which needs its parameters whole",
+            "0 (LSTM) has no formula for its gradients, so it needs its whole parameters",
         ),
-        ("tied", "is used by several layers, and a piece has one owner"),
+        ("tied", "is used more than once, which sharding does not support"),
         (
             "optimizer",
-            "The optimiser may look at whole parameters, and each rank has a piece of them",
+            "The optimiser may use whole parameters, but each rank holds a piece of them",
         ),
     ],
 )

@@ -176,9 +176,7 @@ def test_a_seed_is_reproducible_and_said_so():
     assert torch.equal(
         one.result.model.state_dict()["0.weight"], two.result.model.state_dict()["0.weight"]
     )
-    assert one.privacy["seed"].startswith(
-        "a given one, not told here: reproducible, so not private"
-    )
+    assert one.privacy["seed"].startswith("given and not stated here: reproducible, so not private")
 
 
 def test_persons_are_the_unit_where_they_are_named():

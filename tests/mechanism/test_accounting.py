@@ -12,7 +12,7 @@ from fractions import Fraction
 import dp_accounting
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from opacus.accountants import PRVAccountant, RDPAccountant
 from scipy.optimize import brentq
@@ -25,9 +25,7 @@ from evenclip.mechanism.accounting import (
     epsilon,
     epsilon_without_amplification,
     event,
-    gradient_multiplier,
     rounded_up,
-    scale_for,
     smallest_delta,
 )
 from evenclip.mechanism.release import Entry, Ledger
@@ -394,85 +392,6 @@ def test_orders_left_out_by_rdp_are_not_worth_a_message(caplog):
     assert not caplog.records
 
 
-# Calibration
-
-
-def check_calibrated(target, q, steps, delta, multipliers):
-    scale = scale_for(multipliers, epsilon=target, delta=delta, q=q, steps=steps)
-    ledger = Ledger()
-    ledger.entries = [Entry(q, tuple((name, scale * m) for name, m in multipliers.items()), steps)]
-    assert 0.9995 * target <= epsilon(ledger, delta) <= target
-
-
-@pytest.mark.parametrize(
-    ("target", "q", "steps", "delta"),
-    [
-        (0.01, 0.01, 1000, 1e-6),
-        (0.01, 1.0, 20_000, 1e-6),
-        (0.1, 0.3, 1, 1e-8),
-        (3.0, 1 / 92, 1840, 1e-6),
-        (8.0, 0.1, 50, 1e-3),
-        (100.0, 1.0, 1, 1e-6),
-        (100.0, 0.3, 20_000, 1e-6),
-    ],
-)
-def test_calibration_never_exceeds_the_target_and_hits_it(target, q, steps, delta):
-    check_calibrated(target, q, steps, delta, {"gradient": 1.0, "count": 10.0})
-
-
-@settings(max_examples=5)
-@given(
-    target=st.floats(0.05, 30),
-    q=st.floats(0.003, 1),
-    steps=st.integers(1, 5000),
-    exponent=st.integers(-8, -3),
-    sigma=st.floats(1e-3, 1e3),
-)
-def test_calibration_hits_any_target(target, q, steps, exponent, sigma):
-    check_calibrated(target, q, steps, 10.0**exponent, {"gradient": sigma})
-
-
-def test_calibration_scales_only():
-    both = scale_for({"gradient": 2.0, "count": 20.0}, epsilon=2.0, delta=1e-5, q=0.02, steps=300)
-    half = scale_for({"gradient": 1, "count": 10}, epsilon=2.0, delta=1e-5, q=0.02, steps=300)
-    assert 2 * both == pytest.approx(half, rel=1e-3)
-
-
-def test_calibration_that_makes_no_sense_is_refused():
-    with pytest.raises(
-        ValueError, match=r"10 steps at q = 1e-08 sample a record with probability 1e-07 only"
-    ):
-        scale_for({"gradient": 1.0}, epsilon=1.0, delta=1e-6, q=1e-8, steps=10)
-    with pytest.raises(ValueError, match=r"epsilon is 1e\+07; it is reached with next to no noise"):
-        scale_for({"gradient": 1.0}, epsilon=1e7, delta=1e-6, q=1.0, steps=1)
-    with pytest.raises(
-        ValueError, match=r"multipliers is empty; give the multiplier of at least one release"
-    ):
-        scale_for({}, epsilon=1.0, delta=1e-6, q=0.1, steps=1)
-    with pytest.raises(ValueError, match=r"count is 0\.0; it must be a finite number above 0"):
-        scale_for({"count": 0.0}, epsilon=1.0, delta=1e-6, q=0.1, steps=1)
-    with pytest.raises(ValueError, match=r"epsilon is -1\.0; it must be"):
-        scale_for({"count": 1.0}, epsilon=-1.0, delta=1e-6, q=0.1, steps=1)
-    with pytest.raises(ValueError, match=r"q is 1\.5; it must lie above 0 and at most at 1"):
-        scale_for({"count": 1.0}, epsilon=1.0, delta=1e-6, q=1.5, steps=1)
-
-
-@pytest.mark.parametrize("s", [1.0, 0.5])
-def test_gradient_and_count_cost_what_the_joint_costs(s):
-    sigma = gradient_multiplier(1.0, 10.0, s)
-    assert sigma > 1.0
-    both = ledger_of(1 / 92, 1840, gradient=sigma, count=10.0 / s)
-    assert epsilon(both, 1e-6, "rdp") == pytest.approx(3.408, abs=0.002)
-
-
-def test_a_count_that_costs_too_much_is_refused():
-    with pytest.raises(
-        ValueError, match=r"^count is 1\.0; it must be above s·joint = 1, .* more noise\.$"
-    ):
-        gradient_multiplier(1.0, 1.0)
-    assert gradient_multiplier(1.0, 1.0, s=0.5) == pytest.approx(0.75**-0.5)
-
-
 # In print
 
 
@@ -500,6 +419,24 @@ def test_a_delta_out_of_range_is_refused(delta):
 def test_an_unknown_accountant_is_refused():
     with pytest.raises(ValueError, match=r"^accountant is 'prv'; it must be one of rdp, pld\.$"):
         epsilon(ledger_of(0.01, 10, gradient=1.0), 1e-6, "prv")
+
+
+def test_a_ledger_of_many_multipliers_is_bounded_quickly_and_closely(monkeypatch):
+    """Noise that changes with every step: rounded down to few multipliers, ε only grows."""
+    steps = 60
+    ledger = Ledger([Entry(0.02, (("gradient", 1.5 - t / steps),), 1) for t in range(steps)])
+    assert len(accounting._few_parts(ledger)) <= accounting._MOST_KINDS
+    assert sum(part.steps for part in accounting._few_parts(ledger)) == steps
+    bounds = {name: epsilon(ledger, 1e-5, name) for name in ("rdp", "pld")}
+    monkeypatch.setattr(accounting, "_MOST_KINDS", steps)
+    for name, bound in bounds.items():
+        exact = epsilon(ledger, 1e-5, name)
+        assert exact <= bound <= 1.04 * exact
+    two_rates = [Entry(0.02, (("gradient", 1.0 + t / 99),), 1) for t in range(40)]
+    two_rates += [Entry(0.5, (("gradient", 9.0 + t / 99),), 1) for t in range(40)]
+    monkeypatch.setattr(accounting, "_MOST_KINDS", 4)
+    kinds = accounting._few_parts(Ledger(two_rates))
+    assert [sum(part.steps for part in kinds if part.q == q) for q in (0.02, 0.5)] == [40, 40]
 
 
 def test_a_rate_above_one_is_refused():

@@ -685,7 +685,7 @@ def add_half(self, u, t, size):
     [
         (by_numpy, "Noise._refine", add_half),  # 32 bits: ends at √(66 ln 2) = 6.76
         (by_numpy, "_TAIL", 1),  # refined too late: 6.66 and nothing for a while before it
-        (by_numpy, "Noise._further", lambda *_: 0.5),
+        (by_numpy, "Noise._refinement", lambda *_: 0.5),
     ],
 )
 def test_uniforms_of_32_bits_would_fail(road, name, fault, feed, monkeypatch):

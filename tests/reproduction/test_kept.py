@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from evenclip.reproduction.artifacts import MADE, Artifacts
+from evenclip.reproduction.cells import cells
 from evenclip.reproduction.published import load
-from evenclip.reproduction.tables import TABLES, cells
+from evenclip.reproduction.tables import TABLES
 
 ROOT = Path(__file__).parents[2]
 KEPT, PAGE = ROOT / "results" / "paper", ROOT / "docs" / "reproduction.md"

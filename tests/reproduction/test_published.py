@@ -302,12 +302,12 @@ def test_an_unknown_cell_says_what_there_is():
         "dpsgd-global-adapt."
     )
     assert message(cell, "non-private", "privacy_cost", "8") == (
-        "Table 2 has in row 'non-private' no column 'privacy_cost'; choose among accuracy, loss."
+        "Row 'non-private' of Table 2 has no column 'privacy_cost'; choose among accuracy, loss."
     )
     assert message(cell, "dpsgd", "loss", "3") == "Table 2 has no group '3'; choose among 2, 8."
-    assert message(cell, "dpsgd", "loss") == "loss is printed for each group; name one of 2, 8."
+    assert message(cell, "dpsgd", "loss") == "loss is printed for each group; give one of 2, 8."
     assert message(cell, "dpsgd", "privacy_cost_gap", "8") == (
-        "privacy_cost_gap is one number for both groups; ask for it without the group '8'."
+        "privacy_cost_gap is one number for both groups; leave out the group '8'."
     )
 
 
@@ -321,5 +321,6 @@ def test_a_number_is_written_as_it_was_printed(text):
 )
 def test_another_form_is_no_printed_number(text):
     assert message(Printed.parse, text) == (
-        f"{text!r} is no printed number; write 69.9 ± 0.4 or 69.9, with as many digits in both."
+        f"{text!r} is not a printed number; write 69.9 ± 0.4 or 69.9, with the same number of "
+        "decimals in both."
     )

@@ -10,8 +10,10 @@ from evenclip.audit import statistics
 from evenclip.comparison import compare
 from evenclip.comparison.presets import PUBLISHED, SETTINGS
 from evenclip.reproduction import observed, tables
+from evenclip.reproduction.cells import Cell, cells, verdicts
+from evenclip.reproduction.markdown import draw
 from evenclip.reproduction.published import Printed, load
-from evenclip.reproduction.tables import TABLES, Cell, cells, draw, verdicts
+from evenclip.reproduction.tables import TABLES
 from evenclip.reproduction.training import Training
 
 

@@ -13,6 +13,7 @@ import evenclip
 from evenclip.comparison import compare
 from evenclip.gradients import plan
 from evenclip.mechanism import Mechanism, accounting
+from evenclip.mechanism.calibration import calibrate
 from evenclip.mechanism.statement import paragraph, report
 from evenclip.models import mlp, sigmoid_then_softmax
 from evenclip.rules import DPSGD, Constants, FairLens
@@ -161,7 +162,7 @@ def test_there_is_no_epsilon_anywhere():
     assert "tie every sample's gradient to every record" in " ".join(paragraph(said).split())
     assert not accounting_of(run.settings.rule)
     with pytest.raises(ValueError, match="has no valid ε with any noise"):
-        accounting.calibrate(run.settings.rule, epsilon=3.0, delta=1e-6, q=0.1, steps=10)
+        calibrate(run.settings.rule, epsilon=3.0, delta=1e-6, q=0.1, steps=10)
 
 
 def accounting_of(rule):

@@ -137,7 +137,7 @@ class Toy:
         release = release if isinstance(release, Release) else Release(release)
         public, part = step(tape, mechanism, state, chunks, B, release)
         return Step(
-            public, part.seen, part.total, WeightedSums(tape, chunks), B, 0, mechanism, tape
+            public, part.seen, part.total, WeightedSums(tape, chunks), B, 0, mechanism, tape, state
         )
 
 

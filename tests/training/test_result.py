@@ -292,7 +292,7 @@ def test_the_paragraph_reads_at_79_columns_and_has_the_numbers(toy, private_rule
     assert "15 steps at rate q = 0.2" in words
     assert "0.8 (gradient)" in words
     assert (
-        "The seed is a given one, not told here: reproducible, so not private against whoever "
+        "The seed is given and not stated here: reproducible, so not private against anyone who "
         "knows it." in words
     )
     assert f"The rule {'used' if private_rule.uses_groups else 'did not use'} group labels" in words

@@ -289,7 +289,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_still_loads(
         resume(toy, folder)
     assert str(caught.value) == (
         f"{bad / name} is damaged: {len(content)} bytes, {size} were written, and the checksum "
-        f"differs. The one before it, {folder / 'step-00000005'}, is still there: remove "
+        f"differs. The previous one, {folder / 'step-00000005'}, is still there: remove "
         "step-00000007 and resume from that."
     )
     shutil.rmtree(bad)
@@ -303,8 +303,9 @@ def test_a_missing_file_is_named(toy, folder, name):
     with pytest.raises(CheckpointError) as caught:
         resume(toy, folder)
     assert str(caught.value) == (
-        f"{bad} is not a whole checkpoint ({name}: No such file or directory). The one before it, "
-        f"{folder / 'step-00000005'}, is still there: remove step-00000007 and resume from that."
+        f"{bad} is not a complete checkpoint ({name}: No such file or directory). The previous "
+        f"one, {folder / 'step-00000005'}, is still there: remove step-00000007 and resume from "
+        "that."
     )
     shutil.rmtree(bad)
     assert_identical(toy, resume(toy, folder), fit(toy.mlp(), toy.data(), **settings(DPSGDF())))
@@ -316,7 +317,7 @@ def test_a_damaged_manifest_is_named(toy, folder, content):
     (bad / "manifest.json").write_text(content)
     with pytest.raises(CheckpointError) as caught:
         resume(toy, folder)
-    assert str(caught.value).startswith(f"{bad} is not a whole checkpoint (manifest.json: ")
+    assert str(caught.value).startswith(f"{bad} is not a complete checkpoint (manifest.json: ")
     assert "remove step-00000007 and resume from that." in str(caught.value)
 
 
@@ -340,7 +341,10 @@ def test_one_of_another_format_is_refused(toy, folder):
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError) as caught:
         resume(toy, folder)
-    assert str(caught.value) == f"{path} was written in another format than this version reads (2)."
+    assert str(caught.value) == (
+        f"{path} has another format than this version reads (2); resume with the version that "
+        "wrote it."
+    )
 
 
 FOREIGN = {

@@ -36,6 +36,7 @@ from torch.nn.functional import cross_entropy
 from evenclip.audit.curvature import Curvature, Estimate, signs
 from evenclip.data.dataset import Dataset, as_dataset
 from evenclip.gradients.losses import Loss
+from evenclip.training.loss import targets
 from evenclip.training.step import Chunk, Step, WeightedSums, clip
 
 __all__ = ["NAMES", "Batches", "GroupTerms", "RiskTerms", "terms"]
@@ -225,7 +226,7 @@ class RiskTerms:
             self._data = self._data.to(step.clipped_sum.device)
         batches = self._gradients(step)
         probes = signs(self._probes, batches.plain.shape[1], self._seed)
-        sigma, S = float(step.mechanism.rule.sigma), float(step.public.sensitivity)
+        sigma, S = step.mechanism.noise["gradient"], float(step.public.sensitivity)
         noise = sigma * S / step.B if sigma else 0.0  # without noise S may be infinite
         groups = [self._group(k, step, batches, probes, noise) for k in self._rows]
         return {
@@ -243,7 +244,9 @@ class RiskTerms:
         curvature, gradients = self._curvature(step, rows, partial)
         # A sample without a finite gradient takes no part in training.
         if not bool(torch.isfinite(gradients).all()):
-            finite = clip(step.tape, step.mechanism, self._chunk(rows), step.public.now).seen.finite
+            finite = clip(
+                step.tape, step.mechanism, self._chunk(rows, step), step.state, step.public.now
+            ).seen.finite
             rows = rows if finite is None else rows[finite.to(rows.device)]
             curvature, gradients = self._curvature(step, rows, partial)
         sizes = curvature.sizes.numpy()
@@ -295,19 +298,21 @@ class RiskTerms:
         plain, clipped = [ones.double() / step.B], [step.clipped_sum.double() / step.B]
         for _ in range(self._batches - 1):
             drawn = self._random.random(len(self._data)) < step.B / len(self._data)
-            batch = self._chunk(torch.from_numpy(np.flatnonzero(drawn)))
+            batch = self._chunk(torch.from_numpy(np.flatnonzero(drawn)), step)
             plain.append(
                 WeightedSums(step.tape, batch)(torch.ones(int(drawn.sum()))).double() / step.B
             )
             clipped.append(
-                clip(step.tape, step.mechanism, batch, step.public.now).total.double() / step.B
+                clip(step.tape, step.mechanism, batch, step.state, step.public.now).total.double()
+                / step.B
             )
         return Batches(torch.stack(plain), torch.stack(clipped))
 
-    def _chunk(self, rows: Tensor) -> list[Chunk]:
-        """Return these samples as a batch; the batch is empty without samples."""
+    def _chunk(self, rows: Tensor, step: Step) -> list[Chunk]:
+        """Return these samples as a batch of the step; the batch is empty without samples."""
         x, y, group = self._data.take(rows.to(self._data.y.device))
         assert group is not None
+        y = targets(step.mechanism.rule, y, group, step.state)
         return [Chunk(x, y, group)] if len(rows) else []
 
 

@@ -62,9 +62,9 @@ def _calibrated(
     target: float, sigma_count: float | None, *, delta: float, q: float, steps: int
 ) -> float:
     """Return the σ for which gradient and count jointly cost at most the target ε."""
-    from evenclip.mechanism import accounting
+    from evenclip.mechanism import calibration
 
-    joint = accounting.scale_for({"joint": 1.0}, epsilon=target, delta=delta, q=q, steps=steps)
+    joint = calibration.scale_for({"joint": 1.0}, epsilon=target, delta=delta, q=q, steps=steps)
     if sigma_count is None:
         return joint
     if sigma_count <= joint:
@@ -72,7 +72,7 @@ def _calibrated(
             f"--sigma-count is {sigma_count:g}; the count alone costs more than ε = {target:g}. "
             f"Give more than {joint:.4g}."
         )
-    return accounting.gradient_multiplier(joint, sigma_count)
+    return calibration.gradient_multiplier(joint, sigma_count)
 
 
 def _facts(

@@ -148,7 +148,8 @@ def _rate(plan: Protocol, n: int) -> tuple[float, int]:
 
 def calibrated(plan: Protocol, epsilon: float, n: int) -> Protocol:
     """Every private rule with the noise for this ε."""
-    from evenclip.mechanism.accounting import calibrate, default_delta
+    from evenclip.mechanism.accounting import default_delta
+    from evenclip.mechanism.calibration import calibrate
 
     q, batches = _rate(plan, n)
     delta = default_delta(n) if plan.delta is None else plan.delta

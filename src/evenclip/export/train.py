@@ -12,6 +12,7 @@ from evenclip.audit import metrics
 from evenclip.comparison import protocol
 from evenclip.data.table import Tabled, table
 from evenclip.mechanism import accounting
+from evenclip.mechanism.calibration import calibrate
 from evenclip.rules import NO_EPSILON, Rule
 from evenclip.sweep.describe import describe_model, named_rule
 from evenclip.training.config import TrainConfig
@@ -92,9 +93,7 @@ def train(
     delta = accounting.default_delta(n) if config.delta is None else config.delta
     accounting.check_delta(delta)
     steps = config.epochs * math.ceil(n / B)
-    private = accounting.calibrate(
-        _rule(rule, data.K), epsilon=epsilon, delta=delta, q=B / n, steps=steps
-    )
+    private = calibrate(_rule(rule, data.K), epsilon=epsilon, delta=delta, q=B / n, steps=steps)
     described["options"] |= {"inputs": len(encoder.features), "classes": len(encoder.classes)}
     start = models.TABULAR[described["name"]](**described["options"], seed=seed)
     lr = (

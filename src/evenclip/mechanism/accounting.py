@@ -31,34 +31,27 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import ROUND_CEILING, Context
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from evenclip import check
-from evenclip.mechanism.release import Entry, Ledger, joint_multiplier
+from evenclip.mechanism.release import Ledger
 
 if TYPE_CHECKING:
     import dp_accounting
 
-    from evenclip.rules import Rule
-
-AnyRule = TypeVar("AnyRule", bound="Rule")
-
 __all__ = [
-    "calibrate",
     "curve",
     "epsilon",
     "epsilon_without_amplification",
     "event",
-    "gradient_multiplier",
+    "pld",
     "rounded_up",
-    "scale_for",
     "smallest_delta",
 ]
 
 # Largest excess of the PLD's ε over the exact ε due to the grid, as a fraction of ε: for a final
 # result, and during a search.
-_FINE, _COARSE = 1e-4, 1e-2
+FINE, COARSE = 1e-4, 1e-2
 # Most grid points for one step. dp-accounting takes about 4 µs per point and direction.
 _MOST_POINTS = 150_000
 # dp-accounting truncates the noise at this many standard deviations; the tail has mass e⁻⁵⁰.
@@ -68,14 +61,8 @@ _LARGEST_EXPONENT = 700.0
 # δ that double precision may lose per convolved step. The largest observed loss of the transform is
 # two units of 2⁻⁵².
 _ROUNDING = 2.0**-49
-# Calibration ends with an ε in [1 − 5e-4, 1 − 1e-5] times the target: the upper margin allows
-# for different rounding when the multipliers are computed in another order.
-_WINDOW, _MARGIN = 5e-4, 1e-5
-# Below this joint multiplier a single step costs an ε of half a million.
-_LEAST_MULTIPLIER = 1e-3
-# Smallest supported target ε. The accountants' arithmetic cannot distinguish smaller ones from 0.
-_LEAST_EPSILON = 1e-6
-_MOST_ROUNDS = 100
+# Most kinds of steps, by multiplier, that are convolved: each takes about 0.1 s.
+_MOST_KINDS = 32
 
 
 def event(ledger: Ledger) -> dp_accounting.DpEvent:
@@ -109,6 +96,7 @@ def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float | No
     for adding or removing one record. PLD is within about 1e-4·ε of the exact value (some per cent
     where q is 1e-5 or less) and needs δ above `smallest_delta`.
 
+    >>> from evenclip.mechanism.release import Entry
     >>> steps = 20 * 92  # 20 epochs on Adult: (3.41, 3.10) at δ = 1e-6
     >>> ledger = Ledger([Entry(1 / 92, (("gradient", 1.0),), steps)])
     >>> round(epsilon(ledger, 1e-6, "rdp"), 2), round(epsilon(ledger, 1e-6), 2)
@@ -134,6 +122,7 @@ def curve(
 
     One Gaussian with multiplier 1 has δ(1) = Φ(-1/2) − e·Φ(-3/2) = 0.1269:
 
+    >>> from evenclip.mechanism.release import Entry
     >>> ledger = Ledger([Entry(1.0, (("gradient", 1.0),), 1)])
     >>> [(delta, round(rdp, 2), round(pld, 2)) for delta, rdp, pld in curve(ledger, [0.12693674])]
     [(0.12693674, 1.5, 1.0)]
@@ -143,7 +132,7 @@ def curve(
         check_delta(delta)
     if not ledger.is_private:
         return [(delta, None, None) for delta in deltas]
-    return list(zip(deltas, _rdp(ledger, deltas), _pld(ledger, deltas), strict=True))
+    return list(zip(deltas, _rdp(ledger, deltas), pld(ledger, deltas), strict=True))
 
 
 def epsilon_without_amplification(ledger: Ledger, delta: float) -> float | None:
@@ -153,6 +142,7 @@ def epsilon_without_amplification(ledger: Ledger, delta: float) -> float | None:
     one Gaussian with the joint multiplier of all steps, m = (Σ_t m_t⁻²)^(-1/2), and with μ = 1/m
     its δ(ε) = Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ) (Balle, Wang 2018, arXiv:1805.06530, Eq. 6).
 
+    >>> from evenclip.mechanism.release import Entry
     >>> ledger = Ledger([Entry(0.01, (("gradient", 10.0),), 100)])  # μ = √100 / 10 = 1
     >>> round(epsilon_without_amplification(ledger, 0.12693674), 6)  # δ(1) = Φ(-1/2) − e·Φ(-3/2)
     1.0
@@ -163,119 +153,6 @@ def epsilon_without_amplification(ledger: Ledger, delta: float) -> float | None:
     return _gaussian_epsilon(
         math.sqrt(sum(part.steps * part.multiplier**-2 for part in _parts(ledger))), delta
     )
-
-
-def scale_for(
-    multipliers: Mapping[str, float], *, epsilon: float, delta: float, q: float, steps: int
-) -> float:
-    """Return the smallest scale s of the multipliers that reaches the target ε at δ, by PLD.
-
-    `steps` steps of rate q with the multipliers {name: s·m} then cost at most ε. Guarantee: the ε
-    of that ledger is never above the target, and at most 0.05 % below it.
-
-    >>> unit = {"gradient": 1.0, "count": 10.0}
-    >>> s = scale_for(unit, epsilon=3.0, delta=1e-6, q=1 / 92, steps=1840)
-    >>> ledger = Ledger([Entry(1 / 92, (("gradient", s), ("count", 10 * s)), 1840)])
-    >>> 0.9995 * 3.0 <= epsilon(ledger, 1e-6) <= 3.0
-    True
-
-    Raises:
-        ValueError: if a value is out of range, or the target holds even without noise, so that no
-            multiplier is the smallest (δ is at least the probability that a record is sampled).
-    """
-    check.natural(steps=steps)
-    return _scale_for([(multipliers, int(steps))], epsilon=epsilon, delta=delta, q=q)
-
-
-def _scale_for(
-    plan: Sequence[tuple[Mapping[str, float], int]], *, epsilon: float, delta: float, q: float
-) -> float:
-    """Return `scale_for` for several kinds of steps, each with its number."""
-    check.positive(epsilon=epsilon)
-    check_delta(delta)
-    check.fraction(q=q)
-    for multipliers, _ in plan:
-        check.positive(**multipliers)
-    if epsilon < _LEAST_EPSILON:
-        raise ValueError(
-            f"epsilon is {epsilon:g}; below {_LEAST_EPSILON:g} it cannot be distinguished from 0, "
-            "and its noise would leave nothing to learn; give a larger epsilon."
-        )
-    steps = sum(n for _, n in plan)
-    precision = sum(n * joint_multiplier(m.values()) ** -2 for m, n in plan) / steps
-    if precision == 0:
-        raise ValueError("multipliers is empty; give the multiplier of at least one release.")
-    sampled = 1.0 if q == 1 else -math.expm1(steps * math.log1p(-q))
-    if sampled <= delta:
-        raise ValueError(
-            f"delta is {delta:g}, and {steps} steps at q = {q:g} sample a record with probability "
-            f"{sampled:.3g} only. Any ε holds without noise, so no record is protected; give a "
-            "smaller delta."
-        )
-    unit = precision**-0.5  # of one kind of step that costs about as much as all
-    scale: float = _first_guess(epsilon, delta, q, steps) / unit
-    for tolerance in (_COARSE, _FINE):
-        cost = partial(_cost, plan, q, delta, tolerance)
-        scale = _solve(cost, epsilon, scale, least=_LEAST_MULTIPLIER / unit)
-    return scale
-
-
-def calibrate(rule: AnyRule, *, epsilon: float, delta: float, q: float, steps: int) -> AnyRule:
-    """Return the rule with its noise scaled so that `steps` steps at rate q cost ε at δ.
-
-    The cost includes the rule's counts. Guarantee: by PLD, never above the target and at most 0.05
-    % below it.
-
-    >>> from evenclip import DPSGDGlobalAdapt
-    >>> rule = calibrate(DPSGDGlobalAdapt(sigma=1.0), epsilon=3.0, delta=1e-6, q=1 / 92, steps=1840)
-    >>> round(rule.sigma, 2), round(rule.sigma_count, 1)
-    (1.02, 10.2)
-
-    Raises:
-        ValueError: if a value is out of range, or the rule adds no noise that could be scaled.
-    """
-    if rule.sigma == 0:
-        raise ValueError(
-            f"{rule.name} adds no noise, so no ε can be reached with it; choose a private rule."
-        )
-    if not rule.bounded:
-        raise ValueError(
-            f"{rule.name} has no valid ε with any noise ({rule.why}); choose a private rule."
-        )
-    plan = Counter(tuple(rule.multipliers(t).items()) for t in range(steps))
-    scale = _scale_for(
-        [(dict(row), n) for row, n in plan.items()], epsilon=epsilon, delta=delta, q=q
-    )
-    scaled = rule.scaled(scale)
-    for t in range(steps):
-        expected, given = rule.multipliers(t), scaled.multipliers(t)
-        if any(not math.isclose(given[name], scale * expected[name]) for name in expected):
-            raise ValueError(
-                f"scaled({scale:.3g}) of {rule.name} does not multiply its noise of step {t} by "
-                "that factor; compute multipliers(t) from sigma and sigma_count."
-            )
-    return scaled
-
-
-def gradient_multiplier(joint: float, count: float, s: float = 1.0) -> float:
-    """Return σ_grad = (σ⁻² − s²·σ_count⁻²)^(-1/2), with σ = `joint` and σ_count = `count`.
-
-    With it, gradient and count jointly cost what a single release with multiplier σ costs. `count`
-    is the count's noise standard deviation, and s its sensitivity: 1, or ½ for the centred count.
-
-    >>> round(gradient_multiplier(2.4, 4.0), 9)
-    3.0
-
-    Raises:
-        ValueError: if count ≤ s·joint, so that the count alone costs as much.
-    """
-    check.positive(joint=joint, count=count, s=s)
-    if count <= s * joint:
-        raise ValueError(
-            f"count is {count}; it must be above s·joint = {s * joint:g}, because the count alone "
-            "already costs as much as both releases may; give the count more noise."
-        )
-    return float((joint**-2 - (s / count) ** 2) ** -0.5)
 
 
 def rounded_up(value: float, digits: int = 4) -> str:
@@ -297,6 +174,7 @@ def smallest_delta(ledger: Ledger) -> float:
     δ ≤ 1e-12 its ε can be below the exact one. This amount is subtracted from δ before ε is
     computed, so that the result remains an upper bound. A smaller δ is rejected.
 
+    >>> from evenclip.mechanism.release import Entry
     >>> smallest_delta(Ledger([Entry(0.01, (("gradient", 1.0),), 1024)])) == 2.0**-39
     True
     """
@@ -345,6 +223,34 @@ def _parts(ledger: Ledger) -> _Parts:
             )
         steps[float(entry.q), float(entry.joint)] += int(entry.steps)
     return tuple(_Part(q, m, n) for (q, m), n in steps.items() if q > 0 and m < math.inf and n > 0)
+
+
+def _few_parts(ledger: Ledger) -> _Parts:
+    """Return the parts of a ledger with at most `_MOST_KINDS` multipliers for each rate.
+
+    If the noise of a rule changes with the step, there may be as many multipliers as steps. Nearly
+    equal ones are rounded down to the smallest of them, so that ε only grows.
+    """
+    parts = _parts(ledger)
+    rates = dict.fromkeys(part.q for part in parts)
+    return tuple(
+        kind for q in rates for kind in _rounded_down([part for part in parts if part.q == q])
+    )
+
+
+def _rounded_down(parts: list[_Part]) -> list[_Part]:
+    """Return steps of one rate with few multipliers, none of them larger than it was."""
+    if len(parts) <= _MOST_KINDS:
+        return parts
+    least, most = (pick(part.multiplier for part in parts) for pick in (min, max))
+    width = math.log(most / least) / _MOST_KINDS * (1 + 1e-9)  # the largest is in the last bin
+    bins: dict[int, list[_Part]] = {}
+    for part in sorted(parts, key=lambda part: part.multiplier):
+        bins.setdefault(int(math.log(part.multiplier / least) / width), []).append(part)
+    return [
+        _Part(some[0].q, some[0].multiplier, sum(part.steps for part in some))
+        for some in bins.values()
+    ]
 
 
 def _lost(parts: _Parts) -> float:
@@ -410,11 +316,11 @@ def _composed(library: Any, part: _Part) -> dp_accounting.DpEvent:
 
 def _rdp(ledger: Ledger, deltas: Sequence[float]) -> list[float]:
     """Return ε at each δ by RDP, at the default orders of dp-accounting."""
-    parts = _parts(ledger)
+    parts = _few_parts(ledger)
     epsilons = [epsilon for epsilon, _ in _rdp_optima(parts, tuple(deltas))]
     if any(epsilon <= 0 for epsilon in epsilons) and parts:
         # Divergences far below 1e-16 can round to a negative number, but a release never costs 0.
-        return [max(rdp, pld) for rdp, pld in zip(epsilons, _pld(ledger, deltas), strict=True)]
+        return [max(both) for both in zip(epsilons, pld(ledger, deltas), strict=True)]
     return epsilons
 
 
@@ -428,12 +334,12 @@ def _rdp_optima(parts: _Parts, deltas: tuple[float, ...]) -> tuple[tuple[float, 
     return tuple((float(epsilon), float(order)) for epsilon, order in optima)
 
 
-def _pld(ledger: Ledger, deltas: Sequence[float], tolerance: float = _FINE) -> list[float]:
+def pld(ledger: Ledger, deltas: Sequence[float], tolerance: float = FINE) -> list[float]:
     """Return ε at each δ by PLD.
 
     The result is pessimistic in the grid (the default of dp-accounting) and in its rounding.
     """
-    return list(_pld_of(_parts(ledger), tuple(deltas), tolerance))
+    return list(_pld_of(_few_parts(ledger), tuple(deltas), tolerance))
 
 
 @lru_cache(maxsize=256)  # a comparison needs the same results several times
@@ -455,7 +361,7 @@ def _pld_of(parts: _Parts, deltas: tuple[float, ...], tolerance: float) -> tuple
 
 _ACCOUNTANTS: Mapping[str, Callable[[Ledger, Sequence[float]], list[float]]] = {
     "rdp": _rdp,
-    "pld": _pld,
+    "pld": pld,
 }
 
 
@@ -522,83 +428,3 @@ def _log_gaussian_delta(epsilon: float, mu: float, minus: float = 0.0) -> float:
     log_p = log_ndtr(mu / 2 - epsilon / mu)
     log_q = epsilon + log_ndtr(-mu / 2 - epsilon / mu)
     return float(log_p) + math.log(-math.expm1(log_q - log_p)) - minus
-
-
-# Calibration
-# --------------------------------------------------------------------------------------------------
-
-
-_Point = tuple[float, float] | None  # (scale, cost)
-
-
-def _cost(
-    plan: Sequence[tuple[Mapping[str, float], int]],
-    q: float,
-    delta: float,
-    tolerance: float,
-    scale: float,
-) -> float:
-    """Return ε by PLD of the planned steps with all multipliers times `scale`."""
-    entries = [
-        Entry(float(q), tuple((name, scale * float(m)) for name, m in multipliers.items()), steps)
-        for multipliers, steps in plan
-    ]
-    return _pld(Ledger(entries), [delta], tolerance)[0]
-
-
-def _first_guess(epsilon: float, delta: float, q: float, steps: int) -> float:
-    """Estimate the joint multiplier m of T = `steps` steps that cost ε at δ.
-
-    Many steps approach one Gaussian with μ² = T·q²·(e^(m⁻²) − 1). μ solves ε = μ²/2 + μ·√(2 ln
-    1/δ), an upper bound of the Gaussian's ε.
-    """
-    tail = -2 * math.log(delta)
-    mu = math.sqrt(tail + 2 * epsilon) - math.sqrt(tail)
-    return float(math.log1p((mu / q) ** 2 / steps) ** -0.5)
-
-
-def _solve(cost: Callable[[float], float], target: float, scale: float, least: float) -> float:
-    """Search, starting from `scale`, for a scale ≥ `least` whose cost is just below the target.
-
-    The cost must decrease as the scale grows.
-    """
-    aim = target * (1 - _WINDOW / 2)
-    dear: _Point = None  # closest point above the aim
-    cheap: _Point = None  # closest point not above it
-    for _ in range(_MOST_ROUNDS):
-        if scale < least:
-            raise ValueError(
-                f"epsilon is {target:g}; it is reached with next to no noise (a multiplier below "
-                f"{_LEAST_MULTIPLIER:g}), so it gives no privacy; give a smaller epsilon."
-            )
-        price = cost(scale)
-        if target * (1 - _WINDOW) <= price <= target * (1 - _MARGIN):
-            return scale
-        before = (dear, cheap)
-        dear, cheap = ((scale, price), cheap) if price > aim else (dear, (scale, price))
-        scale = _next_scale(dear, cheap, aim, halve=_shrank_little(before, (dear, cheap)))
-    raise ArithmeticError(
-        f"No noise multiplier was found for epsilon = {target:g}; please report the settings."
-    )
-
-
-def _shrank_little(before: tuple[_Point, _Point], now: tuple[_Point, _Point]) -> bool:
-    """Whether this round cut the bracket by less than half of its logarithmic length."""
-    if before[0] is None or before[1] is None or now[0] is None or now[1] is None:
-        return False
-    return (now[1][0] / now[0][0]) ** 2 > before[1][0] / before[0][0]
-
-
-def _next_scale(dear: _Point, cheap: _Point, aim: float, *, halve: bool) -> float:
-    """Return the scale to try next.
-
-    Extrapolate while one side of the bracket is missing; otherwise interpolate in logarithms.
-    """
-    if cheap is None or dear is None:
-        scale, price = dear or cheap or (math.nan, math.nan)
-        # ε falls at least like 1/m, so this step reaches the aim or nearly does.
-        return scale * min(max(price / aim, 0.25), 4.0)
-    share = 0.5
-    if not halve and cheap[1] > 0:
-        share = math.log(dear[1] / aim) / math.log(dear[1] / cheap[1])
-    return float(dear[0] * (cheap[0] / dear[0]) ** share)

@@ -249,6 +249,12 @@ class Mechanism:
             state if value is given and given._version == version else value for value in observed
         )
         self._check_now(now, state)
+        if following.shape != state.shape:
+            raise ValueError(
+                f"observe of {self.rule.name} returned a next state of shape "
+                f"{list(following.shape)}, and init one of shape {list(state.shape)}; keep the "
+                "shape in every step."
+            )
         return now, following
 
     def _released(self, count: Tensor, release: Release) -> Any:

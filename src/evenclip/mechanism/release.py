@@ -1,15 +1,16 @@
-"""Release: the only road from private to public, and the ledger it writes.
+"""Releases, the only way in which a private value becomes public, and the ledger of releases.
 
 A value computed from the batch becomes public as
 
     released = value + sensitivity · multiplier · N(0, I),
 
-and the multiplier m = noise standard deviation ÷ sensitivity goes into the ledger. All releases of
-one step see the same Poisson batch; a later one may depend on the noisy value of an earlier one and
-on nothing else. They are then one sampled Gaussian mechanism with the joint multiplier (Σ_j
-m_j⁻²)^(-1/2): stack the values, each divided by its sensitivity and multiplied by m_j⁻¹; one record
-moves that vector by at most (Σ_j m_j⁻²)^(1/2), under unit noise, and adaptivity costs a Gaussian
-mechanism nothing (Dong, Roth, Su 2022, "Gaussian differential privacy").
+and the multiplier m = noise standard deviation ÷ sensitivity is written to the ledger. All releases
+of one step use the same Poisson batch. A later release may depend on the noisy value of an earlier
+one, and on no other result of the step. Together they are one sampled Gaussian mechanism with the
+joint multiplier (Σ_j m_j⁻²)^(-1/2). Proof: stack the values, each divided by its sensitivity and
+multiplied by m_j⁻¹. One record moves this vector by at most (Σ_j m_j⁻²)^(1/2), under unit noise,
+and adaptivity does not change the guarantee of a Gaussian mechanism (Dong, Roth, Su 2022, "Gaussian
+differential privacy").
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ __all__ = ["Entry", "Here", "Ledger", "Release", "Total", "joint_multiplier"]
 
 
 def joint_multiplier(multipliers: Iterable[float]) -> float:
-    """(Σ_j m_j⁻²)^(-1/2), the multiplier of several releases on one batch taken as one; 0 if any of
-    them is 0.
+    """Return (Σ_j m_j⁻²)^(-1/2), the multiplier of several releases on one batch taken as one.
+
+    It is 0 if any of the multipliers is 0.
 
     >>> joint_multiplier([3.0, 4.0])
     2.4
     >>> joint_multiplier([])
     inf
     """
-    # float(): a numpy or integer multiplier must not travel further; dp-accounting drops such
-    # values silently.
+    # float(): dp-accounting silently drops multipliers that are integers or numpy numbers.
     values = [float(m) for m in multipliers]
     if any(m == 0 for m in values):
         return 0.0
@@ -46,14 +47,14 @@ def joint_multiplier(multipliers: Iterable[float]) -> float:
 
 @dataclass(frozen=True)
 class Entry:
-    """`steps` consecutive steps that released the same things in the same way.
+    """Consecutive steps with the same releases and the same multipliers.
 
     Attributes:
-        q: Poisson rate of the batches; None where the batch was not a Poisson sample, so that no ε
+        q: Poisson rate of the batches; None if the batches were not Poisson samples, so that no ε
             can be stated.
         multipliers: name of each release of a step -> noise standard deviation ÷ sensitivity; 0 is
             a release in clear.
-        steps: how many steps in a row.
+        steps: number of consecutive steps.
     """
 
     q: float | None
@@ -67,14 +68,13 @@ class Entry:
 
     @property
     def is_private(self) -> bool:
-        """Whether these steps have an ε at all: Poisson batches, and noise on everything released."""
+        """Whether these steps have an ε: Poisson batches, and noise on every released value."""
         return self.q is not None and self.joint > 0
 
 
 @dataclass
 class Ledger:
-    """What was released, in order: the truth about ε. `evenclip.mechanism.accounting` turns it into
-    numbers.
+    """Every release of a run, in order. `evenclip.mechanism.accounting` computes ε from it.
 
     >>> ledger = Ledger()
     >>> for _ in range(3):
@@ -88,7 +88,7 @@ class Ledger:
     entries: list[Entry] = field(default_factory=list)
 
     def write(self, q: float | None, multipliers: Mapping[str, float]) -> None:
-        """Add one step that released under these multipliers on one batch of rate q."""
+        """Add one step: its releases had these multipliers, on one batch drawn at rate q."""
         last = self.entries[-1] if self.entries else None
         if last is not None and last.q == q and last.multipliers == tuple(multipliers.items()):
             self.entries[-1] = Entry(last.q, last.multipliers, last.steps + 1)
@@ -97,28 +97,28 @@ class Ledger:
 
     @property
     def steps(self) -> int:
-        """Number of steps taken."""
+        """Number of steps."""
         return sum(entry.steps for entry in self.entries)
 
     @property
     def is_private(self) -> bool:
-        """Whether an ε can be stated for everything in here."""
+        """Whether an ε can be stated for all entries."""
         return all(entry.is_private for entry in self.entries)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """The entries as plain values."""
+        """Return the entries as plain values."""
         return [
             {"q": e.q, "multipliers": dict(e.multipliers), "steps": e.steps} for e in self.entries
         ]
 
     @staticmethod
     def from_json(rows: Iterable[Mapping[str, Any]]) -> Ledger:
-        """The ledger that `to_json` wrote."""
+        """Return the ledger that `to_json` wrote."""
         return Ledger([_entry(r["q"], r["multipliers"], int(r["steps"])) for r in rows])
 
 
 def _entry(q: float | None, multipliers: Mapping[str, float], steps: int) -> Entry:
-    """An entry of Python's own floats: dp-accounting drops others silently."""
+    """Return an entry with Python floats; dp-accounting silently drops other numbers."""
     return Entry(
         None if q is None else float(q),
         tuple((name, float(m)) for name, m in multipliers.items()),
@@ -127,32 +127,32 @@ def _entry(q: float | None, multipliers: Mapping[str, float], steps: int) -> Ent
 
 
 class Total(Protocol):
-    """How the parts of a released value are added up, where several processes take a step together.
+    """How the parts of a released value are summed over the processes of a run.
 
     Attributes:
-        adds_noise: whether this process adds noise to it.
+        adds_noise: whether this process adds noise to the value.
     """
 
     adds_noise: bool
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum over the processes, without this one's noise; `value` is not changed."""
+        """Return the sum over the processes, without noise of this one; keep `value` unchanged."""
 
     def noisy_total(self, value: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
-        """The same with its noise, which `add` adds to a value of the noise's size."""
+        """Return the sum with this process's noise; `add` adds it to a value of the same size."""
 
 
 class Here:
-    """In one process the value is the sum."""
+    """The sum in a single process: the value itself."""
 
     adds_noise = True
 
     def total(self, value: Tensor) -> Tensor:
-        """The value itself."""
+        """Return the value."""
         return value
 
     def noisy_total(self, value: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
-        """With its noise."""
+        """Return the value with its noise."""
         return add(value)
 
 
@@ -160,7 +160,7 @@ _HERE = Here()
 
 
 class Release:
-    """The releases of one step, on noise that was drawn before the step began and is used once.
+    """The releases of one step. The noise is drawn before the step, and each value is used once.
 
     >>> release = Release({"count": torch.zeros(1), "gradient": torch.ones(2)})
     >>> release("gradient", torch.tensor([3.0, 4.0]), sensitivity=0.5, multiplier=2.0)
@@ -175,14 +175,15 @@ class Release:
         self, noise: Mapping[str, Tensor], totals: Mapping[str, Total] | None = None
     ) -> None:
         self._noise, self._released = dict(noise), set[str]()  # name of the release -> N(0, I)
-        self._totals = (
-            totals or {}
-        )  # name of the release -> how it is added up, where there are several processes
+        self._totals = totals or {}  # name of the release -> its sum; empty in a single process
 
     def __call__(
         self, name: str, value: Tensor, *, sensitivity: float | Tensor, multiplier: float
     ) -> Tensor:
-        """`value` plus sensitivity · multiplier · N(0, I). A multiplier of 0 publishes it in clear."""
+        """Return `value` + sensitivity · multiplier · N(0, I).
+
+        A multiplier of 0 publishes the value in clear.
+        """
         if value.numel() == 0:
             return value
         if name in self._released:
@@ -196,7 +197,7 @@ class Release:
     def _noisy(
         self, name: str, sensitivity: float | Tensor, multiplier: float, value: Tensor
     ) -> Tensor:
-        """The value with its noise."""
+        """Return the value with its noise."""
         fresh = self._noise.pop(name)
         fresh = fresh if fresh.shape == value.shape else fresh.view(value.shape)
         if isinstance(sensitivity, Tensor):

@@ -1,4 +1,4 @@
-"""The public constants of a run: what its privacy statement is about, fixed before training."""
+"""The public constants of a run, fixed before training; its privacy statement refers to them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ __all__ = ["Settings"]
 
 @dataclass(frozen=True)
 class Settings:
-    """The public constants of a run, fixed before training. Neighbouring datasets are trained with
-    the same ones.
+    """The public constants of a run, fixed before training.
+
+    They are the same for neighbouring datasets.
 
     Attributes:
         rule: the clipping rule.
-        n: number of records (an access to the data that ε does not cover).
+        n: number of records; ε does not cover this access to the data.
         groups: number of groups K.
         q: Poisson rate; None for shuffled batches.
-        B: expected batch size, what sums are divided by.
-        steps: T.
-        epoch: steps in an epoch.
+        B: expected batch size, the divisor of sums.
+        steps: number of steps T.
+        epoch: number of steps per epoch.
         delta: δ.
         lr: learning rate.
         optimizer: name of the optimiser's class.
-        seed: what was given; None: taken from the operating system and not kept.
-        parameters: number of trainable ones.
+        seed: the given seed; None if it was taken from the operating system and not kept.
+        parameters: number of trainable parameters.
     """
 
     rule: Rule
@@ -46,8 +47,9 @@ class Settings:
     parameters: int
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values that may be published: all but the seed, of which only whether one was
-        given.
+        """Return the constants as plain values that may be published.
+
+        The seed is left out; `seed_given` says whether one was given.
         """
         rule = {
             "class": type(self.rule).__qualname__,
@@ -62,10 +64,10 @@ class Settings:
         return plain | {"rule": rule, "seed_given": self.seed is not None}
 
     def ends(self, t: int) -> bool:
-        """Whether an epoch ends with the step of this number, the first being 1."""
+        """Return whether an epoch ends with step t, counted from 1."""
         return t % self.epoch == 0 or t == self.steps
 
     @property
     def specification(self) -> str:
-        """SHA-256 of all that, as hexadecimal digits: the name of these settings in reports."""
+        """SHA-256 of `to_json` in hexadecimal digits, which identifies the settings in reports."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""The privacy report: everything that must be known to judge an ε, as plain values and in words.
+"""The privacy report: all facts needed to judge an ε, as plain values and as text.
 
-The fields follow what regulators and TF-Privacy's privacy statements ask for: trust model, unit,
+The fields are those that regulators and TF-Privacy's privacy statements require: trust model, unit,
 neighbouring relation, what is covered and what is not, ε and δ with their accountant, every
 constant of the mechanism, and the soundness of the method.
 """
@@ -36,8 +36,9 @@ NOT_COVERED = (
 def epsilon(
     settings: Settings, ledger: Ledger, accountant: str = "pld", delta: float | None = None
 ) -> float | None:
-    """ε of a run at δ (its own unless given); None where the ledger has none, or the rule claims
-    none to be valid.
+    """Return ε of a run at δ, by default the δ of its settings.
+
+    It is None if the ledger is not private or the rule declares `NO_EPSILON`.
     """
     from evenclip.mechanism import accounting
 
@@ -50,14 +51,14 @@ def report(
     settings: Settings, ledger: Ledger, trace: Sequence[dict[str, Any]], *, tf32: bool = False,
     uncovered: Sequence[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """The report of one run, as values that JSON can hold; ε is None where none is valid.
+    """Return the report of one run as values that JSON can hold; ε is None if none is valid.
 
     Args:
-        settings: its constants.
-        ledger: what it released.
-        trace: what it looked like.
-        tf32: whether operands of products were rounded.
-        uncovered: further looks at the data that ε does not cover.
+        settings: constants of the run.
+        ledger: its releases.
+        trace: rows of its trace.
+        tf32: whether operands of products were rounded to TF32.
+        uncovered: further uses of the data that ε does not cover.
     """
     from evenclip.mechanism import accounting
 
@@ -65,7 +66,7 @@ def report(
     rule, delta = settings.rule, settings.delta
     last = ledger.entries[-1] if ledger.entries else None
     return {
-        "trust_model": "central: whoever trains sees the data; whoever receives the model does not",
+        "trust_model": "central: the trainer sees the data; recipients of the model do not",
         "unit": UNIT,
         "neighbouring_relation": RELATION,
         "protected": [
@@ -113,13 +114,14 @@ def report(
         "precision": (
             "TF32: operands of products rounded to 11 bits, norms enlarged to allow for it"
             if tf32
-            else "as the parameters have it"
+            else "that of the parameters"
         ),
         "random_generator": "Philox 4×64-10 (noise), PCG64 (batches); not cryptographic",
         "seed": (
             "from the operating system, not kept"
             if settings.seed is None
-            else "a given one, not told here: reproducible, so not private against whoever knows it"
+            else "given and not stated here: reproducible, so not private against anyone who "
+            "knows it"
         ),
         "specification": settings.specification,
         "ledger": ledger.to_json(),
@@ -132,7 +134,7 @@ def report(
 
 
 def paragraph(report: dict[str, Any], width: int = 79) -> str:
-    """The report in words, for a person who has to sign it."""
+    """Return the report as text, wrapped at `width` columns."""
     from evenclip.mechanism.accounting import rounded_up
 
     if report["epsilon"] is None:
@@ -158,7 +160,7 @@ def paragraph(report: dict[str, Any], width: int = 79) -> str:
         )
     labels = "used" if report["group_labels_entered_training"] else "did not use"
     second = (
-        f"The rule {labels} group labels (the features may hold them all the same). The seed is "
+        f"The rule {labels} group labels (the features may still contain them). The seed is "
         f"{report['seed']}. Not covered by ε: {'; '.join(report['not_covered'])}. Not protected: "
         f"{', '.join(report['not_protected'])}."
     )
@@ -166,6 +168,7 @@ def paragraph(report: dict[str, Any], width: int = 79) -> str:
 
 
 def _version(package: str) -> str | None:
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,25 +1,27 @@
-"""FairLens: two regularisers against what clipping and noise cost the groups (Tran et al. 2021; as
-the algorithm "FairLens" of Esipova et al. 2023 has it). Two groups a and b, two classes.
+"""FairLens: two regularisers that reduce the cost of clipping and of noise to the groups.
 
-    R1 = |⟨g_Ba − g_Bb, ḡ_B − g_B⟩|                  ḡ_B by clipping to C0
-    R2 = ½ (f_a(1 − f_a) + f_b(1 − f_b))             f_k the mean prediction of class 1 in group k of the batch
+They are those of Tran et al. 2021, in the form of the algorithm "FairLens" of Esipova et al. 2023,
+for two groups a and b and two classes:
+
+    R1 = |⟨g_Ba − g_Bb, ḡ_B − g_B⟩|              with ḡ_B clipped to C0
+    R2 = ½ (f_a(1 − f_a) + f_b(1 − f_b))         f_k: mean prediction of class 1 in group k
     g'_i = g_i + γ1 ∇R1 + γ2 ∇R2,   then clipped to C0, summed and given noise as in DPSGD
 
-How terms of the whole batch enter one sample's gradient is not said in print: here their gradient
-is added to every sample's. A batch without one of the groups has R1 = R2 = 0.
+The papers do not say how terms of the whole batch enter one sample's gradient. Here their gradient
+is added to every sample's gradient. A batch without one of the groups has R1 = R2 = 0.
 
-∇R1 without a Hessian of any sample. With p = g_Ba − g_Bb = Σ α_i g_i and q = ḡ_B − g_B = Σ β_i g_i,
-where β_i = (min(1, C0/n_i) − 1)/|B| and n_i = ‖g_i‖,
+∇R1 does not need a Hessian of any sample. With p = g_Ba − g_Bb = Σ α_i g_i and
+q = ḡ_B − g_B = Σ β_i g_i, where β_i = (min(1, C0/n_i) − 1)/|B| and n_i = ‖g_i‖,
 
-    ∇⟨p, q⟩ = Σ_i H_i v_i,   v_i = α_i q + β_i p − 1[n_i > C0] · C0 ⟨g_i, p⟩/(|B| n_i³) · g_i
+    ∇⟨p, q⟩ = Σ_i H_i v_i,   v_i = α_i q + β_i p − 1[n_i > C0] · C0 ⟨g_i, p⟩/(|B| n_i³) · g_i.
 
-which is the gradient of Σ α_i ⟨g_i, q⟩ + Σ β_i ⟨g_i, p⟩ + ½ Σ w_i n_i² at fixed p, q and w_i: one
-double backward.
+This is the gradient of Σ α_i ⟨g_i, q⟩ + Σ β_i ⟨g_i, p⟩ + ½ Σ w_i n_i² at fixed p, q and w_i, and
+takes one double backward pass.
 
-Sensitivity. None. Clipping bounds what sample i adds, but the regularisers tie every g'_i to every
-record: one record more or less moves all of them, and Σ ḡ'_i by up to 2C0 for each (a test shows
-one that moves it by more than C0). So there is no ε, whatever noise is added, and the ledger has a
-release in clear.
+Sensitivity: there is no bound. Clipping bounds what sample i adds, but through the regularisers
+every g'_i depends on every record. One record more or less changes all of them, and Σ ḡ'_i by up to
+2C0 for each; a test shows a record that changes it by more than C0. So there is no ε for any amount
+of noise, and the ledger records a release in clear.
 """
 
 from __future__ import annotations
@@ -47,16 +49,16 @@ class FairLens(Rule):
     Attributes:
         C0: clipping bound.
         sigma: noise multiplier.
-        gamma1: weight of R1, against what clipping costs.
-        gamma2: weight of R2, against what noise costs.
+        gamma1: weight of R1, which reduces the cost of clipping.
+        gamma2: weight of R2, which reduces the cost of noise.
     """
 
     name: ClassVar[str] = "fairlens"
     title: ClassVar[str] = "FairLens"
     summary: ClassVar[str] = (
-        "DPSGD with two terms added to the loss that ask for equal gradients and equal distances "
-        "to the boundary between groups. They tie every record's gradient to the others', so no "
-        "ε holds."
+        "DPSGD with two terms added to the loss that penalise unequal gradients of the groups and "
+        "unequal distances to the boundary. Through them every record's gradient depends on the "
+        "others, so no ε holds."
     )
     soundness: ClassVar[str] = NO_EPSILON
     why: ClassVar[str] = "its regularisers tie every sample's gradient to every record of the batch"
@@ -81,7 +83,7 @@ class FairLens(Rule):
                 )
 
     def sensitivity(self, now: Tensor) -> float:
-        """What the noise is scaled to. One record may move the sum by more."""
+        """Return C0, which scales the noise; one record may move the sum by more."""
         del now
         return self.C0
 
@@ -92,8 +94,7 @@ class FairLens(Rule):
     def tape(self, tape: Any) -> Regularised:  # noqa: D102
         if not isinstance(tape, Tape):
             raise ValueError(
-                "fairlens needs a model that is made of known layers; choose another rule for "
-                "this one."
+                "fairlens needs a model of known layers; choose another rule for this model."
             )
         return Regularised(tape, self)
 
@@ -104,7 +105,7 @@ class FairLens(Rule):
 
 
 class Regularised:
-    """A tape whose gradients are those of the regularised loss."""
+    """A tape that computes gradients of the regularised loss."""
 
     def __init__(self, tape: Tape, rule: FairLens) -> None:
         self._tape, self._rule = tape, rule
@@ -112,88 +113,90 @@ class Regularised:
 
     @contextmanager
     def listening(self) -> Iterator[Self]:
-        """As the tape does."""
+        """Record in this context, as the tape does."""
         with self._tape.listening():
             yield self
 
     def __call__(self, x: Any, y: Any, group: Tensor | None = None) -> PerSample:
-        """Every sample's loss, and its gradient with the regularisers'."""
-        found = self._tape(x, y)
+        """Return every sample's loss, and its gradient plus that of the regularisers."""
+        gradients = self._tape(x, y)
         if group is None:
             raise ValueError("fairlens needs the group of every sample; give data with groups.")
-        norms = found.norms()
-        finite = torch.isfinite(norms) & torch.isfinite(found.losses)
-        shift = found.layout.blank.new_zeros(found.layout.size)
+        norms = gradients.norms()
+        finite = torch.isfinite(norms) & torch.isfinite(gradients.losses)
+        shift = gradients.layout.blank.new_zeros(gradients.layout.size)
         if bool(finite.all()):
             if len(norms):
-                shift = regulariser_gradient(self._tape, found, x, y, group, self._rule)
+                shift = regulariser_gradient(self._tape, gradients, x, y, group, self._rule)
         elif bool(finite.any()):  # a sample without a gradient takes no part in the regularisers
             rows = finite.nonzero()[:, 0]
             x, y, group = x[rows], y[rows], group[rows]
             shift = regulariser_gradient(self._tape, self._tape(x, y), x, y, group, self._rule)
-        return _Shifted(found, shift)
+        return _Shifted(gradients, shift)
 
 
 class _Shifted(PerSample):
-    """Every sample's gradient plus one vector."""
+    """Per-sample gradients g_i + r, with one vector r, the shift, for all samples."""
 
-    def __init__(self, found: PerSample, shift: Tensor) -> None:
-        super().__init__(found.losses, (), found.layout)
-        self._found, self._shift = found, shift
+    def __init__(self, gradients: PerSample, shift: Tensor) -> None:
+        super().__init__(gradients.losses, (), gradients.layout)
+        self._gradients, self._shift = gradients, shift
 
     def norms(self, *, quick: bool = False) -> Tensor:
-        """‖g_i + r‖ by ‖g_i‖² + 2⟨g_i, r⟩ + ‖r‖², with room for the rounding where they cancel.  #
-        [sample], float64
+        """Return ‖g_i + r‖ from ‖g_i‖² + 2⟨g_i, r⟩ + ‖r‖².  # [sample], float64
+
+        It is enlarged by the rounding error of terms that cancel.
         """
-        own = self._found.norms(quick=quick)
+        own = self._gradients.norms(quick=quick)
         length: Tensor = torch.linalg.vector_norm(self._shift.double())
-        square = own.square() + 2 * _inner(self._found, self._shift) + length.square()
+        square = own.square() + 2 * _inner(self._gradients, self._shift) + length.square()
         return (square.clamp(min=0.0) + _ROUNDING * (own + length).square()).sqrt()
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        """Σ w_i g_i + (Σ w_i) r."""
-        return self._found.weighted_sum(weights) + weights.sum().to(self._shift.dtype) * self._shift
+        """Return Σ w_i g_i + (Σ w_i) r."""
+        shift = weights.sum().to(self._shift.dtype) * self._shift
+        return self._gradients.weighted_sum(weights) + shift
 
     def masked(self, keep: Tensor) -> PerSample:
-        """Weights of the samples that are not kept are 0, so that nothing of the shift is theirs."""
-        return _Shifted(self._found.masked(keep), self._shift)
+        """Mask samples; their weights must be 0, so that the shift does not count for them."""
+        return _Shifted(self._gradients.masked(keep), self._shift)
 
 
-# Of the square of the longest that a norm can be: what float32 may be off by where terms cancel.
+# Rounding error of a squared norm in float32 if terms cancel, relative to (‖g_i‖ + ‖r‖)².
 _ROUNDING = 2.0**-20
 
 
-def _inner(found: PerSample, vector: Tensor) -> Tensor:
-    """⟨g_i, v⟩ of every sample, as the derivative of Σ w_i ⟨g_i, v⟩ by w.  # [sample], float64"""
-    weights = torch.zeros_like(found.losses, requires_grad=True)
+def _inner(gradients: PerSample, vector: Tensor) -> Tensor:
+    """Return ⟨g_i, v⟩, the derivative of Σ w_i ⟨g_i, v⟩ with respect to w.  # [sample], float64"""
+    weights = torch.zeros_like(gradients.losses, requires_grad=True)
     with torch.enable_grad():
-        summed = found.weighted_sum(weights)
+        summed = gradients.weighted_sum(weights)
     (inner,) = torch.autograd.grad(summed, weights, vector)
     return inner.double()
 
 
 def regulariser_gradient(
-    tape: Tape, found: PerSample, x: Any, y: Tensor, group: Tensor, rule: FairLens
+    tape: Tape, gradients: PerSample, x: Any, y: Tensor, group: Tensor, rule: FairLens
 ) -> Tensor:
-    """γ1 ∇R1 + γ2 ∇R2 on a batch.  # [parameter]
+    """Return γ1 ∇R1 + γ2 ∇R2 on a batch.  # [parameter]
 
     Args:
-        tape: the model and its loss, listening.
-        found: its gradients on the batch.
-        x: the batch.
-        y: its targets.
-        group: [sample], 0 or 1
-        rule: C0 and the weights.
+        tape: the model and its loss, in its recording context.
+        gradients: per-sample gradients on the batch.
+        x: inputs of the batch.
+        y: targets of the batch.
+        group: group labels, 0 or 1.  # [sample]
+        rule: C0 and the weights of the regularisers.
     """
     in_a, in_b = group == 0, group == 1
     if not (bool(in_a.any()) and bool(in_b.any())):
-        return found.layout.blank.new_zeros(found.layout.size)
-    n, dtype = len(found.losses), found.losses.dtype
-    norms = found.norms().to(dtype)
+        return gradients.layout.blank.new_zeros(gradients.layout.size)
+    n, dtype = len(gradients.losses), gradients.losses.dtype
+    norms = gradients.norms().to(dtype)
     alpha = in_a.to(dtype) / in_a.sum() - in_b.to(dtype) / in_b.sum()
     beta = ((rule.C0 / norms).clamp(max=1.0) - 1) / n
-    differing, turning = found.weighted_sum(alpha), found.weighted_sum(beta)  # p, q
-    sign = float(torch.sign(differing.double() @ turning.double()))
+    whole_p, whole_q = gradients.weighted_sum(alpha), gradients.weighted_sum(beta)  # [parameter]
+    sign = float(torch.sign(whole_p.double() @ whole_q.double()))
     parameters = {name: p for name, p in tape.model.named_parameters() if name in tape.layout.names}
     with torch.enable_grad(), _Taps(tape.model) as taps:
         output = tape.model(x)
@@ -202,25 +205,21 @@ def regulariser_gradient(
         f_a, f_b = share[in_a].mean(), share[in_b].mean()
         objective = rule.gamma2 * 0.5 * (f_a * (1 - f_a) + f_b * (1 - f_b))
         if rule.gamma1 and sign:
-            p, q = tape.layout.split(differing), tape.layout.split(turning)
+            p, q = tape.layout.split(whole_p), tape.layout.split(whole_q)
             terms = taps.terms(losses, parameters, p, q)
             along_p, along_q, squares = _formed_terms(tape, x, y, p, q) if terms is None else terms
-            turned = torch.where(
-                norms > rule.C0, -rule.C0 * along_p.detach() / (n * norms**3), 0.0
-            )  # w
-            pulled = alpha @ along_q + beta @ along_p + 0.5 * turned @ squares
-            objective = objective + rule.gamma1 * sign * pulled
-        gradients = torch.autograd.grad(objective, list(parameters.values()), allow_unused=True)
-    parts = zip(parameters.items(), gradients, strict=True)
+            w = torch.where(norms > rule.C0, -rule.C0 * along_p.detach() / (n * norms**3), 0.0)
+            surrogate = alpha @ along_q + beta @ along_p + 0.5 * w @ squares
+            objective = objective + rule.gamma1 * sign * surrogate
+        derivatives = torch.autograd.grad(objective, list(parameters.values()), allow_unused=True)
+    parts = zip(parameters.items(), derivatives, strict=True)
     return tape.layout.join(
         {name: torch.zeros_like(p) if g is None else g for (name, p), g in parts}
     ).detach()
 
 
 class _Terms(NamedTuple):
-    """⟨g_i, p⟩, ⟨g_i, q⟩ and ‖g_i‖² of every sample, as functions of the parameters.  # [sample]
-    each
-    """
+    """⟨g_i, p⟩, ⟨g_i, q⟩ and ‖g_i‖², as functions of the parameters.  # each [sample]"""
 
     along_p: Tensor
     along_q: Tensor
@@ -228,7 +227,7 @@ class _Terms(NamedTuple):
 
 
 class _Taps:
-    """What goes into and comes out of the linear layers of a model, history included."""
+    """Inputs and outputs of the linear layers of a model, with their autograd graph."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -237,14 +236,14 @@ class _Taps:
 
     def __enter__(self) -> Self:
         layers = [module for module in self._model.modules() if isinstance(module, nn.Linear)]
-        self._handles = [layer.register_forward_hook(self._note) for layer in layers]
+        self._handles = [layer.register_forward_hook(self._record) for layer in layers]
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _note(self, layer: nn.Module, inputs: Any, output: Any) -> None:
+    def _record(self, layer: nn.Module, inputs: Any, output: Any) -> None:
         assert isinstance(layer, nn.Linear)
         self._calls.append((layer, inputs[0], output))
 
@@ -255,9 +254,11 @@ class _Taps:
         p: Mapping[str, Tensor],
         q: Mapping[str, Tensor],
     ) -> _Terms | None:
-        """Of a layer's g_i = (δ_i a_iᵀ, δ_i): δ_i·(P a_i + p) and ‖δ_i‖² (‖a_i‖² + 1), added up
-        over the layers; None unless every parameter is that of a linear layer which is called once,
-        on one position a sample.
+        """Return the terms as sums over the linear layers, without forming gradients.
+
+        A layer has g_i = (δ_i a_iᵀ, δ_i). It adds δ_i·(P a_i + p) and ‖δ_i‖² (‖a_i‖² + 1). The
+        result is None unless every parameter belongs to a linear layer that is called once, with
+        one position per sample.
         """
         names = {id(value): name for name, value in parameters.items()}
         own = [
@@ -291,7 +292,7 @@ class _Taps:
 def _formed_terms(
     tape: Tape, x: Any, y: Tensor, p: Mapping[str, Tensor], q: Mapping[str, Tensor]
 ) -> _Terms:
-    """The same for any model, every gradient formed."""
+    """Return the terms for any model, by forming every gradient."""
     parameters = dict(tape.model.named_parameters())
     chosen: dict[str, Tensor] = {name: parameters[name] for name in tape.layout.names}
     buffers = dict(tape.model.named_buffers())

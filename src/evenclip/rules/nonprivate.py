@@ -1,8 +1,8 @@
-"""Plain SGD: the reference that the cost of privacy is measured against.
+"""Plain SGD, the reference for the cost of privacy.
 
     γ_i = 1, no noise, shuffled batches without replacement, the last partial batch kept.
 
-Everything is released in clear, so a run has no ε.
+Every gradient is released in clear, so a run has no ε.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class Constants:
 
     Attributes:
         groups: number of groups K.
-        classes: number of classes; 0 where the targets are not classes.
+        classes: number of classes, from the data's class names or the model's outputs; 0 if the
+            targets are not classes.
         parameters: number of trainable parameters d.
         B: expected batch size.
         q: Poisson rate; None for shuffled batches.

@@ -34,6 +34,7 @@ from evenclip.audit import metrics
 from evenclip.comparison import protocol
 from evenclip.data import Dataset
 from evenclip.mechanism import accounting
+from evenclip.mechanism.calibration import calibrate
 from evenclip.rules import NO_EPSILON, RULES, Rule
 from evenclip.sklearn import inputs
 from evenclip.sklearn.search import TuningWarning, warn_of_a_search
@@ -290,7 +291,7 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 stacklevel=3,  # the caller of fit
             )
             return rule
-        return accounting.calibrate(
+        return calibrate(
             rule,
             epsilon=self.epsilon,
             delta=delta,

@@ -1,16 +1,14 @@
-"""Checkpoints: what may be published and what must stay secret, in files of their own, written
-whole or not at all.
+"""Checkpoints, with public and secret values in separate files.
 
     DIR/step-00000120/
-        model.pt          parameters and buffers                                                   may be published
-        published.json    specification, step, the rule's state, the ledger                        may be published
-        secret.pt         random generators, sampler, optimiser, traces: whoever has it can
-                          subtract the noise and knows the batches                                 never share
+        model.pt          parameters and buffers                               may be published
+        published.json    specification, step, the rule's state, the ledger    may be published
+        secret.pt         random generators, sampler, optimiser, traces        never share
         manifest.json     size and SHA-256 of the others, written last
 
-Nothing is read by unpickling objects: tensors and plain values only (`weights_only=True`), and
-JSON. A checkpoint is written beside its place and moved there when it is complete; the one before
-it is kept.
+secret.pt reveals the batches, and the noise can be subtracted with it. Loading does not unpickle
+objects: only tensors, plain values (`weights_only=True`) and JSON are read. A checkpoint is written
+under a temporary name and renamed when it is complete. The previous one is kept.
 """
 
 from __future__ import annotations
@@ -38,7 +36,13 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The three parts of a checkpoint."""
+    """The three parts of a checkpoint.
+
+    Attributes:
+        model: state of the model.
+        published: other values that may be published.
+        secret: values that must stay secret.
+    """
 
     model: dict[str, Any]
     published: dict[str, Any]
@@ -46,15 +50,13 @@ class Checkpoint:
 
 
 def save(directory: Path, step: int, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint for this step; keep it and the one before, remove older ones."""
+    """Write a checkpoint for this step; keep it and the previous one, remove older ones."""
     directory.mkdir(parents=True, exist_ok=True)
     target = directory / f"step-{step:08d}"
     if target.exists():
         return target
-    for left in directory.glob(
-        ".writing-*"
-    ):  # by somebody who was killed; there may be secrets in it
-        shutil.rmtree(left, ignore_errors=True)
+    for unfinished in directory.glob(".writing-*"):  # of a killed process; may hold secrets
+        shutil.rmtree(unfinished, ignore_errors=True)
     scratch = directory / f".writing-{os.getpid()}-{step}"
     scratch.mkdir()
     contents = {
@@ -71,7 +73,7 @@ def save(directory: Path, step: int, checkpoint: Checkpoint) -> Path:
         for name, content in contents.items():
             _write(scratch / name, content)
         os.replace(scratch, target)
-    except BaseException:  # whatever went wrong, secrets are not left lying about
+    except BaseException:  # also on Ctrl-C: a partial checkpoint may hold secrets
         shutil.rmtree(scratch, ignore_errors=True)
         raise
     _synchronise(directory)
@@ -81,19 +83,24 @@ def save(directory: Path, step: int, checkpoint: Checkpoint) -> Path:
 
 
 def latest(directory: Path) -> Path | None:
-    """The checkpoint of the highest step, or None."""
-    found = _steps(directory)
-    return found[-1] if found else None
+    """Return the folder of the checkpoint of the highest step, or None."""
+    checkpoints = _steps(directory)
+    return checkpoints[-1] if checkpoints else None
 
 
 def load(path: Path) -> Checkpoint:
-    """The checkpoint in this folder, after checking that it is whole."""
+    """Return the checkpoint in this folder.
+
+    Raises:
+        CheckpointError: if it is incomplete, damaged, or in another format.
+    """
     manifest = _manifest(path)
     contents = {name: _checked(path, name, manifest[name]) for name in _FILES}
     published = json.loads(contents["published.json"])
     if published.pop("format", None) != FORMAT:
         raise CheckpointError(
-            f"{path} was written in another format than this version reads ({FORMAT})."
+            f"{path} has another format than this version reads ({FORMAT}); resume with the "
+            "version that wrote it."
         )
     model, secret = (
         torch.load(io.BytesIO(contents[name]), weights_only=True)
@@ -103,66 +110,66 @@ def load(path: Path) -> Checkpoint:
 
 
 def _manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """Size and checksum of each file."""
+    """Return the size and checksum of each file."""
     content = _read(path, "manifest.json")
     try:
-        found = json.loads(content)
+        manifest = json.loads(content)
         return {
-            name: {"bytes": int(found[name]["bytes"]), "sha256": str(found[name]["sha256"])}
+            name: {"bytes": int(manifest[name]["bytes"]), "sha256": str(manifest[name]["sha256"])}
             for name in _FILES
         }
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} is not a whole checkpoint (manifest.json: damaged). {_before(path)}"
+            f"{path} is not a complete checkpoint (manifest.json: damaged). {_remedy(path)}"
         ) from error
 
 
 def _read(path: Path, name: str) -> bytes:
-    """A file's content, if there is such a file."""
+    """Return the content of a file; raise if it cannot be read."""
     try:
         return (path / name).read_bytes()
     except OSError as error:
         why = f"{name}: {error.strerror}"
         raise CheckpointError(
-            f"{path} is not a whole checkpoint ({why}). {_before(path)}"
+            f"{path} is not a complete checkpoint ({why}). {_remedy(path)}"
         ) from error
 
 
 def _checked(path: Path, name: str, expected: dict[str, Any]) -> bytes:
-    """A file's content, if it is what the manifest says."""
+    """Return the content of a file; raise if it differs from the manifest."""
     content = _read(path, name)
     if hashlib.sha256(content).hexdigest() != expected["sha256"]:
         raise CheckpointError(
             f"{path / name} is damaged: {len(content)} bytes, {expected['bytes']} were written, "
-            f"and the checksum differs. {_before(path)}"
+            f"and the checksum differs. {_remedy(path)}"
         )
     return content
 
 
-def _before(path: Path) -> str:
-    """What to do about a bad checkpoint."""
+def _remedy(path: Path) -> str:
+    """Return what to do about an unusable checkpoint."""
     earlier = [p for p in _steps(path.parent) if p.name < path.name]
     if not earlier:
         return "There is no earlier one; start again in another folder."
     return (
-        f"The one before it, {earlier[-1]}, is still there: remove {path.name} and resume from "
-        "that."
+        f"The previous one, {earlier[-1]}, is still there: remove {path.name} and resume from that."
     )
 
 
 def _steps(directory: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first."""
+    """Return the checkpoints in a folder, oldest first."""
     return sorted(p for p in directory.glob("step-*") if p.is_dir())
 
 
 def _tensors(value: dict[str, Any]) -> bytes:
+    """Return the content of a file written by torch.save."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write and wait until it is on the disk; secret to everybody else."""
+    """Write a file that only its owner can read, and wait until it is on the disk."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
         file.flush()
@@ -170,7 +177,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _synchronise(directory: Path) -> None:
-    """Make the move itself durable, where the system has such a thing."""
+    """Wait until the renaming in this folder is on the disk."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

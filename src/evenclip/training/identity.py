@@ -1,4 +1,4 @@
-"""Which run this is: the fingerprint of its data, and the random streams that are its own."""
+"""The identity of a run: the fingerprint of its data, and its random streams."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["digest", "mark", "streams"]
 
 
 def mark(data: Dataset | Streamed, ranks: Processes, digested: int) -> str | None:
-    """Data fingerprint for checkpoints. Resuming one checkpoint on two neighbouring datasets would
-    reuse the noise.
+    """Return the data fingerprint for checkpoints.
 
-    None where there is none: of records that ranks have of their own, how they are cut counts too.
+    Resuming one checkpoint on two neighbouring datasets would reuse the noise. The result is None
+    if ranks hold different records, because the digest then depends on how they are divided.
     """
     if ranks.local:
         return None
@@ -32,12 +32,12 @@ def mark(data: Dataset | Streamed, ranks: Processes, digested: int) -> str | Non
 def streams(
     settings: Settings, model: nn.Module, digested: int, ranks: Processes
 ) -> dict[str, np.random.SeedSequence]:
-    """A random stream for each purpose, of this run alone: two models that shared noise would
-    cancel it.
+    """Return a random stream for each purpose: name -> seed sequence.
 
-    A run is data, model, rule, settings and seed. All are mixed into the streams, so that no two
-    runs draw the same numbers: not with another rule, not from another start, and not on the data
-    with one record more or less. The ranks of a run have the same streams.
+    Data, initial model, rule, settings and seed are mixed into the streams. So two runs that differ
+    in any of them draw different numbers, also on data with one record more or less; the difference
+    of two models trained with the same noise would not contain it. The ranks of a run have the same
+    streams.
     """
     entropy = (
         ranks.first(np.random.SeedSequence().entropy) if settings.seed is None else settings.seed
@@ -51,10 +51,10 @@ def streams(
 
 
 def digest(value: Any) -> int:
-    """A number that changes with every bit of these tensors, the same on every device and number of
-    threads.
+    """Return a number that depends on every bit of the tensors.
 
-    Of a map-style dataset only the first few rows count. Secret, like the streams it goes into.
+    It is the same on every device and for any number of threads. For a map-style dataset it depends
+    only on the first few rows. Secret, because the streams are derived from it.
     """
     if isinstance(value, Dataset):
         value = (value.x, value.y, value.group)
@@ -63,7 +63,7 @@ def digest(value: Any) -> int:
 
 
 def _fingerprints(value: Any) -> Iterator[str]:
-    """A line for each tensor in there."""
+    """Yield one line for each tensor in a nested value."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             bits = Bits(leaf.numel() * leaf.element_size())

@@ -15,7 +15,7 @@ from torch import Tensor
 from evenclip.gradients.losses import Loss, per_sample
 from evenclip.rules import Rule
 
-__all__ = ["Labelled", "RuleLoss", "changes_loss"]
+__all__ = ["Labelled", "RuleLoss", "changes_loss", "targets"]
 
 
 def changes_loss(rule: Rule) -> bool:
@@ -40,6 +40,11 @@ class Labelled(NamedTuple):
     def of(cls, y: Any, group: Tensor, state: Tensor) -> Labelled:
         """Return the targets with the state beside each of them, which takes no memory."""
         return cls(y, group, state.expand(group.shape[0], *state.shape))
+
+
+def targets(rule: Rule, y: Any, group: Tensor, state: Tensor) -> Any:
+    """Return the targets that the rule's loss needs: y itself, or y with group and state."""
+    return Labelled.of(y, group, state) if changes_loss(rule) else y
 
 
 class RuleLoss:

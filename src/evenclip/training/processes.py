@@ -1,7 +1,6 @@
-"""The processes that take the steps of a run together: what a run needs of them, and `Alone`, the
-single process.
+"""The interface between a run and the processes that train it, and `Alone`, a single process.
 
-Several processes are `evenclip.distributed.Ranks`, which the caller passes in.
+`evenclip.distributed.Ranks` implements it for several processes; the caller passes it in.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["Alone", "AnyUpdate", "Processes", "Rows", "Share"]
 
 @dataclass(frozen=True)
 class Rows:
-    """Which records a rank has: numbers first to end − 1 of n."""
+    """The records that a rank holds: numbers first to end − 1 of n."""
 
     first: int
     end: int
@@ -32,21 +31,22 @@ class Rows:
 
 
 class Share(Total, Protocol):
-    """How a released vector is added up over the processes, and whose noise is whose.
+    """How a released vector is summed over the processes, and which process adds which noise.
 
     Attributes:
-        ranges: the slices of the vector that this process adds noise to, (first, end).
+        ranges: the slices (first, end) of the vector that this process adds noise to.
     """
 
     ranges: list[tuple[int, int]]
 
 
 class AnyUpdate(Protocol):
-    """What moves the parameters of a run, or this process's piece of them; see
-    `evenclip.training.update`.
+    """The optimiser of a run with its parameters, or with this process's piece of them.
+
+    See `evenclip.training.update`.
 
     Attributes:
-        is_plain: whether they are moved by θ ← θ − lr·g̃ and nothing else.
+        is_plain: whether the update is exactly θ ← θ − lr·g̃.
     """
 
     is_plain: bool
@@ -57,29 +57,29 @@ class AnyUpdate(Protocol):
 
     @property
     def common(self) -> Tensor | None:
-        """The numbers that are equal on all processes."""
+        """The parameters that must be equal on all processes."""
 
     def __call__(self, gradient: Tensor) -> None:
-        """Move the parameters along the gradient."""
+        """Update the parameters with the gradient."""
 
     def close(self) -> nn.Module:
-        """The model with parameters of its own."""
+        """Return the model; its parameters have separate memory again."""
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The model's and the optimiser's state."""
+        """Return the model's and the optimiser's state."""
 
     def set_state(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a state of the model and of the optimiser."""
 
 
 class Processes(ABC):
-    """What a run needs of the processes that it is trained by.
+    """The processes that train one run.
 
     Attributes:
         rank: number of this process, from 0.
         world: number of processes.
-        local: whether each has records of its own.
-        sharded: whether each has a piece of every parameter only.
+        local: whether each process holds different records.
+        sharded: whether each process holds only a piece of every parameter.
     """
 
     rank: int
@@ -94,53 +94,58 @@ class Processes(ABC):
 
     @abstractmethod
     def rows(self, own: int) -> Rows:
-        """Which records this process has, given how many it was handed."""
+        """Return which records this process holds, given their number `own`."""
 
     @abstractmethod
     def share(self, batch: Tensor, rows: Rows) -> Tensor:
-        """Its part of a batch, as places in its own data.  batch: [sample] -> [sample]"""
+        """Return this process's part of a batch, as indices into its own data.
+
+        Both are [sample].
+        """
 
     @abstractmethod
     def sum(self, value: Tensor) -> Tensor:
-        """Σ over the processes, the same bits on each; `value` is not changed."""
+        """Return Σ over the processes, with the same bits on each; keep `value` unchanged."""
 
     @abstractmethod
     def each(self, value: Any) -> list[Any]:
-        """Every process's value, in their order."""
+        """Return the values of all processes, in order of rank."""
 
     @abstractmethod
     def first(self, value: Any) -> Any:
-        """The value of the process that leads."""
+        """Return the value of the leading process."""
 
     @abstractmethod
     def together(self) -> AbstractContextManager[None]:
-        """A context in which a process that does not answer becomes an error that says so."""
+        """Return a context that explains the error raised if another process does not respond."""
 
     @abstractmethod
     def digest(self, own: int) -> int:
-        """One number for the data of all, from each one's own; raises where they are not as they
-        should be.
+        """Combine the digests of all processes' data into one number.
+
+        Raises:
+            ValueError: if processes hold different data where it must be equal, or the reverse.
         """
 
     @abstractmethod
     def stops(self, asked: bool, t: int) -> bool:
-        """Whether all stop after step t, where some were asked to."""
+        """Return whether all processes stop after step t, if some were asked to."""
 
     @abstractmethod
     def update(self, tape: AnyTape, make: Callable[..., Optimizer], lr: float) -> AnyUpdate:
-        """What moves the parameters."""
+        """Return the optimiser of the run with the parameters it updates."""
 
     @abstractmethod
     def totals(self, update: AnyUpdate, sizes: Mapping[str, int]) -> Mapping[str, Share]:
-        """Name of a release -> how it is added up, given its size; empty in a single process."""
+        """Return name of a release -> how it is summed, from its size; empty in one process."""
 
     @abstractmethod
     def check_given(self, given: Mapping[str, Any]) -> None:
-        """Raise on every process unless all were given the same."""
+        """Raise on every process unless all were given the same values."""
 
     @abstractmethod
     def check_equal(self, digest: int, t: int) -> None:
-        """Raise unless all have the same parameters and state after step t, by their digest."""
+        """Raise unless the digest of parameters and state after step t is equal on all of them."""
 
 
 class Alone(Processes):
@@ -149,50 +154,50 @@ class Alone(Processes):
     rank, world, local, sharded = 0, 1, False, False
 
     def rows(self, own: int) -> Rows:
-        """All of them."""
+        """Return all records."""
         return Rows(0, own, own)
 
     def share(self, batch: Tensor, rows: Rows) -> Tensor:
-        """All of it."""
+        """Return the whole batch."""
         del rows
         return batch
 
     def sum(self, value: Tensor) -> Tensor:
-        """The value itself."""
+        """Return the value."""
         return value
 
     def each(self, value: Any) -> list[Any]:
-        """The one value."""
+        """Return a list of the one value."""
         return [value]
 
     def first(self, value: Any) -> Any:
-        """The value itself."""
+        """Return the value."""
         return value
 
     def together(self) -> AbstractContextManager[None]:
-        """Nothing to wait for."""
+        """Return a context without effect."""
         return nullcontext()
 
     def digest(self, own: int) -> int:
-        """Its own."""
+        """Return the digest."""
         return own
 
     def stops(self, asked: bool, t: int) -> bool:
-        """At once."""
+        """Return whether this process was asked to stop."""
         del t
         return asked
 
     def update(self, tape: AnyTape, make: Callable[..., Optimizer], lr: float) -> Update:
-        """Of all parameters."""
+        """Return an update of all parameters."""
         return Update(tape.model, tape.layout, make, lr)
 
     def totals(self, update: AnyUpdate, sizes: Mapping[str, int]) -> Mapping[str, Share]:
-        """None: the value is the sum."""
+        """Return an empty mapping, because the value is the sum."""
         del update, sizes
         return {}
 
     def check_given(self, given: Mapping[str, Any]) -> None:
-        """Nothing to compare with."""
+        """Do nothing; there is no other process."""
 
     def check_equal(self, digest: int, t: int) -> None:
-        """Nothing to compare with."""
+        """Do nothing; there is no other process."""

@@ -1,4 +1,4 @@
-"""A line of progress on the terminal, and stopping between two steps."""
+"""A progress line on the terminal, and a handler for Ctrl-C that stops between two steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ __all__ = ["Interrupt", "Progress"]
 
 
 class Progress:
-    """One line on stderr, rewritten a few times a second; silent when that is not a terminal."""
+    """A progress line on stderr, rewritten a few times per second.
+
+    By default nothing is written if the stream is not a terminal.
+    """
 
     def __init__(self, total: int, shown: bool | None = None, stream: TextIO | None = None) -> None:
         self._total, self._stream = total, stream or sys.stderr
@@ -22,7 +25,7 @@ class Progress:
         self._first: int | None = None
 
     def __call__(self, done: int, note: str) -> None:
-        """`done` of the steps are taken."""
+        """Show that `done` steps are taken, with a note."""
         if not self._shown:
             return
         now = time.monotonic()
@@ -51,24 +54,28 @@ class Progress:
 
 
 class Interrupt:
-    """Ctrl-C waits for the step under way, so that what is saved is whole; a second one does not
-    wait.
+    """A handler for Ctrl-C that lets the current step finish, so that saved files are complete.
+
+    A second Ctrl-C raises KeyboardInterrupt at once.
+
+    Attributes:
+        came: whether Ctrl-C was pressed.
     """
 
     def __init__(self) -> None:
         self.came = False
-        self._before: object = None
+        self._previous: object = None  # the handler to restore
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._note)
+            self._previous = signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)  # type: ignore[arg-type]  # what signal() itself returned
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)  # type: ignore[arg-type]  # from signal()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         del number, frame
         if self.came:
             raise KeyboardInterrupt

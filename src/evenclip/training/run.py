@@ -27,12 +27,12 @@ from evenclip.mechanism import Ledger, Mechanism, Release
 from evenclip.mechanism.noise import Ahead, Noise
 from evenclip.mechanism.sampling import Poisson, Sampler, Shuffled
 from evenclip.mechanism.settings import Settings
-from evenclip.rules import Constants, Rule
+from evenclip.rules import RULES, Constants, Rule
 from evenclip.training import checkpoint
 from evenclip.training.checkpoint import Checkpoint, CheckpointError
 from evenclip.training.config import Performance, TrainConfig
 from evenclip.training.identity import digest, mark, streams
-from evenclip.training.loss import Labelled, RuleLoss, changes_loss
+from evenclip.training.loss import RuleLoss, changes_loss, targets
 from evenclip.training.processes import Processes, Share
 from evenclip.training.step import Chunk, Step, WeightedSums, step
 from evenclip.training.trace import Trace
@@ -150,7 +150,9 @@ class Run:
                 release = Release(noise, self._totals)
                 public, part = step(self.tape, mechanism, self.state, chunks, B, release)
         sums = WeightedSums(self.tape, chunks)
-        return Step(public, part.seen, part.total, sums, B, self.t, mechanism, self.tape)
+        return Step(
+            public, part.seen, part.total, sums, B, self.t, mechanism, self.tape, self.state
+        )
 
     def update(self, found: Step) -> None:
         """Publish: move the parameters along the noisy gradient, carry the rule's state on.
@@ -279,9 +281,7 @@ class Run:
             x, y, group = take(rows.to(self.device))
         if group is None:
             group = self._zero_groups(rows.shape[0])
-        target: Any = y
-        if changes_loss(self.settings.rule):
-            target = Labelled.of(y, group, self.state)
+        target = targets(self.settings.rule, y, group, self.state)
         # Odd multipliers: every (step, chunk, rank) of a run has a seed of its own.
         i = i * self.ranks.world + self.ranks.rank
         seed = (self.dropout + 0x9E3779B97F4A7C15 * (self.t + 1) + 0xC2B2AE3D27D4EB4F * i) % 2**63
@@ -411,7 +411,7 @@ def _tape(
     group = some.group
     if group is None:
         group = torch.zeros(count(some.x), dtype=torch.int64, device=state.device)
-    return plan(model, RuleLoss(loss, rule), some.x, Labelled.of(some.y, group, state))
+    return plan(model, RuleLoss(loss, rule), some.x, targets(rule, some.y, group, state))
 
 
 def _few(data: Dataset | Streamed, rows: int) -> Samples:
@@ -423,23 +423,31 @@ def _few(data: Dataset | Streamed, rows: int) -> Samples:
 def _mechanism(
     settings: Settings, model: nn.Module, loss: Loss, data: Dataset | Streamed
 ) -> Mechanism:
-    """Return the rule with its bounds enforced; one record shows the shapes that it may use."""
+    """Return the rule with its bounds enforced, for the constants of this run.
+
+    A custom rule may depend on the number of classes and on the shapes of outputs and targets. One
+    record shows them, in a copy of the model, so that this pass changes nothing.
+    """
+    rule, classes, like = settings.rule, len(data.class_names), dict[str, Any]()
+    wanted = inspect.signature(rule.statistic).parameters.keys() & {"loss", "output", "y"}
+    custom = type(rule) not in RULES.values()
+    if wanted or (custom and not classes and type(rule).init is not Rule.init):
+        one = _few(data, 1)
+        with torch.no_grad():
+            output = call(copy.deepcopy(model).eval(), one.x)
+        classes = classes or _classes(output, one.y)
+        like = {"loss": per_sample(loss)(output, one.y), "output": output, "y": one.y}
     constants = Constants(
-        settings.groups,
-        len(data.class_names),
-        settings.parameters,
-        settings.B,
-        settings.q,
-        settings.steps,
+        settings.groups, classes, settings.parameters, settings.B, settings.q, settings.steps
     )
-    wanted = inspect.signature(settings.rule.statistic).parameters.keys()
-    if not wanted & {"loss", "output", "y"}:
-        return Mechanism(settings.rule, constants)
-    one = _few(data, 1)
-    with torch.no_grad():
-        output = call(model, one.x)
-    like = {"loss": per_sample(loss)(output, one.y), "output": output, "y": one.y}
-    return Mechanism(settings.rule, constants, like=like)
+    return Mechanism(rule, constants, like=like if wanted else {})
+
+
+def _classes(output: Any, y: Any) -> int:
+    """Return the number of classes that the model has outputs for; 0 if y has no classes."""
+    if not (isinstance(output, Tensor) and isinstance(y, Tensor)):
+        return 0
+    return output.shape[1] if output.ndim == 2 and not y.is_floating_point() else 0
 
 
 def _sampler(settings: Settings, seed: np.random.SeedSequence) -> Sampler:

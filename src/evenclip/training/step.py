@@ -111,6 +111,7 @@ class Step(NamedTuple):
         t: number of the step, from 0.
         mechanism: the rule held to its bounds.
         tape: the model and its loss at θ_t.
+        state: the rule's public state before the step.
     """
 
     public: Public
@@ -121,6 +122,7 @@ class Step(NamedTuple):
     t: int
     mechanism: Mechanism
     tape: AnyTape
+    state: Tensor
 
     @property
     def model(self) -> nn.Module:
@@ -191,9 +193,14 @@ def step(
     return Public(mechanism.publish(part.total, S, B, release), now, following, S), part
 
 
-def clip(tape: AnyTape, mechanism: Mechanism, chunks: Sequence[Chunk], now: Tensor) -> Part:
-    """What a batch would add to a step that clips with `now`: for auditors. Nothing is released."""
-    return _clip(mechanism, _Passes(tape, chunks, wants=mechanism.wants), now, now)[0]
+def clip(
+    tape: AnyTape, mechanism: Mechanism, chunks: Sequence[Chunk], state: Tensor, now: Tensor
+) -> Part:
+    """Return what a batch would add to a step from `state` that clips with `now`, for auditors.
+
+    Nothing is released.
+    """
+    return _clip(mechanism, _Passes(tape, chunks, wants=mechanism.wants), state, now)[0]
 
 
 class WeightedSums:

@@ -1,17 +1,17 @@
-"""What training looked like, epoch by epoch and group by group. Private: these figures carry no
-noise.
+"""The trace of a run: statistics per epoch and group. Private, because they are without noise.
 
 One row per epoch:
 
-    epoch, steps, samples         how far, and how many samples were seen
-    loss, gradient_norm           mean ℓ_i and mean ‖g_i‖ of each group (None for a group that was not seen)
-    group_samples                 how many samples of each group were seen
+    epoch, steps, samples         number of the epoch, of its steps and of their samples
+    loss, gradient_norm           mean ℓ_i and mean ‖g_i‖ of each group (None for a group without
+                                  samples)
+    group_samples                 number of samples of each group
     clip_fraction                 share of samples whose weight is below that of a zero gradient
     state                         the rule's public state at the end of the epoch: Z, or the C_k
     sensitivity                   S of the last step
-    non_finite                    samples that contributed nothing for lack of a finite gradient
+    non_finite                    samples without a finite gradient, which contribute nothing
     empty_batches                 batches without any sample
-    clamped                       weights that broke the rule's own bound and were held to it
+    clamped                       weights that broke the rule's own bound and were clamped
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ from evenclip.training.step import Seen
 
 __all__ = ["Trace"]
 
-AT_ONCE = 2**20  # samples that are added up together, so that an epoch of any length fits in memory
+AT_ONCE = 2**20  # samples summed at once, so that an epoch of any length fits in memory
 
 Row = dict[str, Any]
 
 
 class Trace:
-    """Rows of finished epochs, and sums over the steps of the one under way.
+    """Rows of finished epochs, and sums over the steps of the current epoch.
 
-    Sums are taken step by step, so that they do not depend on where they are cut: at a checkpoint,
-    or for memory.
+    Sums are taken step by step, so that they do not depend on when they are taken: at a checkpoint,
+    at the end of the epoch, or earlier to save memory.
     """
 
     def __init__(self, mechanism: Mechanism, ranks: Processes | None = None) -> None:
         self.rows: list[Row] = []
         self._mechanism, self._groups = mechanism, mechanism.groups
         self._ranks: Processes = Alone() if ranks is None else ranks
-        self._open: list[
-            tuple[Seen, Tensor]
-        ] = []  # steps that are not added up yet, and what each clipped with
-        self._held = 0  # samples in there
+        # Steps that are not summed yet, each with the public values it clipped with.
+        self._open: list[tuple[Seen, Tensor]] = []
+        self._held = 0  # number of samples in `_open`
         self._begin()
 
     def _begin(self) -> None:
-        """A new epoch."""
-        # Of each group Σ ℓ_i, Σ ‖g_i‖ and how many; how many are finite, clipped, clamped.  # [3 K
-        # + 3]
+        """Start a new epoch."""
+        # For each group Σ ℓ_i, Σ ‖g_i‖ and the number of samples; then the numbers of finite,
+        # clipped and clamped samples.  # [3 K + 3]
         self._sums = torch.zeros(3 * self._groups + 3, dtype=torch.float64)
-        self._sizes: list[float] = []  # samples of each step
+        self._sizes: list[float] = []  # number of samples of each step
 
     def add(self, seen: Seen, now: Tensor) -> None:
-        """One step and what it clipped with; the arithmetic waits for the end of the epoch, or for
-        many samples.
+        """Add one step and the public values it clipped with.
+
+        The sums are computed later: at the end of the epoch, or when there are many samples.
         """
         self._open.append((seen, now))
         self._held += seen.losses.shape[0]
@@ -68,7 +68,7 @@ class Trace:
             self._add_up()
 
     def close(self, state: Tensor, sensitivity: float) -> Row:
-        """The epoch is over: its row, of all ranks' samples."""
+        """End the epoch; return its row, over the samples of all ranks."""
         sums, sizes = self._total()
         K = self._groups
         (losses, norms, counts), (kept, clipped, clamped) = (
@@ -95,18 +95,21 @@ class Trace:
         return row
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint, of all ranks' samples, each of which takes part: private."""
+        """Return the state for the checkpoint, over the samples of all ranks. Private.
+
+        Collective: every rank must call it.
+        """
         sums, sizes = self._total()
         return {"rows": self.rows, "sums": sums, "sizes": sizes}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from there: the rank that leads has all samples of the epoch under way."""
+        """Continue from a state; the leading rank takes all sums of the current epoch."""
         self.rows, self._open, self._held = list(state["rows"]), [], 0
         share = 1.0 if self._ranks.leads else 0.0
         self._sums, self._sizes = share * state["sums"], [share * size for size in state["sizes"]]
 
     def _total(self) -> tuple[Tensor, list[float]]:
-        """Sums and sizes over all ranks."""
+        """Return sums and sizes over all ranks."""
         self._add_up()
         whole = self._ranks.sum(
             torch.cat([self._sums, torch.tensor(self._sizes, dtype=torch.float64)])
@@ -114,7 +117,7 @@ class Trace:
         return whole[: len(self._sums)], whole[len(self._sums) :].tolist()
 
     def _add_up(self) -> None:
-        """Add the open steps to the sums."""
+        """Add the steps in `_open` to the sums."""
         if not self._open:
             return
         steps, nows = zip(*self._open, strict=True)
@@ -123,7 +126,8 @@ class Trace:
         losses, norms, weights, group = (
             _joined(column) for column in list(zip(*steps, strict=True))[:4]
         )
-        place = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))  # step, and group
+        # [sample]: step · K + group
+        place = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
         if self._groups > 1:
             place = place * self._groups + group
         resting = self._mechanism.resting(torch.stack(nows).cpu())  # [step, group]
@@ -146,8 +150,9 @@ class Trace:
 
 
 def _by_place(values: Tensor | None, place: Tensor, steps: int, groups: int) -> Tensor:
-    """Sums over the samples of each step and group, one after the other; None: how many.  # [step,
-    group], float64
+    """Return sums over the samples of each step and group, in order.  # [step, group], float64
+
+    If `values` is None, return the numbers of samples.
     """
     weights = None if values is None else values.double()
     return (
@@ -158,24 +163,22 @@ def _by_place(values: Tensor | None, place: Tensor, steps: int, groups: int) -> 
 
 
 def _added(total: Tensor, each: Tensor) -> Tensor:
-    """The total and each row, one after the other (torch adds them up in its own order).  #
-    [column]
-    """
+    """Return the total plus every row, added in order; torch would choose the order.  # [column]"""
     return torch.from_numpy(np.add.reduce(torch.cat([total.unsqueeze(0), each]).numpy(), axis=0))
 
 
 def _divided(sums: Tensor, counts: Tensor) -> list[float | None]:
-    """The means of the groups that were seen."""
+    """Return the mean of each group; None for a group without samples."""
     return [float(s / n) if n else None for s, n in zip(sums, counts, strict=True)]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """End to end, on the CPU."""
+    """Return the concatenation, on the CPU."""
     return torch.cat(list(parts)).cpu()
 
 
 def _finite(steps: Sequence[Seen]) -> Tensor | None:
-    """Where the gradient is finite; None: everywhere."""
+    """Return where the gradient is finite; None if it is finite everywhere.  # [sample], bool"""
     if all(seen.finite is None for seen in steps):
         return None
     finite = _joined(

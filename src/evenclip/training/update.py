@@ -1,9 +1,10 @@
-"""From the noisy gradient to the next parameters, by any torch optimiser. Post-processing: it costs
-no privacy.
+"""Update the parameters with the noisy gradient, using any torch optimiser.
 
-An optimiser that treats every number alike takes its step on all parameters at once: while training
-runs, they lie side by side in one vector, which is the only parameter that the optimiser knows.
-Others get them one by one.
+This is post-processing and costs no privacy.
+
+An elementwise optimiser updates all parameters at once. During training they are views of one
+vector, which is the only parameter that the optimiser has. Other optimisers get the parameters one
+by one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from evenclip.gradients import Layout
 
 __all__ = ["Update", "check_pieces"]
 
-# Each number's step depends on that number's own gradients alone, so that parameters may be joined.
+# Optimisers whose update of an element depends on the gradients of that element alone. Parameters
+# may be joined into one vector for them.
 _ELEMENTWISE = tuple(
     getattr(torch.optim, name)
     for name in (
@@ -39,10 +41,10 @@ _ELEMENTWISE = tuple(
 
 
 class Update:
-    """The optimiser of a run, and the parameters it moves.
+    """The optimiser of a run, and the parameters it updates.
 
     Attributes:
-        is_plain: whether they are moved by θ ← θ − lr·g̃ and nothing else.
+        is_plain: whether the update is exactly θ ← θ − lr·g̃.
     """
 
     def __init__(
@@ -66,20 +68,22 @@ class Update:
 
     @cached_property
     def optimizer(self) -> Optimizer:
-        """For schedulers and checkpoints. Plain SGD does without: with its first optimiser torch
-        imports its compiler, which takes most of a second.
+        """The optimiser, for schedulers and checkpoints.
+
+        Plain SGD constructs it only on use: with the first optimiser torch imports its compiler,
+        which is slow.
         """
         return self._make()
 
     @property
     def vector(self) -> Tensor:
-        """The parameters as they stand, not to be changed.  # [parameter]"""
+        """The current parameters; do not change them in place.  # [parameter]"""
         if self._joined is not None:
             return self._joined.detach()
         return torch.cat([p.detach().reshape(-1).to(self._layout.blank) for p in self._parameters])
 
     def __call__(self, gradient: Tensor) -> None:
-        """Move the parameters along this gradient [parameter], which is not kept or changed."""
+        """Update the parameters with a gradient [parameter], which is not kept or changed."""
         if self.is_plain and self._joined is not None:  # as the optimiser would, in one operation
             lr = self.optimizer.param_groups[0]["lr"] if "optimizer" in vars(self) else self._lr
             with torch.no_grad():
@@ -96,11 +100,11 @@ class Update:
 
     @property
     def common(self) -> Tensor | None:
-        """What all ranks of a run must have the same of: everything.  # [parameter]"""
+        """The parameters that must be equal on all ranks: all of them.  # [parameter]"""
         return self.vector
 
     def close(self) -> nn.Module:
-        """The model; each parameter has memory of its own again, and no gradient."""
+        """Return the model; each parameter has separate memory again, and no gradient."""
         for parameter in self._parameters:
             parameter.grad = None
             if self._joined is not None:
@@ -108,16 +112,16 @@ class Update:
         return self._model
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The model's and the optimiser's, for the checkpoint."""
+        """Return the model's and the optimiser's state, for the checkpoint."""
         return self._model.state_dict(), self.optimizer.state_dict()
 
     def set_state(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
-        """Go on from there; raises for another model's."""
+        """Continue from a state; raise if it is that of another model."""
         self._model.load_state_dict(model)
         self.optimizer.load_state_dict(optimizer)
 
     def _join(self) -> nn.Parameter | None:
-        """All parameters in one vector, of which each becomes a view."""
+        """Return all parameters as one vector, and make each parameter a view of it."""
         with torch.no_grad():
             vector = torch.cat([parameter.reshape(-1) for parameter in self._parameters])
         for parameter, view in zip(
@@ -128,25 +132,25 @@ class Update:
 
 
 def is_elementwise(make: Callable[..., Optimizer]) -> bool:
-    """Whether these are torch's own, with options: somebody's own function may look at the
-    parameters.
+    """Return whether `make` is an elementwise optimiser of torch, possibly with options.
+
+    Any other function may inspect the parameters.
     """
     return (make.func if isinstance(make, partial) else make) in _ELEMENTWISE
 
 
 def are_alike(parameters: list[nn.Parameter]) -> bool:
-    """Whether they can lie in one vector, and there are any."""
+    """Return whether the parameters can be joined into one vector; False if there are none."""
     kinds = {(type(p), p.dtype, p.device, p.layout) for p in parameters}
     return len(kinds) == 1 and kinds.pop()[0] is nn.Parameter
 
 
 def check_pieces(make: Callable[..., Optimizer], parameters: list[nn.Parameter]) -> None:
-    """Raise for an optimiser or parameters that cannot be cut into pieces, one for each rank."""
+    """Raise if the optimiser or the parameters do not allow a piece per rank."""
     if not is_elementwise(make):
         raise ValueError(
-            "The optimiser may look at whole parameters, and each rank has a piece of them; "
-            "choose one that treats every number alike, such as torch.optim.AdamW, or leave "
-            "sharded out of Ranks()."
+            "The optimiser may use whole parameters, but each rank holds a piece of them; choose "
+            "an elementwise one, such as torch.optim.AdamW, or leave sharded out of Ranks()."
         )
     if not are_alike(parameters):
         raise ValueError(

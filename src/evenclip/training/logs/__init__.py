@@ -1,8 +1,7 @@
-"""Where the course of training is written to while it runs: `fit(...,
-logs=[JSONL("epochs.jsonl")])`.
+"""Logs of a run, written during training: `fit(..., logs=[JSONL("epochs.jsonl")])`.
 
-A log is told every epoch when it has ended, and the privacy report at the end. What it writes is
-private but for the report: losses, norms and counts of records carry no noise.
+A log receives the statistics of every epoch when it ends, and the privacy report at the end. All it
+writes is private except for the report: losses, norms and counts of records are without noise.
 """
 
 from evenclip.training.logs.csv import CSV

@@ -1,4 +1,4 @@
-"""Epochs as rows of a table, for a spreadsheet. The privacy report has no place in one."""
+"""A log with one row per epoch, for spreadsheets. It does not contain the privacy report."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ __all__ = ["CSV"]
 
 
 class CSV:
-    """A column for each name, an empty cell for what was not seen. Private, all of it.
+    """A log in a CSV file. All of it is private.
 
-    A file that is there is gone on with: of a run that was resumed.
+    It has a column for each name; a value that is None is an empty cell. Rows are appended to an
+    existing file, as for a resumed run.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = writable(path)
 
     def epoch(self, number: int, values: Mapping[str, float | None]) -> None:
-        """One row, under its names where the file is new.
+        """Append one row, after a header if the file is empty.
 
         Raises:
-            ValueError: if the file has other columns: it is of another run.
+            ValueError: if the file has other columns, from another run.
         """
         row = {"epoch": number, **values}
         with self._path.open(encoding="utf-8", newline="") as file:
-            there = next(csv.reader(file), None)
-        if there is not None and there != list(row):
+            header = next(csv.reader(file), None)
+        if header is not None and header != list(row):
             raise ValueError(
                 f"{self._path} has other columns, of another run; choose another file for the log."
             )
         with self._path.open("a", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, list(row))
-            if there is None:
+            if header is None:
                 writer.writeheader()
             writer.writerow(row)
 
     def end(self, report: Mapping[str, Any]) -> None:
-        """Nothing more."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""Epochs as lines of JSON, each whole when it is written; the last line is the privacy report."""
+"""A log with one line of JSON per epoch; the last line is the privacy report."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["JSONL"]
 
 
 class JSONL:
-    """{"private": …} once, {"epoch": 1, "loss/Female": …} for each epoch, {"privacy": …} at the
-    end.
+    """A log in a file of JSON lines.
 
-    A file that is there is gone on with: of a run that was resumed.
+    It has one line {"private": …}, a line {"epoch": 1, "loss/Female": …} for each epoch, and
+    {"privacy": …} at the end. Lines are appended to an existing file, as for a resumed run.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -25,11 +25,11 @@ class JSONL:
             self._add({"private": PRIVATE})
 
     def epoch(self, number: int, values: Mapping[str, float | None]) -> None:
-        """One line."""
+        """Append the line of an epoch."""
         self._add({"epoch": number, **values})
 
     def end(self, report: Mapping[str, Any]) -> None:
-        """The last line."""
+        """Append the last line, with the privacy report."""
         self._add({"privacy": dict(report)})
 
     def _add(self, value: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Epochs as metrics of an MLflow run: pip install 'evenclip[mlflow]'."""
+"""A log in an MLflow run; it needs `pip install 'evenclip[mlflow]'`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ __all__ = ["MLflow"]
 
 
 class MLflow:
-    """Metrics by epoch and the privacy report as privacy.json, in the run that is active; else in
-    one of its own, ended with the training. Private but for the report.
+    """A log in the active MLflow run, or in a new run that ends with the training.
+
+    Values are metrics by epoch, and the privacy report is privacy.json. All but the report is
+    private.
     """
 
     def __init__(self) -> None:
@@ -22,13 +24,13 @@ class MLflow:
         except ImportError as error:
             raise ImportError("MLflow is not installed: pip install 'evenclip[mlflow]'.") from error
         self._mlflow: Any = mlflow
-        self._own = mlflow.active_run() is None
-        if self._own:
+        self._started = mlflow.active_run() is None
+        if self._started:
             mlflow.start_run()
         mlflow.set_tag("evenclip.private", PRIVATE)
 
     def epoch(self, number: int, values: Mapping[str, float | None]) -> None:
-        """A point of every metric; MLflow allows fewer characters in names than groups may have."""
+        """Log every metric; replace characters that MLflow does not allow in names."""
         known = {
             re.sub(r"[^\w\-. /]", "_", name): v
             for name, v in values.items()
@@ -37,9 +39,9 @@ class MLflow:
         self._mlflow.log_metrics({name: float(value) for name, value in known.items()}, step=number)
 
     def end(self, report: Mapping[str, Any]) -> None:
-        """The report, and what can be searched for."""
-        found = {name: report[name] for name in ("method", "epsilon", "delta", "soundness")}
-        self._mlflow.set_tags({f"evenclip.{name}": str(value) for name, value in found.items()})
+        """Log the report, and tags for searching."""
+        tags = {name: report[name] for name in ("method", "epsilon", "delta", "soundness")}
+        self._mlflow.set_tags({f"evenclip.{name}": str(value) for name, value in tags.items()})
         self._mlflow.log_dict(dict(report), "privacy.json")
-        if self._own:
+        if self._started:
             self._mlflow.end_run()

@@ -1,4 +1,4 @@
-"""Epochs as curves in TensorBoard: pip install 'evenclip[tensorboard]'."""
+"""A log for TensorBoard; it needs `pip install 'evenclip[tensorboard]'`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ __all__ = ["TensorBoard"]
 
 
 class TensorBoard:
-    """Scalars by epoch, groups of one quantity beside each other; the privacy report as text.
-    Private but for that.
+    """A log for TensorBoard: scalars by epoch, and the privacy report as text.
+
+    The groups of one quantity are shown side by side. All but the report is private.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -27,14 +28,14 @@ class TensorBoard:
         self._writer.add_text("private", PRIVATE)
 
     def epoch(self, number: int, values: Mapping[str, float | None]) -> None:
-        """A point of every curve."""
+        """Add a point to every curve."""
         for name, value in values.items():
             if value is not None and name != "epoch":
                 self._writer.add_scalar(name, value, number)
         self._writer.flush()
 
     def end(self, report: Mapping[str, Any]) -> None:
-        """The report in words."""
+        """Add the report as text."""
         from evenclip.mechanism import statement
 
         self._writer.add_text("privacy", statement.paragraph(dict(report)))
