@@ -1,6 +1,4 @@
-"""The models that are measured, and data of their shapes: times do not depend on what the numbers
-are.
-"""
+"""The measured models, and random data of their shapes; times do not depend on the values."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ class Case:
     """A model and the shape of its data.
 
     Attributes:
-        make: seed -> the model.
-        n: number of samples, or four batches where that is more.
-        shape: of one sample.
-        classes: how many.
+        make: function seed -> model.
+        n: number of samples; four batches if that is more.
+        shape: shape of one sample.
+        classes: number of classes.
     """
 
     make: Callable[[int], nn.Module]
@@ -35,9 +33,7 @@ class Case:
 
 
 class Block(nn.Module):
-    """A block of a transformer that normalises first: attention, then two linear layers. No
-    dropout.
-    """
+    """A pre-norm transformer block without dropout: attention, then two linear layers."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -56,15 +52,15 @@ class Block(nn.Module):
         )
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, T, width)
         x = x + self.out(mixed)
-        found: Tensor = x + self.down(F.gelu(self.up(self.between(x))))
-        return found
+        output: Tensor = x + self.down(F.gelu(self.up(self.between(x))))
+        return output
 
 
 class VisionTransformer(nn.Module):
-    """ViT-tiny's width and heads on 3×32×32 images: patches of 4×4, three blocks, mean over the
-    positions.
+    """A transformer for 3×32×32 images, with the width and heads of ViT-tiny.
 
-    Positions are told apart by fixed waves, so that every parameter belongs to a layer.
+    It has patches of 4×4, three blocks, and a mean over the positions. Positions are encoded by
+    fixed sine waves, so that every parameter belongs to a layer.
     """
 
     def __init__(self, width: int = 192, heads: int = 3, depth: int = 3, classes: int = 10) -> None:
@@ -77,12 +73,12 @@ class VisionTransformer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [sample, 3, 32, 32] -> [sample, class]"""
         tokens = self.patches(x).flatten(2).transpose(1, 2) + self.get_buffer("positions")
-        found: Tensor = self.head(self.norm(self.blocks(tokens)).mean(dim=1))
-        return found
+        scores: Tensor = self.head(self.norm(self.blocks(tokens)).mean(dim=1))
+        return scores
 
 
 class Recurrent(nn.Module):
-    """An LSTM over [sample, 32, 16], and a linear layer on where it ends."""
+    """An LSTM over [sample, 32, 16], and a linear layer on its last output."""
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
@@ -90,12 +86,12 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [sample, time, 16] -> [sample, class]"""
-        found: Tensor = self.head(self.lstm(x)[0][:, -1])
-        return found
+        scores: Tensor = self.head(self.lstm(x)[0][:, -1])
+        return scores
 
 
 def _waves(positions: int, width: int) -> Tensor:
-    """Sines and cosines of every position, as Vaswani et al. 2017 have them.  # [position, width]"""
+    """Return the position encoding of Vaswani et al. 2017.  # [position, width]"""
     rates = torch.exp(torch.arange(0, width, 2) * (-math.log(1e4) / width))
     angles = torch.arange(positions).unsqueeze(1) * rates
     return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)
@@ -125,8 +121,9 @@ CASES = {
 
 
 def data(case: Case, batch: int, device: str, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Samples and targets; on a GPU images are bytes, as `evenclip` keeps them, and every way turns
-    them into floats within its step.
+    """Return samples and targets.
+
+    On a GPU images are bytes, as in `evenclip`; every training loop converts them in its step.
     """
     n, generator = max(case.n, 4 * batch), torch.Generator().manual_seed(seed)
     if len(case.shape) == 3 and device != "cpu":
@@ -137,11 +134,11 @@ def data(case: Case, batch: int, device: str, seed: int = 0) -> tuple[Tensor, Te
 
 
 def grouped(given: tuple[Tensor, Tensor], groups: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-    """The data with everybody in one of so many groups, none of them empty."""
+    """Add group labels to the data; no group is empty."""
     x, y = given
     return x, y, torch.arange(len(y), device=y.device) % groups
 
 
 def floats(x: Tensor) -> Tensor:
-    """Bytes as float32 in [0, 1]; anything else as it is."""
+    """Convert bytes to float32 in [0, 1]; return other types unchanged."""
     return x.to(torch.float32).div_(255) if x.dtype is torch.uint8 else x

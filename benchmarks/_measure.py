@@ -1,4 +1,4 @@
-"""Measuring: ways that take turns, peak memory, the machine, and where results are kept."""
+"""Measure interleaved training loops and peak memory, and save results with the environment."""
 
 from __future__ import annotations
 
@@ -45,31 +45,31 @@ __all__ = [
 ]
 
 RESULTS = Path(__file__).parent / "results"
-# Steps before the clock starts: at least, at most, and enough once they took this many seconds.
+# Warm-up: minimum steps, maximum steps, and seconds after which it ends.
 _WARM = 2, 200, 0.5
-# Most steps of a way in one turn.
+# Maximum steps of a loop in one turn.
 _TURN = 1000
-# Seconds after which a turn does not wait for the end of an epoch: what is done once in so long
-# does not show, and the others should have their turn within the same seconds.
+# Seconds after which a turn does not wait for the end of an epoch. The cost of the end of such a
+# long epoch is negligible, and the other loops should have their turn soon.
 _EPOCH = 2.0
-# Rounds that there are in any case, if so many were asked for.
-_LEAST = 5
-# Seconds after which no further step is looked at for its memory, if there were two.
-_LONG = 3.0
-# Steps whose allocations are looked at: Poisson batches differ in size.
-_LOOKED_AT = 8
+# Minimum number of rounds, unless fewer were requested.
+_MIN_ROUNDS = 5
+# Seconds after which the memory of no further step is measured, after at least two.
+_LONG_SECONDS = 3.0
+# Steps whose allocations are measured: Poisson batches differ in size.
+_PROFILED_STEPS = 8
 
-# A step at a time; where something is done once an epoch, whether one has just ended.
+# One step per item; its value is whether an epoch has just ended, or None if that does not matter.
 Loop = Iterator[bool | None]
 
 
 class Timed(NamedTuple):
-    """What was measured, by the names of the ways.
+    """Measurements by the name of the loop.
 
     Attributes:
-        seconds: of a step, round by round.
-        first: seconds until the first step was taken, preparation and compiling included.
-        failed: why a way has no times.
+        seconds: seconds per step, for each round.
+        first: seconds until the end of the first step, including preparation and compiling.
+        failed: reasons of the loops without times.
     """
 
     seconds: dict[str, list[float]]
@@ -86,11 +86,13 @@ def interleaved(
     budget: float = math.inf,
     mute: bool = True,
 ) -> Timed:
-    """Seconds a step of every way. They take turns of about so many seconds, so that whatever else
-    the machine does hits all alike; one that fails is left out from there on. Beyond the budget, in
-    seconds, there are five rounds only.
+    """Measure the seconds per step of every loop.
+
+    The loops take turns of about `seconds` seconds, so that other load on the machine affects all
+    of them. A loop that fails is left out from then on. After `budget` seconds, measuring stops
+    once there are five rounds.
     """
-    found = Timed({}, {}, {})
+    timed = Timed({}, {}, {})
     loops: dict[str, tuple[Loop, int]] = {}
     for name, make in makes.items():
         try:
@@ -98,38 +100,39 @@ def interleaved(
             loop = make()
             next(loop)
             wait(device)
-            found.first[name] = time.perf_counter() - started
+            timed.first[name] = time.perf_counter() - started
             loops[name] = loop, turn_steps(loop, seconds, device)
-            found.seconds[name] = []
-        except Exception as error:  # one way that fails does not stop the others
-            found.failed[name] = reason(error)
+            timed.seconds[name] = []
+        except Exception as error:  # a loop that fails does not stop the others
+            timed.failed[name] = reason(error)
             _tidy(device)
     began = time.perf_counter()
     for done in range(rounds):
-        if done >= _LEAST and time.perf_counter() - began > budget:
+        if done >= _MIN_ROUNDS and time.perf_counter() - began > budget:
             break
         for name, (loop, steps) in list(loops.items()):
             try:
-                found.seconds[name].append(turn_seconds(loop, steps, device))
+                timed.seconds[name].append(turn_seconds(loop, steps, device))
             except Exception as error:
-                del loops[name], found.seconds[name]
-                found.failed[name] = reason(error)
+                del loops[name], timed.seconds[name]
+                timed.failed[name] = reason(error)
                 _tidy(device)
         if not mute:
             print(f"\rround {done + 1} of {rounds}", end="", file=sys.stderr, flush=True)
     if not mute:
         print("\r" + " " * 30 + "\r", end="", file=sys.stderr)
-    return found
+    return timed
 
 
 def turn_steps(loop: Loop, seconds: float, device: str) -> int:
-    """Steps that take about so long, after some to warm up; whole epochs if the loop says when one
-    ends.
+    """Warm up, then return the number of steps that take about `seconds` seconds.
+
+    If the loop reports ends of epochs, whole epochs are timed.
     """
     least, most, enough = _WARM
     began, steps = time.perf_counter(), 0
     while steps < least or (steps < most and time.perf_counter() - began < enough):
-        steps += _taken(loop, 1)
+        steps += _take(loop, 1)
     wait(device)
     few = max(1, steps // 4)
     return max(1, min(_TURN, round(seconds / turn_seconds(loop, few, device))))
@@ -138,18 +141,16 @@ def turn_steps(loop: Loop, seconds: float, device: str) -> int:
 def turn_seconds(
     loop: Loop, steps: int, device: str, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Seconds a step."""
+    """Take some steps; return the seconds per step."""
     wait(device)
     started = clock()
-    done = _taken(loop, steps)
+    done = _take(loop, steps)
     wait(device)
     return (clock() - started) / done
 
 
-def _taken(loop: Loop, steps: int) -> int:
-    """Take at least so many steps, and the rest of a short epoch if the loop has any; how many it
-    were.
-    """
+def _take(loop: Loop, steps: int) -> int:
+    """Take at least `steps` steps, and the rest of a short epoch; return their number."""
     began, done, ended = time.perf_counter(), 0, None
     while done < steps or (ended is False and time.perf_counter() - began < _EPOCH):
         ended, done = next(loop), done + 1
@@ -157,7 +158,7 @@ def _taken(loop: Loop, steps: int) -> int:
 
 
 def wait(device: str) -> None:
-    """Until the device has done what it was told."""
+    """Wait until the device has finished all work."""
     if device != "cpu":
         torch.cuda.synchronize(device)
 
@@ -169,17 +170,17 @@ def _tidy(device: str) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in a line."""
+    """Return the error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
-def ratios(found: Sequence[float], to: Sequence[float]) -> list[float]:
-    """Round by round: both sides saw the same minute of the machine."""
-    return [a / b for a, b in zip(found, to, strict=True)]
+def ratios(values: Sequence[float], to: Sequence[float]) -> list[float]:
+    """Return the ratios by round; both sides were measured at about the same time."""
+    return [a / b for a, b in zip(values, to, strict=True)]
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile."""
+    """Return lower quartile, median and upper quartile."""
     if len(values) < 2:
         return (values[0],) * 3
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -189,58 +190,65 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 # --- memory ---
 
 
-def memory(make: Callable[[], Loop], steps: int, device: str, there: int) -> dict[str, float]:
-    """Peak MiB of some steps, and the seconds until the first was taken. For a process of its own.
+def memory(make: Callable[[], Loop], steps: int, device: str, data_bytes: int) -> dict[str, float]:
+    """Return the peak MiB of some steps, and the seconds until the first step.
 
-    "MiB" is what torch had allocated at most: on a CPU beyond what there was before the step, on a
-    GPU beyond the `there` bytes of the data. "held" is what the process held of the machine's
-    memory for it, with what its allocator had not given back: on a CPU the highest resident size
+    Call it in a separate process. "MiB" is the maximum that torch had allocated: on a CPU beyond
+    the allocations before the step, on a GPU beyond the `data_bytes` bytes of the data. "held" also
+    counts memory that the allocator had not returned: on a CPU it is the highest resident size
     beyond that after the first step.
     """
     started = time.perf_counter()
     loop = make()
-    next(loop)  # everything is imported, compiled and allocated by the time we look
+    next(loop)  # import, compile and allocate before measuring
     wait(device)
     first = time.perf_counter() - started
     if device != "cpu":
-        _some(loop, steps)
+        _take_at_most(loop, steps)
         wait(device)
-        peak, reserved = (
-            torch.cuda.max_memory_allocated(device),
-            torch.cuda.max_memory_reserved(device),
-        )
-        return {"MiB": (peak - there) / 2**20, "held": (reserved - there) / 2**20, "first": first}
+        peak = torch.cuda.max_memory_allocated(device)
+        reserved = torch.cuda.max_memory_reserved(device)
+        return {
+            "MiB": (peak - data_bytes) / 2**20,
+            "held": (reserved - data_bytes) / 2**20,
+            "first": first,
+        }
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak so far
+    Path("/proc/self/clear_refs").write_text("5")  # reset the recorded peak
     before = status("VmRSS")
-    _some(loop, steps)
+    _take_at_most(loop, steps)
     held = status("VmHWM") - before
-    return {"MiB": max(_allocated(loop) for _ in range(_LOOKED_AT)), "held": held, "first": first}
+    return {
+        "MiB": max(_allocated(loop) for _ in range(_PROFILED_STEPS)),
+        "held": held,
+        "first": first,
+    }
 
 
 def _allocated(loop: Loop) -> float:
-    """The most that torch had allocated during a step, beyond what there was before it."""
+    """Return the maximum that torch had allocated during a step, beyond what was there before."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
         next(loop)
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    results = profile.profiler.kineto_results  # type: ignore[union-attr]
+    events = [event for event in results.events() if event.name() == "[memory]"]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(itertools.accumulate(changes), default=0) / 2**20
 
 
-def _some(loop: Loop, steps: int) -> None:
-    """So many steps, or two that take long."""
+def _take_at_most(loop: Loop, steps: int) -> None:
+    """Take at most `steps` steps; stop after two if they take long."""
     began = time.perf_counter()
     for done in range(steps):
-        if done >= 2 and time.perf_counter() - began > _LONG:
+        if done >= 2 and time.perf_counter() - began > _LONG_SECONDS:
             return
         next(loop)
 
 
 def status(field: str) -> float:
-    """A size from the kernel's account of this process, in MiB."""
+    """Return a size from /proc/self/status, in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
@@ -251,9 +259,7 @@ def status(field: str) -> float:
 def in_child(
     script: str, task: dict[str, Any], seconds: float, env: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """What `script --child TASK` prints as its last line; {"error": why} where it does not come to
-    that.
-    """
+    """Run `script --child TASK`; return its last line of output, or {"error": why}."""
     command = [sys.executable, script, "--child", json.dumps(task)]
     try:
         done = subprocess.run(
@@ -271,17 +277,17 @@ def in_child(
         return {"error": f"ended by {name}{', out of memory?' if name == 'SIGKILL' else ''}"}
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        said = done.stderr.strip().splitlines()
-        return {"error": said[-1][:300] if said else f"exit status {done.returncode}"}
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+        errors = done.stderr.strip().splitlines()
+        return {"error": errors[-1][:300] if errors else f"exit status {done.returncode}"}
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
 
 
 # --- the machine ---
 
 
 def prepare_torch(threads: int, device: str, tf32: bool) -> None:
-    """The same for all ways: threads, and how products of float32 are taken on a GPU."""
+    """Set the threads, and the precision of float32 products on a GPU."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(threads)
     if device != "cpu":
@@ -291,19 +297,19 @@ def prepare_torch(threads: int, device: str, tf32: bool) -> None:
 
 
 def environment(device: str, threads: int) -> dict[str, Any]:
-    """What the numbers were measured on."""
-    found: dict[str, Any] = {
+    """Describe the machine and the installed versions."""
+    facts: dict[str, Any] = {
         "device": device,
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "threads": threads,
     }
     if device != "cpu" and torch.cuda.is_available():
-        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-    found |= {"system": platform.platform(), "python": platform.python_version()}
-    found |= {name: _version(name) for name in ("evenclip", "torch", "opacus", "numpy")}
+        facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    facts |= {"system": platform.platform(), "python": platform.python_version()}
+    facts |= {name: _version(name) for name in ("evenclip", "torch", "opacus", "numpy")}
     return {
-        **found,
+        **facts,
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
@@ -315,7 +321,7 @@ def _cpu() -> str:
 
 
 def _version(name: str) -> str | None:
-    """Of an installed package; None of one that is not, or is used from its source."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -323,7 +329,7 @@ def _version(name: str) -> str | None:
 
 
 def commit(root: Path = RESULTS.parents[1]) -> str | None:
-    """Of a checkout, with a + where its sources differ; None outside one."""
+    """Return the commit of a checkout, with a + if its sources differ; None outside one."""
     try:
         done = [
             subprocess.run(
@@ -340,7 +346,7 @@ def commit(root: Path = RESULTS.parents[1]) -> str | None:
 
 
 def arguments(doc: str, *, rounds: int) -> argparse.ArgumentParser:
-    """A parser with what all benchmarks take."""
+    """Return a parser with the arguments of all benchmarks."""
     parser = argparse.ArgumentParser(
         description=doc.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -348,14 +354,14 @@ def arguments(doc: str, *, rounds: int) -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument(
-        "--quick", action="store_true", help="a few short rounds; nothing is written without --out"
+        "--quick", action="store_true", help="few short rounds; writes nothing without --out"
     )
-    parser.add_argument("--out", type=Path, help="where to write, instead of benchmarks/results/")
+    parser.add_argument("--out", type=Path, help="output file, instead of benchmarks/results/")
     return parser
 
 
-def save(name: str, given: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Keep the results with the environment, unless it was a quick look."""
+def save(name: str, given: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Save the results with the environment, unless the run is quick."""
     if given.quick and given.out is None:
         return
     suffix = "" if given.device == "cpu" else f"-{given.device}"
@@ -363,9 +369,14 @@ def save(name: str, given: argparse.Namespace, found: dict[str, Any]) -> None:
         suffix += "-tf32"
     path = given.out or RESULTS / f"{name}{suffix}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Paths are left out.
     plain = {
         name: value for name, value in vars(given).items() if isinstance(value, (str, int, list))
-    }  # no folders
-    whole = {"environment": environment(given.device, given.threads), "arguments": plain, **found}
-    path.write_text(json.dumps(whole, indent=1) + "\n")
+    }
+    contents = {
+        "environment": environment(given.device, given.threads),
+        "arguments": plain,
+        **results,
+    }
+    path.write_text(json.dumps(contents, indent=1) + "\n")
     print(f"\nwritten to {path}")

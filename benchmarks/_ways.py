@@ -1,14 +1,12 @@
-"""The training loops that are measured, each pausing after every step.
+"""The measured training loops; each yields after every step.
 
-| way | what is timed |
-|---|---|
-| plain SGD | the usual loop: shuffled batches, loss.backward(), SGD |
-| plain compiled | the same with gather, forward pass and loss through torch.compile, and so the backward pass |
-| evenclip | `fit`'s own step: Poisson batch, gather, passes, norms, noise, ledger, update, trace |
-| evenclip compiled | the same with Performance(compile=True) |
-| Opacus ghost, hooks | as in its documentation, with its own Poisson loader |
+- plain SGD: shuffled batches, loss.backward(), SGD
+- plain compiled: the same with gather, forward pass, loss and backward pass compiled
+- evenclip: the step of `fit`: Poisson batch, gather, passes, norms, noise, ledger, update, trace
+- evenclip compiled: the same with Performance(compile=True)
+- Opacus ghost, Opacus hooks: as in its documentation, with its own Poisson loader
 
-Plain training leaves out the last, smaller batch of an epoch, which would be compiled anew. Only
+Plain training drops the last, smaller batch of an epoch, because it would be compiled again. Only
 public names of evenclip are used, so that before_after.py can measure older source trees.
 """
 
@@ -43,13 +41,13 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, and where.
+    """Model, batch size and device of a measurement.
 
     Attributes:
         case: name of the model.
-        batch: its (expected) size.
+        batch: (expected) batch size.
         device: cpu or cuda.
-        tf32: whether products of float32 may be taken in TF32, on both sides.
+        tf32: whether float32 products may use TF32, in all loops.
     """
 
     case: str
@@ -58,16 +56,16 @@ class Setup:
     tf32: bool = False
 
     def model(self, seed: int = 0) -> nn.Module:
-        """As it starts."""
+        """Return the initial model."""
         return CASES[self.case].make(seed).to(self.device)
 
     def data(self, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Samples and targets, on the device."""
+        """Return samples and targets on the device."""
         return data(CASES[self.case], self.batch, self.device, seed)
 
 
 def loop(way: str, setup: Setup) -> Loop:
-    """The training loop of one way."""
+    """Return the training loop of this name."""
     if way.startswith("plain"):
         return plain(setup, compile="compiled" in way)
     if way.startswith("evenclip"):
@@ -81,13 +79,13 @@ def loop(way: str, setup: Setup) -> Loop:
 
 
 def _rows(n: int, batch: int, device: str) -> Iterator[Tensor]:
-    """Shuffled batches without end."""
+    """Yield shuffled batches forever."""
     while True:
         yield from torch.randperm(n, device=device)[: n // batch * batch].split(batch)
 
 
 class _Loss:
-    """The mean loss of some rows of the data."""
+    """Mean loss of some rows of the data."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -97,7 +95,7 @@ class _Loss:
 
 
 def plain(setup: Setup, *, compile: bool = False) -> Loop:
-    """Non-private training."""
+    """Train without privacy."""
     model, (x, y) = setup.model(), setup.data()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     loss = torch.compile(_Loss(model).__call__) if compile else _Loss(model)
@@ -112,7 +110,7 @@ def plain(setup: Setup, *, compile: bool = False) -> Loop:
 
 
 def private(setup: Setup, *, compile: bool = False) -> Loop:
-    """`fit` itself, paused after every step."""
+    """Train as `fit` does, yielding after every step."""
     run = evenclip.prepare(
         setup.model(),
         setup.data(),
@@ -128,11 +126,10 @@ def private(setup: Setup, *, compile: bool = False) -> Loop:
 
 
 def steps(run: evenclip.Run) -> Loop:
-    """The steps of a run.
+    """Take the steps of a run.
 
     Raises:
-        UserWarning: the step was to be compiled and cannot be; `fit` would warn and take the plain
-            step.
+        UserWarning: the step cannot be compiled; `fit` would warn and use the plain step.
     """
     with ExitStack() as stack:
         with warnings.catch_warnings():
@@ -147,8 +144,9 @@ def steps(run: evenclip.Run) -> Loop:
 
 
 def opacus(setup: Setup, mode: str) -> Loop:
-    """Opacus as in its documentation, with Poisson batches; its validator replaces layers that it
-    does not support.
+    """Train with Opacus as in its documentation, with Poisson batches.
+
+    Its validator replaces layers that it does not support.
     """
     if importlib.util.find_spec("opacus") is None:
         raise ModuleNotFoundError("Opacus is not installed")

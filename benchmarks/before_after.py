@@ -1,17 +1,16 @@
-"""The step of two source trees side by side, in one interleaved run: what a change did to the
-speed.
+"""Compare the step times of two source trees in one interleaved run.
 
     python benchmarks/before_after.py --before CHECKOUT [--models dutch adult mnist celeba]
-                                      [--rounds 15] [--threads 2] [--cpu-time] [--quick] [--out
-                                      FILE]
+                                      [--rounds 15] [--threads 2] [--cpu-time] [--quick]
+                                      [--out FILE]
 
-"After" is the checkout of this file. Each network has one process per tree, which stays alive and
-takes its turns when asked; the trees alternate in who goes first. Both processes run this file and
-`_ways.py`, with evenclip imported from their own tree, so the other tree may be older: only public
-names are used. Each process also times plain SGD, which is the same code in both; the ratio of the
-two should be 1, and shows how far the run can be trusted.
+"After" is the checkout of this file. Each network has one process per tree. The processes stay
+alive and take turns; the trees alternate in order. Both processes run this file and `_ways.py`,
+with evenclip imported from their own tree. Only public names are used, so the other tree may be
+older. Each process also times plain SGD, the same code in both. The ratio of these two times should
+be 1; its deviation shows the accuracy of the run.
 
-On a busy machine take --threads 1 --cpu-time, which counts the processor time of the process
+On a busy machine use --threads 1 --cpu-time, which measures the processor time of the process
 instead of the wall clock.
 
 Prints the median and the quartiles of the ratios within rounds. Writes
@@ -45,7 +44,7 @@ from _measure import (
 AFTER = Path(__file__).resolve().parents[1]
 MODELS = ("dutch", "adult", "mnist", "celeba")
 COMPILED = ("dutch", "adult")  # on a CPU, networks with convolutions are not compiled
-_TURN = 0.15  # seconds of a turn
+_TURN = 0.15  # seconds per turn
 _BATCH = 256
 
 
@@ -68,15 +67,15 @@ class Tree:
         self._process.stdin.close()
         self._process.wait()
 
-    def ask(self, what: dict[str, Any]) -> float:
-        """Send a request, wait for its answer.
+    def request(self, task: dict[str, Any]) -> float:
+        """Send a request and return its answer.
 
         Raises:
             RuntimeError: the request failed; the message says why.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.write(json.dumps(task) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
@@ -90,11 +89,8 @@ class Tree:
 
 
 def child(task: dict[str, Any]) -> None:
-    """The body of a process: answer requests until the input ends."""
-    answers, sys.stdout = (
-        sys.stdout,
-        sys.stderr,
-    )  # what else is printed does not disturb the answers
+    """Answer requests until the input ends; the body of a process."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # other output must not mix with the answers
     import evenclip
 
     assert evenclip.__file__ is not None
@@ -103,28 +99,26 @@ def child(task: dict[str, Any]) -> None:
     from _ways import Setup, loop
 
     prepare_torch(task["threads"], "cpu", tf32=False)
-    setup, clock = (
-        Setup(task["model"], task["batch"]),
-        time.process_time if task["cpu_time"] else time.perf_counter,
-    )
+    setup = Setup(task["model"], task["batch"])
+    clock = time.process_time if task["cpu_time"] else time.perf_counter
     loops = {}
     for line in sys.stdin:
-        asked = json.loads(line)
-        way = asked["way"]
+        request = json.loads(line)
+        way = request["way"]
         try:
-            if asked["do"] == "start":
+            if request["do"] == "start":
                 loops[way] = loop(way, setup)
                 value = float(turn_steps(loops[way], task["turn"], "cpu"))
             else:
-                value = turn_seconds(loops[way], asked["steps"], "cpu", clock)
+                value = turn_seconds(loops[way], request["steps"], "cpu", clock)
             answer: dict[str, Any] = {"value": value}
-        except Exception as error:  # whatever it is, the parent reports it
+        except Exception as error:  # the parent reports it
             answer = {"error": reason(error)}
         print(json.dumps(answer), file=answers, flush=True)
 
 
 def measured(model: str, before: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
-    """One network: a row for its plain step, and one for the compiled step where there is one."""
+    """Measure one network: a row for its step, and one for the compiled step if there is one."""
     ways = ["plain SGD", "evenclip", *(["evenclip compiled"] if model in COMPILED else [])]
     task = {
         "model": model,
@@ -141,9 +135,9 @@ def measured(model: str, before: Path, given: argparse.Namespace) -> list[dict[s
             which: stack.enter_context(Tree(root, task))
             for which, root in (("before", before), ("after", AFTER))
         }
-        # The same number of steps in both, so that both include as many ends of an epoch.
+        # The same number of steps in both, so that both include the same number of epoch ends.
         steps = {
-            way: int(max(tree.ask({"do": "start", "way": way}) for tree in trees.values()))
+            way: int(max(tree.request({"do": "start", "way": way}) for tree in trees.values()))
             for way in ways
         }
         for done in range(given.rounds):
@@ -151,23 +145,23 @@ def measured(model: str, before: Path, given: argparse.Namespace) -> list[dict[s
             for way in ways:
                 for which in order:
                     seconds[which][way].append(
-                        trees[which].ask({"do": "turn", "way": way, "steps": steps[way]})
+                        trees[which].request({"do": "turn", "way": way, "steps": steps[way]})
                     )
     control = spread(ratios(seconds["after"]["plain SGD"], seconds["before"]["plain SGD"]))
     return [
         {
             "model": model,
             "way": way,
-            "ms": {which: 1e3 * spread(found[way])[1] for which, found in seconds.items()},
+            "ms": {which: 1e3 * spread(by_way[way])[1] for which, by_way in seconds.items()},
             "ratio": spread(ratios(seconds["after"][way], seconds["before"][way])),
             **{
-                which: spread(ratios(found[way], found["plain SGD"]))
-                for which, found in seconds.items()
+                which: spread(ratios(by_way[way], by_way["plain SGD"]))
+                for which, by_way in seconds.items()
             },
             "plain SGD": control,
             "rounds": {
-                which: {name: found[name] for name in ("plain SGD", way)}
-                for which, found in seconds.items()
+                which: {name: by_way[name] for name in ("plain SGD", way)}
+                for which, by_way in seconds.items()
             },
         }
         for way in ways[1:]
@@ -175,7 +169,7 @@ def measured(model: str, before: Path, given: argparse.Namespace) -> list[dict[s
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Readable at 80 columns."""
+    """Format the results at 80 columns."""
     lines = [f"{'':<28}{'before':>8}{'after':>8}{'after ÷ before':>26}{'control':>9}"]
     for row in rows:
         low, middle, high = row["ratio"]
@@ -187,7 +181,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure, print and save."""
     parser = arguments(__doc__ or "", rounds=15)
     parser.add_argument("--before", type=Path, help="another checkout of evenclip")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)

@@ -1,12 +1,12 @@
-"""Wall-clock of whole comparisons as a user runs them.
+"""Measure the wall-clock time of whole comparisons.
 
     python benchmarks/compare.py [--what demo adult dutch mnist] [--device cpu|cuda] [--seeds 5]
                                  [--rounds 3] [--data-dir FOLDER] [--quick] [--out FILE]
 
-Each is `evenclip compare NAME --seeds N` in a process of its own with an empty EVENCLIP_CACHE,
-start of Python included; "demo" is what `make demo` runs. A dataset without its files is left out,
-with the reason. On a CPU the speed of a matrix product on all cores at once is measured before and
-after each command: other load on the machine can cost a third of it. Writes
+Each is `evenclip compare NAME --seeds N` in a separate process with an empty EVENCLIP_CACHE,
+including the start of Python; "demo" is the command of `make demo`. A dataset without its files is
+skipped, with the reason. On a CPU the speed of a matrix product on all cores is measured before and
+after each command, because other load on the machine can reduce it by a third. Writes
 benchmarks/results/compare.json (compare-cuda.json) with the environment.
 """
 
@@ -26,10 +26,10 @@ from _measure import arguments, save, spread
 from evenclip.data.catalogue import SOURCES
 from evenclip.data.disk import data_directory
 
-# `evenclip` itself: where it is used from its source, there is no command of that name.
+# The `evenclip` command; it is not installed when evenclip is used from its source.
 _COMMAND = [sys.executable, "-c", "from evenclip.cli import main; main()"]
-DEMO_SEEDS = 3  # those of `make demo`
-# Products of the size of the MLP's, for a second, on one core.
+DEMO_SEEDS = 3  # as in `make demo`
+# Products of the size of the MLP's, for one second on one core.
 _PRODUCTS = """
 import time, torch
 torch.set_num_threads(1)
@@ -44,7 +44,7 @@ print(done * 2 * 256**3 / (time.perf_counter() - start) / 1e9)
 
 
 def options(what: str, given: argparse.Namespace) -> list[str]:
-    """What follows `evenclip` on the command line."""
+    """Return the arguments of `evenclip`."""
     seeds = DEMO_SEEDS if what == "demo" else given.seeds
     words = ["compare", *([] if what == "demo" else [what]), "--seeds", str(seeds)]
     words += ["--epochs", "1"] if given.quick else []
@@ -52,10 +52,10 @@ def options(what: str, given: argparse.Namespace) -> list[str]:
 
 
 def seconds(words: list[str], data: Path | None) -> float:
-    """One command from start to end, with an empty cache.
+    """Time one command with an empty cache.
 
     Raises:
-        RuntimeError: it failed; the message is the last line of its errors.
+        RuntimeError: the command failed; the message is the last line of its errors.
     """
     with tempfile.TemporaryDirectory(prefix="compare-") as folder:
         env = {**os.environ, "EVENCLIP_CACHE": f"{folder}/cache"}
@@ -66,24 +66,24 @@ def seconds(words: list[str], data: Path | None) -> float:
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         took = time.perf_counter() - started
     if done.returncode:
-        said = done.stderr.strip().splitlines()
-        raise RuntimeError(said[-1] if said else f"exit status {done.returncode}")
+        errors = done.stderr.strip().splitlines()
+        raise RuntimeError(errors[-1] if errors else f"exit status {done.returncode}")
     return took
 
 
 def speed() -> float:
-    """GFLOP/s of a product on a core, all of them busy with one: the mean."""
+    """Return the mean GFLOP/s per core of products on all cores at once."""
     cores = len(os.sched_getaffinity(0))
-    begun = [
+    processes = [
         subprocess.Popen([sys.executable, "-c", _PRODUCTS], stdout=subprocess.PIPE)
         for _ in range(cores)
     ]
-    found = [float(process.communicate()[0]) for process in begun]
-    return sum(found) / len(found)
+    speeds = [float(process.communicate()[0]) for process in processes]
+    return sum(speeds) / len(speeds)
 
 
 def measured(what: str, given: argparse.Namespace) -> dict[str, Any]:
-    """One comparison, as often as asked."""
+    """Measure one comparison `given.rounds` times."""
     words, times, speeds = options(what, given), list[float](), list[float]()
     for _ in range(given.rounds):
         before = speed()
@@ -100,45 +100,45 @@ def measured(what: str, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def lacks(what: str, given: argparse.Namespace) -> str | None:
-    """Which data are missing for this comparison; None if none are."""
+    """Return which data this comparison lacks, or None."""
     return SOURCES["adult" if what == "demo" else what].lacks(data_directory(given.data_dir))
 
 
-def table(found: list[dict[str, Any]], skipped: dict[str, str]) -> str:
-    """Readable at 80 columns."""
-    lines = [f"{row['command'][:59]:<60}{row['seconds']:>10.1f}" for row in found]
+def table(rows: list[dict[str, Any]], skipped: dict[str, str]) -> str:
+    """Format the results at 80 columns."""
+    lines = [f"{row['command'][:59]:<60}{row['seconds']:>10.1f}" for row in rows]
     return "\n".join(
         [f"{'':<60}{'s':>10}", *lines, *(f"{what}: {why}"[:80] for what, why in skipped.items())]
     )
 
 
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure, print and save."""
     parser = arguments(__doc__ or "", rounds=3)
     names = ("demo", "adult", "dutch", "mnist", "celeba")
     parser.add_argument(
-        "--what", nargs="+", choices=names, help="which; without it all that suit the device"
+        "--what", nargs="+", choices=names, help="comparisons; default: those that suit the device"
     )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument(
-        "--data-dir", type=Path, help="where files of datasets are, instead of EVENCLIP_DATA"
+        "--data-dir", type=Path, help="folder with dataset files, instead of EVENCLIP_DATA"
     )
     given = parser.parse_args()
     if given.quick:
         given.rounds, given.seeds = 1, min(given.seeds, 2)
     what = given.what or ["demo", "adult", "dutch", *(["mnist"] if given.device != "cpu" else [])]
-    found, skipped = [], {}
-    for one in what:
-        why = lacks(one, given)
+    rows, skipped = [], {}
+    for name in what:
+        why = lacks(name, given)
         if why is None:
             try:
-                found.append(measured(one, given))
+                rows.append(measured(name, given))
                 continue
             except RuntimeError as error:
                 why = str(error)
-        skipped[one] = why
-    print("\n" + table(found, skipped))
-    save("compare", given, {"rows": found, "skipped": skipped})
+        skipped[name] = why
+    print("\n" + table(rows, skipped))
+    save("compare", given, {"rows": rows, "skipped": skipped})
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Seconds of one full look at a step's risk (audit/decomposition), beside an epoch of plain SGD.
+"""Compare the time of one full risk measurement (audit/decomposition) with a plain SGD epoch.
 
     python benchmarks/diagnostics.py [--rounds 3] [--probes 100] [--device cpu|cuda] [--quick]
-    [--out FILE]
+                                     [--out FILE]
 
-Adult's shape: 23,484 samples in two groups, the MLP, the whole training set, as many random signs
-for the trace as the paper takes. "one by one" has the same products a vector at a time by
-differentiating twice, on a few vectors and scaled up. All take turns in one process. Writes
-benchmarks/results/diagnostics.json with the environment.
+The data have Adult's shape: 23,484 samples in two groups. The model is the MLP, measured on the
+whole training set with as many random signs for the trace as in the paper. "one by one" computes
+the same products one vector at a time by differentiating twice, on a few vectors, scaled up. All
+take turns in one process. Writes benchmarks/results/diagnostics.json with the environment.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from evenclip.audit import curvature
 from evenclip.audit.curvature import Curvature, signs
 from evenclip.audit.decomposition import RiskTerms
 
-# Vectors that are taken one by one, of which the time of all follows.
+# Vectors computed one by one; the time of all is extrapolated.
 _FEW = 4
 
 
 def timed(work: Callable[[], object], device: str) -> float:
-    """Seconds."""
+    """Return the seconds that `work` takes."""
     wait(device)
     started = time.perf_counter()
     work()
@@ -39,7 +39,7 @@ def timed(work: Callable[[], object], device: str) -> float:
 
 
 def epoch(device: str, samples: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Of plain SGD, batches of 256."""
+    """Train one epoch with plain SGD and batches of 256."""
     x, y = samples
     model = CASES["adult"].make(0).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -49,8 +49,8 @@ def epoch(device: str, samples: tuple[torch.Tensor, torch.Tensor]) -> None:
         optimizer.step()
 
 
-def look(device: str, samples: tuple[torch.Tensor, ...], probes: int) -> None:
-    """One step of training that is looked at."""
+def risk_terms(device: str, samples: tuple[torch.Tensor, ...], probes: int) -> None:
+    """Train one step and measure its risk terms."""
     observer = RiskTerms(samples, 0.01, probes=probes, every=1)
     evenclip.fit(
         CASES["adult"].make(0).to(device),
@@ -65,14 +65,14 @@ def look(device: str, samples: tuple[torch.Tensor, ...], probes: int) -> None:
 
 
 def one_by_one(device: str, samples: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """A few products, each of them alone."""
-    found = Curvature(CASES["adult"].make(0).to(device), cross_entropy, *samples)
-    found._product, found._jets = curvature._reverse_over_reverse, False
-    found.forms(signs(_FEW, found.layout.size))
+    """Compute a few products one by one."""
+    hessian = Curvature(CASES["adult"].make(0).to(device), cross_entropy, *samples)
+    hessian._product, hessian._taylor = curvature._reverse_over_reverse, False
+    hessian.forms(signs(_FEW, hessian.layout.size))
 
 
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure, print and save."""
     parser = arguments(__doc__ or "", rounds=3)
     parser.add_argument("--probes", type=int, default=100)
     given = parser.parse_args()
@@ -82,21 +82,21 @@ def main() -> None:
     samples = data(CASES["adult"], 256, given.device, 0)
     ways = {
         "plain epoch": partial(epoch, given.device, samples),
-        "full look": partial(look, given.device, grouped(samples), given.probes),
+        "full look": partial(risk_terms, given.device, grouped(samples), given.probes),
         "products one by one": partial(one_by_one, given.device, samples),
     }
     scale = {"products one by one": (given.probes + 2) / _FEW}
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for work in ways.values():
         work()
     for _ in range(given.rounds):
         for name, work in ways.items():
-            found[name].append(timed(work, given.device) * scale.get(name, 1.0))
-    seconds = {name: spread(values)[1] for name, values in found.items()}
+            times[name].append(timed(work, given.device) * scale.get(name, 1.0))
+    seconds = {name: spread(values)[1] for name, values in times.items()}
     print(f"{'Adult, ' + str(given.probes) + ' probes':<28}{'s':>9}{'epochs':>9}")
     for name, value in seconds.items():
         print(f"{name:<28}{value:>9.2f}{value / seconds['plain epoch']:>9.1f}")
-    save("diagnostics", given, {"seconds": seconds, "rounds": found})
+    save("diagnostics", given, {"seconds": seconds, "rounds": times})
 
 
 if __name__ == "__main__":

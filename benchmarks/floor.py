@@ -1,15 +1,14 @@
-"""What a step has to compute and to move, counted from the model's shapes, and the time that this
-takes at the least.
+"""Lower bounds on the time of a step, from its operations and bytes.
 
-    python benchmarks/floor.py [--models adult mnist] [--batch 256] [--device cpu|cuda] [--threads
-                               2] [--rounds 9] [--quick] [--out FILE]
+    python benchmarks/floor.py [--models adult mnist] [--batch 256] [--device cpu|cuda]
+                               [--threads 2] [--rounds 9] [--quick] [--out FILE]
 
-Each part of a step has a number of floating-point operations and of bytes; its floor is the longer
-of the two at the speeds of this machine, measured on the spot: a product of two large matrices, and
-a copy as large as what the step works on. A float32 is 4 bytes, every tensor is written once and
-read once by each part that uses it, and nothing is assumed to be fused. The noise is counted as
-operations like any other, though logarithms and cosines take longer. Writes
-benchmarks/results/floor.json (floor-cuda.json) with the environment.
+Each part of a step has a number of floating-point operations and of bytes, counted from the model's
+shapes. Its floor is the longer of the two times at the speeds of this machine. The speeds are
+measured with a product of two large matrices, and a copy as large as the working set of the step.
+A float32 is 4 bytes, every tensor is written once and read once by each part that uses it, and
+nothing is assumed to be fused. The noise counts as ordinary operations, although logarithms and
+cosines take longer. Writes benchmarks/results/floor.json (floor-cuda.json) with the environment.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from _ways import Setup, loop
 from torch import Tensor, nn
 
 _FLOAT = 4
-# Operations for a number of noise: 80 for a block of Philox (20 products, 40 XORs, 20 sums), which
-# makes eight numbers; logarithm, root, sine and cosine of a pair, some 20 each.
+# Operations per noise value: 80 for a block of Philox (20 products, 40 XORs, 20 sums) of eight
+# values; and about 20 each for logarithm, root, sine and cosine of a pair.
 _NOISE = 80 / 8 + 4 * 20 / 2
 PARTS = ("gather", "forward", "backward", "norms", "weighted sums", "noise", "update")
 PLAIN = ("gather", "forward", "backward", "weight gradients", "update")
 
 
 class Layer(NamedTuple):
-    """What a layer does for one sample.
+    """Size and operations of a layer for one sample.
 
     Attributes:
         module: the layer.
-        a: numbers that go in.
-        o: numbers that come out.
+        a: number of inputs.
+        o: number of outputs.
         products: multiplications and additions of its matrix product, 0 for a layer without
             parameters.
-        P: its parameters.
+        P: number of parameters.
     """
 
     module: nn.Module
@@ -55,9 +54,7 @@ class Layer(NamedTuple):
 
     @property
     def is_formed(self) -> bool:
-        """Whether every sample's gradient is formed: convolutions that have fewer parameters than
-        activations.
-        """
+        """Whether per-sample gradients are formed: for convolutions with few parameters."""
         return isinstance(self.module, nn.Conv2d)
 
 
@@ -69,7 +66,7 @@ class Count:
     bytes: float = 0.0
 
     def add(self, flops: float, numbers: float) -> None:
-        """So many operations, and numbers read or written."""
+        """Add operations, and numbers read or written."""
         self.flops += flops
         self.bytes += _FLOAT * numbers
 
@@ -82,20 +79,20 @@ class Counts:
     plain: dict[str, Count] = field(default_factory=lambda: {name: Count() for name in PLAIN})
 
     def both(self, part: str, flops: float, numbers: float) -> None:
-        """Something that both do."""
+        """Add to both the private and the plain step."""
         self.private[part].add(flops, numbers)
         self.plain[part].add(flops, numbers)
 
 
 def layers(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
-    """The layers of a model in the order they are called, for one sample of this shape.
+    """Return the layers of a model in call order, for one sample of this shape.
 
     Raises:
-        ValueError: a layer that this does not know how to count.
+        ValueError: the operations of a layer are not known.
     """
-    found: list[Layer] = []
+    recorded: list[Layer] = []
 
-    def note(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def record(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         a, o, P = args[0].numel(), output.numel(), sum(p.numel() for p in module.parameters())
         if isinstance(module, nn.Flatten):
             return
@@ -107,20 +104,20 @@ def layers(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
             products = 0
         else:
             raise ValueError(
-                f"{module} is not counted here; choose among dutch, adult, mnist and celeba."
+                f"{module} is not supported; choose among dutch, adult, mnist and celeba."
             )
-        found.append(Layer(module, a, o, products, P))
+        recorded.append(Layer(module, a, o, products, P))
 
     for module in model.modules():
         if not list(module.children()):
-            module.register_forward_hook(note)
+            module.register_forward_hook(record)
     with torch.no_grad():
         model(torch.zeros(1, *shape))
-    return found
+    return recorded
 
 
 def counts(model: nn.Module, shape: tuple[int, ...], B: int) -> Counts:
-    """Everything that a step on a batch of B samples does."""
+    """Count the operations and bytes of a step on a batch of B samples."""
     total, first = Counts(), True
     total.both("gather", 0, 2 * B * math.prod(shape))
     for layer in layers(model, shape):
@@ -151,58 +148,55 @@ def counts(model: nn.Module, shape: tuple[int, ...], B: int) -> Counts:
 
 
 def best(function: Callable[[], Any], device: str, tries: int = 7) -> float:
-    """Seconds of the quickest of some tries: a floor wants the machine at its best."""
+    """Return the seconds of the fastest of some tries."""
     function()
-    found = []
+    times = []
     for _ in range(tries):
         wait(device)
         started = time.perf_counter()
         function()
         wait(device)
-        found.append(time.perf_counter() - started)
-    return min(found)
+        times.append(time.perf_counter() - started)
+    return min(times)
 
 
 def matmul_speed(device: str) -> float:
-    """Operations a second in a product of matrices."""
+    """Return the operations per second of a matrix product."""
     n = 1024 if device == "cpu" else 8192
     a, b, out = (torch.rand(n, n, device=device) for _ in range(3))
     return 2 * n**3 / best(partial(torch.mm, a, b, out=out), device)
 
 
 def copy_speed(device: str, size: float) -> float:
-    """Bytes a second, read and written, in copies of tensors that are so many bytes together."""
+    """Return the bytes per second, read and written, of copies with `size` bytes in total."""
     a = torch.rand(max(1, int(size / 2 / _FLOAT)), device=device)
     b, again = torch.empty_like(a), max(1, int(2**24 / size))
     return 2 * a.nbytes * again / best(lambda: [b.copy_(a) for _ in range(again)], device)
 
 
 def working_set(model: nn.Module, shape: tuple[int, ...], B: int) -> float:
-    """Bytes of what a step keeps: activations, and parameters."""
-    found = layers(model, shape)
-    return _FLOAT * sum(B * layer.o + layer.P for layer in found)
+    """Return the bytes that a step keeps: activations and parameters."""
+    return _FLOAT * sum(B * layer.o + layer.P for layer in layers(model, shape))
 
 
 # --- measuring ---
 
 
 def measured(setup: Setup, rounds: int, turn: float) -> dict[str, Any]:
-    """The counts of one model, the floors they imply, and the steps as they are."""
+    """Return the counts of one model, the floors they imply, and measured times."""
     case = CASES[setup.case]
     total = counts(case.make(0), case.shape, setup.batch)
-    flops, moved = (
-        matmul_speed(setup.device),
-        copy_speed(setup.device, working_set(case.make(0), case.shape, setup.batch)),
-    )
+    flops = matmul_speed(setup.device)
+    moved = copy_speed(setup.device, working_set(case.make(0), case.shape, setup.batch))
     makes = {way: partial(loop, way, setup) for way in ("plain SGD", "evenclip")}
-    found = interleaved(makes, rounds=rounds, seconds=turn, device=setup.device)
+    timed = interleaved(makes, rounds=rounds, seconds=turn, device=setup.device)
     floors = {
         way: {
             name: 1e3 * max(part.flops / flops, part.bytes / moved) for name, part in parts.items()
         }
         for way, parts in (("plain SGD", total.plain), ("evenclip", total.private))
     }
-    times = {way: spread(each)[1] for way, each in found.seconds.items()}
+    times = {way: spread(each)[1] for way, each in timed.seconds.items()}
     both = len(times) == 2
     return {
         "model": setup.case,
@@ -214,37 +208,37 @@ def measured(setup: Setup, rounds: int, turn: float) -> dict[str, Any]:
         "floor": floors["evenclip"],
         "plain floor": floors["plain SGD"],
         "ms": {way: 1e3 * each for way, each in times.items()},
-        "ratio": spread(ratios(found.seconds["evenclip"], found.seconds["plain SGD"]))[1]
+        "ratio": spread(ratios(timed.seconds["evenclip"], timed.seconds["plain SGD"]))[1]
         if both
         else None,
-        "failed": found.failed,
+        "failed": timed.failed,
     }
 
 
-def table(found: dict[str, Any]) -> str:
-    """Readable at 80 columns."""
-    speeds = f"{found['GFLOP/s']:,.0f} GFLOP/s, {found['GB/s']:,.0f} GB/s"
+def table(row: dict[str, Any]) -> str:
+    """Format the results at 80 columns."""
+    speeds = f"{row['GFLOP/s']:,.0f} GFLOP/s, {row['GB/s']:,.0f} GB/s"
     lines = [
-        f"{found['model']}, batch {found['batch']}, at {speeds}",
+        f"{row['model']}, batch {row['batch']}, at {speeds}",
         f"{'':<24}{'MFLOP':>10}{'MB':>10}{'floor, ms':>12}",
     ]
-    for part, floor in found["floor"].items():
+    for part, floor in row["floor"].items():
         lines.append(
-            f"  {part:<22}{found['MFLOP'][part]:>10.1f}{found['MB'][part]:>10.2f}{floor:>12.3f}"
+            f"  {part:<22}{row['MFLOP'][part]:>10.1f}{row['MB'][part]:>10.2f}{floor:>12.3f}"
         )
-    for way, floors in (("plain SGD", found["plain floor"]), ("evenclip", found["floor"])):
-        floor, ms = sum(floors.values()), found["ms"].get(way)
+    for way, floors in (("plain SGD", row["plain floor"]), ("evenclip", row["floor"])):
+        floor, ms = sum(floors.values()), row["ms"].get(way)
         took = "not measured" if ms is None else f"took {ms:.3f} ms, {ms / floor:.1f}×"
         lines.append(f"  {way + ', all':<42}{floor:>12.3f}   {took}")
-    quotient = sum(found["floor"].values()) / sum(found["plain floor"].values())
-    ratio = "-" if found["ratio"] is None else f"{found['ratio']:.2f}"
+    quotient = sum(row["floor"].values()) / sum(row["plain floor"].values())
+    ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
     return "\n".join(
         [*lines, f"  ratio to plain SGD: {quotient:.2f} by the floors, {ratio} measured"]
     )
 
 
 def main() -> None:
-    """Count, measure, print, keep."""
+    """Count, measure, print and save."""
     parser = arguments(__doc__ or "", rounds=9)
     parser.add_argument(
         "--models",

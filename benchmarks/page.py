@@ -1,11 +1,10 @@
-"""Fill the tables of the README, docs/performance.md and docs/scale.md from
-benchmarks/results/*.json.
+"""Fill the tables of README and docs from benchmarks/results/*.json.
 
     python benchmarks/page.py [--check] [--results FOLDER] [--pages FILE ...]
 
-The text between `<!-- NAME -->` and `<!-- /NAME -->` is replaced by the table of that name. Where a
-result is missing, the command that makes it is printed instead. --check changes nothing and fails
-if a page differs from the results.
+The pages are README.md, docs/performance.md and docs/scale.md. The text between `<!-- NAME -->` and
+`<!-- /NAME -->` is replaced by the table of that name. If a result is missing, the command that
+makes it is inserted instead. --check changes nothing and fails if a page differs from the results.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ WAYS = (
     "Opacus hooks",
 )
 
-Found = dict[str, Any]
+Result = dict[str, Any]
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown; all but the first column to the right."""
+    """Return a Markdown table; all but the first column are right-aligned."""
     bars = ["---", *("---:" for _ in head[1:])]
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, bars, *rows])
 
 
 def number(value: float | None) -> str:
-    """Three digits; a dash for nothing."""
+    """Format a number with three digits; a dash for None."""
     if value is None:
         return "–"
     return (
@@ -64,12 +63,12 @@ def number(value: float | None) -> str:
     )
 
 
-def machines(*files: Found) -> str:
-    """What a table was measured on, a sentence for each file."""
-    return " ".join(dict.fromkeys(_machine(found["environment"]) for found in files))
+def machines(*files: Result) -> str:
+    """Describe the machines of a table, one sentence per file."""
+    return " ".join(dict.fromkeys(_machine(result["environment"]) for result in files))
 
 
-def _machine(about: Found) -> str:
+def _machine(about: Result) -> str:
     where = about.get("gpu") or f"{about['cpu']}, {about['threads']} threads"
     words = [where, f"torch {about['torch']}", f"Python {about['python']}"]
     words += [f"Opacus {about['opacus']}"] if about.get("opacus") else []
@@ -79,9 +78,9 @@ def _machine(about: Found) -> str:
     )
 
 
-def step_table(*files: Found) -> str:
-    """Ratios to plain SGD, a row for each model and batch size."""
-    rows = [row for found in files for row in found["rows"]]
+def step_table(*files: Result) -> str:
+    """Return the ratios to plain SGD, one row per model and batch size."""
+    rows = [row for result in files for row in result["rows"]]
     head = ["model", "batch", "plain SGD, ms", *WAYS[1:]]
     lines = [
         [TITLES[row["model"]], str(row["batch"]), number(row["ms"].get("plain SGD"))]
@@ -96,19 +95,19 @@ def step_table(*files: Found) -> str:
     return f"{grid(head, lines)}\n\n{dash}{machines(*files)}"
 
 
-def short_table(found: Found) -> str:
-    """The same in short, for the README."""
+def short_table(result: Result) -> str:
+    """Return the short table of ratios for the README."""
     ways = {"plain compiled": "plain SGD compiled", "evenclip": "evenclip"}
     ways |= {way: way for way in ("Opacus ghost", "Opacus hooks")}
     lines = []
-    for row in found["rows"]:
+    for row in result["rows"]:
         cells = [number(row["ratio"].get(way)) for way in ways]
         lines.append([TITLES[row["model"]], "1", *cells])
     return grid(["model", "plain SGD", *ways.values()], lines)
 
 
-def memory_table(found: Found) -> str:
-    """Peak memory in MiB: allocated, and held by the process."""
+def memory_table(result: Result) -> str:
+    """Return the peak memory in MiB: allocated, and held by the process."""
     lines = [
         [TITLES[row["model"]], str(row["batch"])]
         + [
@@ -117,38 +116,41 @@ def memory_table(found: Found) -> str:
             else "–"
             for way in WAYS
         ]
-        for row in found["rows"]
+        for row in result["rows"]
     ]
     return grid(["model, MiB allocated / held", "batch", *WAYS], lines)
 
 
-def scaling_table(found: Found) -> str:
-    """A line for each axis: every point with its ratio to the first."""
+def scaling_table(result: Result) -> str:
+    """Return one line per axis: every point with its ratio to the first."""
     lines = []
-    for axis in found["axes"]:
+    for axis in result["axes"]:
         ms, points = axis["ms"], list(axis["ms"])
         shown = ", ".join(
             f"{int(point):,}: {number(ms[point] / ms[points[0]])}" for point in points
         )
         lines.append([f"{axis['what']} ({axis['where']})", number(ms[points[0]]), shown])
     head = ["what grows", "ms at the first", "ratio to the first"]
-    return f"{grid(head, lines)}\n\n{machines(found)}"
+    return f"{grid(head, lines)}\n\n{machines(result)}"
 
 
-def command_table(*files: Found) -> str:
-    """Whole commands."""
+def command_table(*files: Result) -> str:
+    """Return the times of whole commands."""
     lines = [
-        [f"`{row['command']}`", number(row["seconds"])] for found in files for row in found["rows"]
+        [f"`{row['command']}`", number(row["seconds"])]
+        for result in files
+        for row in result["rows"]
     ]
     return f"{grid(['command', 's'], lines)}\n\n{machines(*files)}"
 
 
-def parquet_table(found: Found) -> str:
-    """A file beside the memory, and items by their readers; rates as ratios to the last and to no
-    reader.
+def parquet_table(result: Result) -> str:
+    """Return the table of Parquet files and of items by number of readers.
+
+    Ratios are to training from memory, and to no reader.
     """
     rows = []
-    for row in found["rows"]:
+    for row in result["rows"]:
         for name, way in row["ways"].items():
             figures = [
                 number(way[key]) for key in ("open", "train", "cpu", "rows/s", "ratio", "peak")
@@ -164,25 +166,24 @@ def parquet_table(found: Found) -> str:
         "ratio",
         "peak, MiB",
     ]
-    file = f"The file: {found['file']['rows']:,} rows, {found['file']['MiB']:.0f} MiB."
-    return f"{grid(head, rows)}\n\n{file} {machines(found)}"
+    file = f"The file: {result['file']['rows']:,} rows, {result['file']['MiB']:.0f} MiB."
+    return f"{grid(head, rows)}\n\n{file} {machines(result)}"
 
 
-def before_after_table(found: Found) -> str:
-    """Steps of two source trees: the ratio of their times, and each beside plain SGD."""
+def before_after_table(result: Result) -> str:
+    """Return the step times of two source trees as ratios to each other and to plain SGD."""
     lines = [
         [f"{TITLES[row['model']]}{', compiled' if 'compiled' in row['way'] else ''}"]
         + [number(row[which][1]) for which in ("before", "after", "ratio")]
         + [f"{number(row['ratio'][0])} to {number(row['ratio'][2])}"]
-        for row in found["rows"]
+        for row in result["rows"]
     ]
-    commits = f"Before: commit {found['before']}; after: commit {found['after']}."
+    commits = f"Before: commit {result['before']}; after: commit {result['after']}."
     head = ["model", "before ÷ plain SGD", "after ÷ plain SGD", "after ÷ before", "quartiles"]
-    return f"{grid(head, lines)}\n\n{commits} {machines(found)}"
+    return f"{grid(head, lines)}\n\n{commits} {machines(result)}"
 
 
-# Name of each table -> the files it is made from, the function that makes it, and the command that
-# writes the files.
+# Name of each table -> its input files, its function, and the command that writes the files.
 TABLES: dict[str, tuple[str, Callable[..., str], str]] = {
     "step": ("step.json", step_table, "step.py"),
     "step-short": ("step.json", short_table, "step.py"),
@@ -190,8 +191,8 @@ TABLES: dict[str, tuple[str, Callable[..., str], str]] = {
         "step-batches.json step-others.json",
         step_table,
         "step.py --models dutch adult mnist --batch 64 1024 4096 --out "
-        "benchmarks/results/step-batches.json; "
-        "python benchmarks/step.py --models vit lstm --out benchmarks/results/step-others.json",
+        "benchmarks/results/step-batches.json; python benchmarks/step.py --models vit lstm --out "
+        "benchmarks/results/step-others.json",
     ),
     "memory": ("step.json", memory_table, "step.py"),
     "scaling": ("scaling.json", scaling_table, "scaling.py"),
@@ -206,7 +207,7 @@ TABLES: dict[str, tuple[str, Callable[..., str], str]] = {
 
 
 def table(name: str, results: Path) -> str:
-    """The table of this name, or the command that it needs."""
+    """Return the table of this name, or the command that it needs."""
     files, make, command = TABLES[name]
     paths = [results / file for file in files.split()]
     if not all(path.exists() for path in paths):
@@ -215,15 +216,15 @@ def table(name: str, results: Path) -> str:
 
 
 def filled(text: str, results: Path) -> str:
-    """The page with all its tables made anew.
+    """Return the page with all its tables replaced.
 
     Raises:
-        ValueError: a mark whose name is no table's.
+        ValueError: a mark names an unknown table.
     """
     for name in re.findall(r"<!-- ([\w-]+) -->", text):
         if name not in TABLES:
             raise ValueError(
-                f"The page has the mark {name!r}, which is no table; tables are "
+                f"The page has the mark {name!r}, which is not a table; choose among "
                 f"{', '.join(TABLES)}."
             )
         between = re.compile(rf"<!-- {name} -->.*?<!-- /{name} -->", re.DOTALL)

@@ -1,11 +1,11 @@
-"""Wall-clock of each of the paper's tables, as a user makes them.
+"""Measure the wall-clock time of each of the paper's tables.
 
     python benchmarks/paper.py [--what adult dutch ...] [--device cpu|cuda] [--tf32] [--seeds 5]
                                [--data-dir FOLDER] [--keep FOLDER] [--out FILE]
 
-Each is `evenclip paper table NAME` in a process of its own, in an empty folder (or in --keep, where
-the tables stay), start of Python included; diagnostics are not a part of it. A table whose data is
-not there is left out, and said. The authors report four days on one GPU for all of it. Writes
+Each is `evenclip paper table NAME` in a separate process, in an empty folder (or in --keep, which
+keeps the tables), including the start of Python and without diagnostics. Tables whose data is
+missing are skipped and reported. The authors report four days on one GPU for all tables. Writes
 benchmarks/results/paper.json (paper-cuda.json) with the environment.
 """
 
@@ -28,10 +28,10 @@ _COMMAND = [sys.executable, "-c", "from evenclip.cli import main; main()"]
 
 
 def seconds(words: list[str], data: Path | None, keep: Path | None) -> float:
-    """One table from start to end.
+    """Time the command of one table.
 
     Raises:
-        RuntimeError: it failed; the message is what it said last.
+        RuntimeError: the command failed; the message is the last line of its errors.
     """
     with tempfile.TemporaryDirectory(prefix="paper-") as folder:
         env = {**os.environ, "EVENCLIP_CACHE": f"{folder}/cache"}
@@ -43,23 +43,23 @@ def seconds(words: list[str], data: Path | None, keep: Path | None) -> float:
         )
         took = time.perf_counter() - started
     if done.returncode:
-        said = done.stderr.strip().splitlines()
-        raise RuntimeError(said[-1] if said else f"exit status {done.returncode}")
+        errors = done.stderr.strip().splitlines()
+        raise RuntimeError(errors[-1] if errors else f"exit status {done.returncode}")
     return took
 
 
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure, print and save."""
     parser = arguments(__doc__ or "", rounds=1)
     usual = ["adult", "adult-matched", "dutch", "dutch-matched"]
     parser.add_argument("--what", nargs="+", choices=list(TABLES), default=usual)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument(
-        "--data-dir", type=Path, help="where files of datasets are, instead of EVENCLIP_DATA"
+        "--data-dir", type=Path, help="folder with dataset files, instead of EVENCLIP_DATA"
     )
-    parser.add_argument("--tf32", action="store_true", help="on a GPU, operands of 11 bits")
+    parser.add_argument("--tf32", action="store_true", help="allow TF32 products on a GPU")
     parser.add_argument(
-        "--keep", type=Path, help="folder for the tables; runs that it has are not trained again"
+        "--keep", type=Path, help="folder for the tables; its finished runs are not repeated"
     )
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []

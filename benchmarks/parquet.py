@@ -1,21 +1,20 @@
-"""Training on a Parquet file by row group, beside the same rows in memory; and on items that take
-Python long to make.
+"""Compare training on a Parquet file with training from memory, and measure slow items.
 
-    python benchmarks/parquet.py [--rows 5000000] [--batches 256 4096] [--memory MiB ...] [--rounds
-                                 3] [--quick] [--out FILE]
+    python benchmarks/parquet.py [--rows 5000000] [--batches 256 4096] [--memory MiB ...]
+                                 [--rounds 3] [--quick] [--out FILE]
 
-The file has 20 columns of float32, three of text and a class, in row groups of 131,072 rows, and is
-made in a temporary folder, which is removed. Every way trains one epoch in a process of its own,
-and they take turns:
+The file has 20 columns of float32, three of text and a class, in row groups of 131,072 rows. It is
+written to a temporary folder. Every variant trains one epoch in a separate process, and the
+variants take turns:
 
-    open    seconds until the first step: for the file one pass in which every row is checked, for the table reading and
-            encoding it
-    train   seconds of the epoch; rows/s are those that were drawn, divided by these
-    cpu     seconds that all threads of the process computed in the epoch, which others on the machine change little
-    peak    the process's highest resident size, torch, pandas and pyarrow included
+    open    seconds until the first step: one pass that checks every row of the file, or reading
+            and encoding the table
+    train   seconds of the epoch; rows/s are the drawn rows divided by these
+    cpu     processor seconds of all threads in the epoch; other load changes them little
+    peak    highest resident size of the process, including torch, pandas and pyarrow
 
-"Items" is a map-style dataset of 3×64×64 images that are unpacked from zlib when they are read, by
-0, 1 and 2 readers. Writes benchmarks/results/parquet.json with the environment.
+"Items" is a map-style dataset of 3×64×64 images, decompressed with zlib on access by 0, 1 and 2
+readers. Writes benchmarks/results/parquet.json with the environment.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ FIGURES = ("open", "train", "cpu", "rows/s", "peak")
 
 
 def schema() -> dict[str, Any]:
-    """What is public about the columns."""
+    """Return the public schema of the columns."""
     numbers = {
         f"x{i:02d}": {"kind": "number", "range": [-4, 4], "missing": False} for i in range(NUMBERS)
     }
@@ -66,7 +65,7 @@ def schema() -> dict[str, Any]:
 
 
 def write(path: Path, rows: int) -> None:
-    """The file, a row group at a time."""
+    """Write the file, one row group at a time."""
     import pyarrow as pa
     from pyarrow import parquet as pq
 
@@ -89,11 +88,11 @@ def write(path: Path, rows: int) -> None:
     writer.close()
 
 
-# --- in a process of its own ---
+# --- in a separate process ---
 
 
 def opened(task: dict[str, Any]) -> Any:
-    """The data as this way has them."""
+    """Open the data of a variant."""
     if task["way"] == "items":
         return MapDataset(Items(task["rows"]))
     data = parquet(
@@ -109,7 +108,7 @@ def opened(task: dict[str, Any]) -> Any:
 
 
 def epoch(task: dict[str, Any]) -> dict[str, float]:
-    """One epoch."""
+    """Train one epoch; return its figures."""
     prepare_torch(task["threads"], "cpu", tf32=False)
     began = time.perf_counter()
     data = opened(task)
@@ -140,7 +139,7 @@ def epoch(task: dict[str, Any]) -> dict[str, float]:
 
 
 class Items(torch.utils.data.Dataset[Any]):
-    """Images that are unpacked when they are read."""
+    """Images that are decompressed on access."""
 
     def __init__(self, n: int) -> None:
         random = np.random.default_rng(0)
@@ -158,11 +157,11 @@ class Items(torch.utils.data.Dataset[Any]):
         return torch.from_numpy(image[:, :, :: -1 if i % 2 else 1].copy()), i % 2
 
 
-# --- together ---
+# --- in the main process ---
 
 
 def compared(path: Path, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows of the table: the file beside the memory, for each model and size of batch."""
+    """Yield the rows of the table: file and memory, for each model and batch size."""
     for model in given.models:
         for batch in given.batches:
             common = {"path": str(path), "model": model, "batch": batch, "threads": given.threads}
@@ -174,45 +173,49 @@ def compared(path: Path, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def items(given: argparse.Namespace) -> dict[str, Any]:
-    """The same for items, by the number of readers."""
+    """Measure the items by number of readers."""
     common = {"way": "items", "rows": given.items, "batch": 256, "threads": given.threads}
     ways = {f"{readers} readers": {**common, "readers": readers} for readers in (0, 1, 2)}
     return {"batch": 256, **taken_in_turn(ways, given.rounds, "0 readers")}
 
 
 def taken_in_turn(ways: dict[str, dict[str, Any]], rounds: int, to: str) -> dict[str, Any]:
-    """Every way in every round; medians, and the ratio of the rates to those of one way, round by
-    round.
+    """Measure every variant in every round.
+
+    Returns medians, and the ratio of the rates to those of the variant `to`, by round.
     """
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    by_variant: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, task in ways.items():
             measured = in_child(__file__, task, SECONDS)
             if "error" in measured:
                 raise RuntimeError(f"{name}: {measured['error']}")
-            found[name].append(measured)
+            by_variant[name].append(measured)
             print(
                 f"  {name}: "
                 f"{json.dumps({key: round(value, 2) for key, value in measured.items()})}",
                 flush=True,
             )
-    sums = {measured["sum"] for every in found.values() for measured in every}
-    rates = {name: [measured["rows/s"] for measured in every] for name, every in found.items()}
+    sums = {measured["sum"] for measurements in by_variant.values() for measured in measurements}
+    rates = {
+        name: [measured["rows/s"] for measured in measurements]
+        for name, measurements in by_variant.items()
+    }
     return {
         "same model": len(sums) == 1,
         "ways": {
             name: {
-                **{key: spread([measured[key] for measured in every])[1] for key in FIGURES},
+                **{key: spread([measured[key] for measured in measurements])[1] for key in FIGURES},
                 "ratio": spread(ratios(rates[name], rates[to]))[1],
             }
-            for name, every in found.items()
+            for name, measurements in by_variant.items()
         },
-        "rounds": found,
+        "rounds": by_variant,
     }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Readable at 80 columns."""
+    """Format the results at 80 columns."""
     lines = [
         f"{'':<34}{'open, s':>8}{'train, s':>9}{'cpu, s':>7}{'rows/s':>9}{'ratio':>6}{'MiB':>6}"
     ]
@@ -227,7 +230,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure, print and save."""
     if sys.argv[1:2] == ["--child"]:
         print(json.dumps(epoch(json.loads(sys.argv[2]))))
         return
@@ -236,10 +239,14 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=50_000)
     parser.add_argument("--batches", type=int, nargs="+", default=[256, 4096])
     parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=["linear"], help="linear: reading shows most"
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        default=["linear"],
+        help="with linear, reading dominates",
     )
     parser.add_argument(
-        "--memory", type=int, nargs="+", default=[512], help="MiB for the rows of batches under way"
+        "--memory", type=int, nargs="+", default=[512], help="MiB for the rows of pending batches"
     )
     given = parser.parse_args()
     if given.quick:

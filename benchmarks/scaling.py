@@ -1,4 +1,4 @@
-"""How the time of a step grows with the number of samples, batch size, parameters and groups.
+"""Measure how the time of a step grows with samples, batch size, parameters and groups.
 
     python benchmarks/scaling.py [--axes samples batch parameters groups] [--device cpu|cuda]
                                  [--compiled] [--rounds 9] [--threads 2] [--quick] [--out FILE]
@@ -26,7 +26,7 @@ from evenclip.models import mlp
 
 Points = dict[int, Callable[[], Loop]]
 
-# Seconds of a point's turn.
+# Seconds per turn of a point.
 _TURN = 0.15
 BATCH = 256
 
@@ -41,7 +41,7 @@ def run_of(
     width: int = 256,
     groups: int | None = None,
 ) -> Loop:
-    """One run: of so many samples, with such a batch, width of the MLP, or number of groups."""
+    """Return a run with these numbers of samples and groups, batch size, and MLP width."""
     about = CASES[case] if n is None else replace(CASES[case], n=n)
     given: Any = data(about, batch if n is None else 1, device)
     rule: evenclip.Rule = evenclip.DPSGDGlobalAdapt()
@@ -64,14 +64,12 @@ def run_of(
 
 
 def axes(device: str, compile: bool, quick: bool) -> dict[str, tuple[str, str, Points]]:
-    """Name of each axis -> what it is, what is kept, and its points."""
+    """Return for each axis: its title, the fixed case, and its points."""
     run: Callable[..., Loop] = partial(run_of, device=device, compile=compile)
     samples = [1_000, 10_000, 100_000, 1_000_000]
-    batches, widths, groups = (
-        [64, 256, 1024, 4096],
-        [64, 128, 256, 512, 1024, 2048],
-        [2, 4, 16, 64, 256],
-    )
+    batches = [64, 256, 1024, 4096]
+    widths = [64, 128, 256, 512, 1024, 2048]
+    groups = [2, 4, 16, 64, 256]
     if quick:
         samples, batches, widths, groups = samples[:2], batches[:2], widths[:2], groups[:2]
     return {
@@ -97,19 +95,19 @@ def axes(device: str, compile: bool, quick: bool) -> dict[str, tuple[str, str, P
 def measured(
     name: str, about: tuple[str, str, Points], given: argparse.Namespace, turn: float
 ) -> dict[str, Any]:
-    """One axis."""
+    """Measure one axis."""
     what, where, points = about
     makes = {str(point): make for point, make in points.items()}
-    found = interleaved(makes, rounds=given.rounds, seconds=turn, device=given.device, mute=False)
-    first = next(iter(found.seconds), None)
+    timed = interleaved(makes, rounds=given.rounds, seconds=turn, device=given.device, mute=False)
+    first = next(iter(timed.seconds), None)
     return {
         "axis": name,
         "what": what,
         "where": where,
-        "ms": {point: 1e3 * spread(times)[1] for point, times in found.seconds.items()},
+        "ms": {point: 1e3 * spread(times)[1] for point, times in timed.seconds.items()},
         "ratio": {
-            point: spread(ratios(times, found.seconds[first]))[1]
-            for point, times in found.seconds.items()
+            point: spread(ratios(times, timed.seconds[first]))[1]
+            for point, times in timed.seconds.items()
             if first is not None
         },
         "parameters": {
@@ -117,43 +115,43 @@ def measured(
         }
         if name == "parameters"
         else {},
-        "failed": found.failed,
-        "rounds": found.seconds,
+        "failed": timed.failed,
+        "rounds": timed.seconds,
     }
 
 
-def table(found: dict[str, Any]) -> str:
-    """An axis, readable at 80 columns."""
-    counts = found["parameters"]
-    title = f"{found['what']} ({found['where']})"
+def table(axis: dict[str, Any]) -> str:
+    """Format an axis at 80 columns."""
+    counts = axis["parameters"]
+    title = f"{axis['what']} ({axis['where']})"
     lines = [f"{title:<36}{'ms a step':>12}{'ratio':>10}"]
-    for point, ms in found["ms"].items():
+    for point, ms in axis["ms"].items():
         label = f"{int(point):,}" + (f" ({counts[point]:,} parameters)" if counts else "")
-        lines.append(f"  {label:<34}{ms:>12.3f}{found['ratio'][point]:>10.2f}")
-    lines += [f"  {point}: {why}"[:80] for point, why in found["failed"].items()]
+        lines.append(f"  {label:<34}{ms:>12.3f}{axis['ratio'][point]:>10.2f}")
+    lines += [f"  {point}: {why}"[:80] for point, why in axis["failed"].items()]
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure, print and save."""
     parser = arguments(__doc__ or "", rounds=9)
     names = ("samples", "batch", "parameters", "groups")
     parser.add_argument("--axes", nargs="+", default=list(names), choices=names)
-    parser.add_argument("--compiled", action="store_true", help="steps compiled")
+    parser.add_argument("--compiled", action="store_true", help="compile the steps")
     given = parser.parse_args()
     if given.quick:
         given.rounds = min(given.rounds, 3)
     prepare_torch(given.threads, given.device, tf32=False)
-    found = []
+    measurements = []
     for name, about in axes(given.device, given.compiled, given.quick).items():
         if name not in given.axes:
             continue
-        found.append(measured(name, about, given, 0.03 if given.quick else _TURN))
-        print(table(found[-1]) + "\n", flush=True)
+        measurements.append(measured(name, about, given, 0.03 if given.quick else _TURN))
+        print(table(measurements[-1]) + "\n", flush=True)
         gc.collect()
         if given.device != "cpu":
             torch.cuda.empty_cache()
-    save("scaling", given, {"compiled": given.compiled, "axes": found})
+    save("scaling", given, {"compiled": given.compiled, "axes": measurements})
 
 
 if __name__ == "__main__":

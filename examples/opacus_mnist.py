@@ -1,10 +1,10 @@
-"""MNIST by DPSGD-Global-Adapt two ways: an Opacus loop with one changed line, and `evenclip.fit`.
+"""Train MNIST with DPSGD-Global-Adapt in an Opacus loop with one changed line, and with `fit`.
 
     EVENCLIP_DATA=data python examples/opacus_mnist.py --epochs 2 --mode ghost
 
-needs the four files of MNIST in data/mnist and `pip install 'evenclip[opacus]'`. Same network,
-start, q, B and number of steps; each draws its own batches and noise. Prints test accuracy, that of
-the rare class 8, ε and seconds of both.
+Needs the four files of MNIST in data/mnist and `pip install 'evenclip[opacus]'`. Both loops have
+the same network, initialisation, q, B and number of steps; each draws its own batches and noise.
+Prints test accuracy, accuracy of the rare class 8, ε and seconds of both.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from evenclip.models import cnn
 from evenclip.opacus import even
 
 B, LR, DELTA = 256, 0.1, 1e-6
-RULE = evenclip.DPSGDGlobalAdapt(
-    C0=1.0, sigma=0.8, Z0=50.0, tau=0.7, eta_Z=0.1, sigma_count=10.0
-)  # App. B of the paper
+# The settings of App. B of the paper.
+RULE = evenclip.DPSGDGlobalAdapt(C0=1.0, sigma=0.8, Z0=50.0, tau=0.7, eta_Z=0.1, sigma_count=10.0)
 
 
 def main() -> None:
@@ -35,7 +34,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--mode", default="ghost", choices=["hooks", "functorch", "ghost"])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--records", type=int, help="train on the first so many")
+    parser.add_argument("--records", type=int, help="train on this many records")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "Secure RNG turned off|Full backward hook is firing")
 
@@ -50,7 +49,7 @@ def main() -> None:
 def with_opacus(
     x: torch.Tensor, y: torch.Tensor, epochs: int, mode: str, seed: int
 ) -> tuple[nn.Module, float, float, float]:
-    """An Opacus loop: the trained network, Z, ε, seconds."""
+    """Train with Opacus; return network, Z, ε and seconds."""
     model = network = cnn(seed=seed)
     torch.manual_seed(seed)
     engine = PrivacyEngine()
@@ -78,7 +77,7 @@ def with_opacus(
 def with_fit(
     x: torch.Tensor, y: torch.Tensor, epochs: int, seed: int
 ) -> tuple[nn.Module, float, float, float]:
-    """The same with `fit`, at the q that Opacus's loader has."""
+    """Train with `fit` at the q of Opacus's loader; return network, Z, ε and seconds."""
     batches = -(-len(x) // B)
     start = time.perf_counter()
     result = evenclip.fit(
@@ -103,11 +102,10 @@ def with_fit(
 def report(
     name: str, model: nn.Module, Z: float, epsilon: float, seconds: float, test: Dataset
 ) -> None:
-    """One line."""
+    """Print the accuracy and cost of one run."""
     with torch.no_grad():
-        right = (
-            torch.cat([model(floats(part)).argmax(dim=1) for part in test.x.split(1000)]) == test.y
-        )
+        predicted = [model(floats(chunk)).argmax(dim=1) for chunk in test.x.split(1000)]
+    right = torch.cat(predicted) == test.y
     accuracy, rare = 100 * right.float().mean(), 100 * right[test.y == 8].float().mean()
     print(
         f"{name:16} accuracy {accuracy:.2f} %, of 8: {rare:.2f} %, Z {Z:.2f}, ε {epsilon:.3f}, "
@@ -116,7 +114,7 @@ def report(
 
 
 def floats(x: torch.Tensor) -> torch.Tensor:
-    """Bytes as numbers in [0, 1]."""
+    """Convert bytes to float32 in [0, 1]."""
     return x.float() / 255
 
 

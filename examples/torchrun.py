@@ -1,10 +1,11 @@
-"""One training of Adult's network over several processes.
+"""Train Adult's network in several processes.
 
     torchrun --nproc-per-node 2 examples/torchrun.py --epochs 2
-    torchrun --nproc-per-node 4 examples/torchrun.py --epochs 2 --checkpoint adult.run   # once more: it goes on
+    torchrun --nproc-per-node 4 examples/torchrun.py --epochs 2 --checkpoint adult.run
 
-Every process runs this script. With the same --seed it is the same model, to rounding, however many
-there are; with --sharded each process keeps a piece of the parameters. Only rank 0 prints.
+Every process runs this script. With the same --seed, any number of processes gives the same model
+up to rounding. With --sharded, each process keeps a shard of the parameters. Run again with the
+same --checkpoint to continue an interrupted training. Only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -20,13 +21,11 @@ from evenclip.models import mlp
 
 
 def main() -> None:
-    """Train, and print a few lines."""
+    """Train and print a summary."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--seed", type=int, help="from the operating system unless given")
-    parser.add_argument(
-        "--checkpoint", help="folder; where there is a checkpoint in it, training goes on from it"
-    )
+    parser.add_argument("--seed", type=int, help="default: from the operating system")
+    parser.add_argument("--checkpoint", help="folder; training continues from a checkpoint in it")
     parser.add_argument("--sharded", action="store_true")
     given = parser.parse_args()
 

@@ -1,21 +1,25 @@
-"""One training over several processes: what they share out, and what they add up.
+"""One training over several processes, each with the whole model.
 
 Every process (a rank) runs the same script, holds the same parameters and takes the same T steps:
 
-    batch         every rank draws the whole Poisson batch, from the one stream of the run, and computes a part of it
-    count         Σ statistic_i over its part; rank 0 adds the noise; the sum over the ranks is public, the same on each
-    gradient      Σ γ_i g_i over its part; rank r adds the noise of the r-th slice of the parameters to that slice; the
-                  sum over the ranks is public, the same on each
-    update        each rank moves its own parameters along it
+    batch         Every rank draws the whole Poisson batch from the run's random stream, and
+                  computes a part of it.
+    count         Σ statistic_i over the part. Rank 0 adds the noise. The sum over the ranks is
+                  public and the same on each.
+    gradient      Σ γ_i g_i over the part. Rank r adds the noise of the r-th slice of the parameters
+                  to that slice. The sum over the ranks is public and the same on each.
+    update        Each rank updates its own parameters with the gradient.
 
-So the batch and the noise of step t do not know how many ranks there are: the sum that is released
-is that of a single process but for the order of addition, and so are sensitivity, ledger, ε and
-checkpoint. Each number gets its noise from one rank alone: were it from each, the sum would have
-`world` times the variance (from equal generators, world² times). Before it is added up, a rank's
-sum carries no noise: the ranks, and the wires between them, are one trusted party.
+The batch and the noise of step t do not depend on the number of ranks. So the released sum is that
+of a single process, except for the order of addition; sensitivity, ledger, ε and checkpoints are
+the same. Each number gets its noise from exactly one rank. If every rank added noise, the sum would
+have `world` times the variance (world² times with equal generators).
 
-All ranks add the same bits to the same bits, so their parameters stay equal to the last one; that
-is looked at after every epoch and before every checkpoint, and a difference ends the run.
+A rank's sum carries no noise before it is added up. So all ranks and the network between them must
+be trusted.
+
+All ranks compute the same updates, so their parameters stay equal bit by bit. This is checked after
+every epoch and before every checkpoint; a difference ends the run.
 """
 
 from __future__ import annotations
@@ -42,12 +46,15 @@ __all__ = ["RankError", "Ranks", "Spread", "Summed"]
 
 
 class RankError(RuntimeError):
-    """The ranks are no longer together; the message says why and what to do."""
+    """A failure of a run over several ranks; the message says why and what to do."""
 
 
 class Summed:
-    """Every rank gets the sum of all; the one that leads adds the noise, to its own part and before
-    it is added up.
+    """A sum over the ranks that every rank receives; rank 0 adds the noise to its own term.
+
+    Attributes:
+        adds_noise: whether this rank is rank 0.
+        ranges: the slices that this rank adds noise to, (first, end).
     """
 
     def __init__(self, ranks: Ranks, size: int) -> None:
@@ -55,17 +62,18 @@ class Summed:
         self.ranges = [(0, size)] if ranks.leads else []
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum."""
+        """Return the sum over the ranks."""
         return self._ranks.sum(value)
 
     def noisy_total(self, value: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
-        """The sum, with noise on one of its terms."""
+        """Return the sum; rank 0 adds noise to its term."""
         return self._ranks.sum(add(value))
 
 
 class Spread:
-    """The same for a long vector [parameter]: each rank adds the noise of its own slice, `world`
-    times less to draw.
+    """A sum over the ranks in which each rank adds the noise of its own slice.
+
+    For a long vector [parameter], each rank draws only 1/world of the noise.
 
     Attributes:
         ranges: the slice, (first, end).
@@ -78,11 +86,11 @@ class Spread:
         self._ranks, self.ranges = ranks, [(first, end)]
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum."""
+        """Return the sum over the ranks."""
         return self._ranks.sum(value)
 
     def noisy_total(self, value: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
-        """The sum; each number has noise on one of its terms."""
+        """Return the sum; each number has noise from one rank."""
         ((first, end),) = self.ranges
         return self._ranks.sum(torch.cat([value[:first], add(value[first:end]), value[end:]]))
 
@@ -90,15 +98,16 @@ class Spread:
 class Ranks(Processes):
     """The processes that `torchrun` started, for `fit(..., ranks=Ranks())`.
 
-    Uses the process group that is there, or makes one from what `torchrun` left in the environment:
-    gloo, and nccl for GPUs, of which rank r of a machine takes number r (`device`).
+    Uses the existing process group, or creates one from the environment variables of `torchrun`.
+    The backend is gloo, and nccl for GPUs; local rank r uses GPU r (`device`).
 
     Args:
-        local: every rank hands `fit` records of its own, which no other has: n is their sum.
-            Otherwise every rank hands it the same data, and takes an equal part of every batch.
-        sharded: every rank keeps a piece of every parameter, for a model that is too large for one
-            device; see `evenclip.distributed.sharded`. Otherwise every rank has the whole model.
-        timeout: seconds that a rank waits for the others before it gives up.
+        local: if True, every rank gives `fit` different records, and n is their total. If False,
+            every rank gives `fit` the same data and computes an equal part of every batch.
+        sharded: if True, every rank holds a piece of every parameter, for models that are too large
+            for one device; see `evenclip.distributed.sharded`. If False, every rank holds the whole
+            model.
+        timeout: seconds to wait for the other ranks.
 
     Attributes:
         rank: number of this process, from 0.
@@ -107,17 +116,17 @@ class Ranks(Processes):
         sharded: as given.
 
     Raises:
-        RankError: where nobody has started several processes.
+        RankError: if this process was not started by `torchrun`.
 
     >>> Ranks()  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    evenclip.distributed.ranks.RankError: ranks=Ranks() is for several processes, and this one was not started as ...
+    evenclip.distributed.ranks.RankError: ranks=Ranks() is for several processes, ...
     """
 
-    # Whether to stop is asked every so many steps: another message a step would cost small models
-    # dearly.
-    _ASKED = 8
+    # Steps between two exchanges of requests to stop. One exchange per step would be slow for small
+    # models.
+    _STOP_EVERY = 8
 
     def __init__(
         self, *, local: bool = False, sharded: bool = False, timeout: float = 600.0
@@ -125,8 +134,8 @@ class Ranks(Processes):
         check.positive(timeout=timeout)
         if not dist.is_available():
             raise RankError(
-                "This torch was built without torch.distributed; leave ranks out, or install "
-                "another build."
+                "This build of torch has no torch.distributed; leave ranks out, or install another "
+                "build."
             )
         self._timeout, self.local = timedelta(seconds=timeout), local
         self.sharded, self.rank = sharded, int(os.environ.get("RANK", "0"))
@@ -134,13 +143,11 @@ class Ranks(Processes):
             if not dist.is_initialized():
                 _begin(self._timeout)
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
-            self._host = dist.new_group(
-                backend="gloo", timeout=self._timeout
-            )  # what lies on the CPU
+            self._cpu_group = dist.new_group(backend="gloo", timeout=self._timeout)
 
     @property
     def device(self) -> torch.device:
-        """Where this rank should train: a GPU of its own, or the CPU."""
+        """The device of this rank: its GPU, or the CPU."""
         if not torch.cuda.is_available():
             return torch.device("cpu")
         return torch.device(
@@ -148,7 +155,7 @@ class Ranks(Processes):
         )
 
     def rows(self, own: int) -> Rows:
-        """Records of its own after those of the ranks before it, or all."""
+        """Return the rows of this rank; if `local`, they follow those of the lower ranks."""
         if not self.local:
             return Rows(0, own, own)
         lengths = self.each(own)
@@ -156,144 +163,151 @@ class Ranks(Processes):
         return Rows(first, first + own, sum(lengths))
 
     def share(self, batch: Tensor, rows: Rows) -> Tensor:
-        """Those of the batch that it has, or an equal part."""
+        """Return this rank's part of a batch: the records it holds if `local`, or an equal part."""
         if not self.local:
             return torch.tensor_split(batch, self.world)[self.rank]
         return batch[(batch >= rows.first) & (batch < rows.end)] - rows.first
 
     def sum(self, value: Tensor) -> Tensor:
-        """Σ over the ranks.
+        """Return the sum over the ranks.
 
-        gloo and nccl add each number up in one place and hand it round, so that all ranks get the
-        same bits.
+        gloo and nccl add up each number on one rank and send the result to the others, so all ranks
+        get the same bits.
         """
         total = value.contiguous().clone()
         with self.together():
-            dist.all_reduce(total, group=self._host if total.device.type == "cpu" else None)
+            dist.all_reduce(total, group=self._cpu_group if total.device.type == "cpu" else None)
         return total
 
     def scattered(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Σ over the ranks of their piece for this one; the pieces are equally long, one for each
-        rank.
+        """Return the sum over the ranks of the piece for this rank.
+
+        Args:
+            pieces: one piece for each rank, all of the same length.
         """
-        mine = torch.empty_like(pieces[0])
+        total = torch.empty_like(pieces[0])
+        group = self._cpu_group if total.device.type == "cpu" else None
         with self.together():
-            dist.reduce_scatter(
-                mine, list(pieces), group=self._host if mine.device.type == "cpu" else None
-            )
-        return mine
+            dist.reduce_scatter(total, list(pieces), group=group)
+        return total
 
     def each(self, value: Any) -> list[Any]:
-        """Every rank's value."""
-        found: list[Any] = [None] * self.world
+        """Return the values of all ranks, in their order."""
+        values: list[Any] = [None] * self.world
         with self.together():
-            dist.all_gather_object(found, value, group=self._host)
-        return found
+            dist.all_gather_object(values, value, group=self._cpu_group)
+        return values
 
     def first(self, value: Any) -> Any:
-        """Rank 0's value."""
-        found = [value]
+        """Return the value of rank 0."""
+        values = [value]
         with self.together():
-            dist.broadcast_object_list(found, group=self._host)
-        return found[0]
+            dist.broadcast_object_list(values, group=self._cpu_group)
+        return values[0]
 
     def digest(self, own: int) -> int:
-        """The one that all have; or, of records of their own, all of them mixed."""
-        found = self.each(own)
+        """Return a digest of the data: the common one, or a combination of all if `local`.
+
+        Raises:
+            ValueError: if the data differs between ranks, or agrees although `local` is True.
+        """
+        digests = self.each(own)
         if not self.local:
-            others = [r for r, value in enumerate(found) if value != found[0]]
-            if others:
+            different = [r for r, value in enumerate(digests) if value != digests[0]]
+            if different:
                 raise ValueError(
-                    f"Rank {others[0]} was given other data than rank 0; give every rank the same "
-                    "data, or, where each "
-                    "has records that no other has, pass ranks=Ranks(local=True)."
+                    f"Rank {different[0]} was given other data than rank 0; give every rank the "
+                    "same data, or pass ranks=Ranks(local=True) if the ranks have different "
+                    "records."
                 )
             return own
-        twice = next((r for r, value in enumerate(found) if value in found[:r]), None)
+        twice = next((r for r, value in enumerate(digests) if value in digests[:r]), None)
         if twice is not None:
             raise ValueError(
-                f"Ranks {found.index(found[twice])} and {twice} were given the same data, and "
-                "local=True: every record "
-                "would count twice, and ε would be wrong. Give each rank records of its own, or "
-                "leave local out."
+                f"Ranks {digests.index(digests[twice])} and {twice} were given the same data, and "
+                "local=True: every record would count twice, and ε would be wrong. Give each rank "
+                "different records, or leave local out."
             )
-        return sum(value << (128 * r) for r, value in enumerate(found))
+        return sum(value << (128 * r) for r, value in enumerate(digests))
 
     def stops(self, asked: bool, t: int) -> bool:
-        """All together, after one of the next few steps."""
-        return t % self._ASKED == 0 and any(self.each(asked))
+        """Return whether to stop after step t: in every eighth step, if any rank was asked to."""
+        return t % self._STOP_EVERY == 0 and any(self.each(asked))
 
     def update(self, tape: AnyTape, make: Callable[..., Optimizer], lr: float) -> Update | Sharded:
-        """Of whole parameters on every rank, or of this rank's piece of them."""
+        """Return the update of the whole parameters, or of this rank's piece of them."""
         if not self.sharded:
             return Update(tape.model, tape.layout, make, lr)
         check_pieces(make, [p for p in tape.model.parameters() if p.requires_grad])
         return Sharded(tape, make, lr, self)
 
     def totals(self, update: AnyUpdate, sizes: Mapping[str, int]) -> Mapping[str, Share]:
-        """The count is summed on every rank; of the gradient each adds the noise of its own slice
-        or piece.
+        """Return how each release is summed.
+
+        Every rank receives the summed count. Each rank adds the noise of its own slice or piece of
+        the gradient.
         """
         if self.world == 1 and not self.sharded:
             return {}
         gradient = update if isinstance(update, Sharded) else Spread(self, sizes["gradient"])
-        return {"count": Summed(self, sizes["count"]), "gradient": gradient}
+        counts = {name: Summed(self, n) for name, n in sizes.items() if name != "gradient"}
+        return {**counts, "gradient": gradient}
 
     def check_given(self, given: Mapping[str, Any]) -> None:
         """Raise on every rank unless all were given the same settings and the same model."""
-        theirs = self.each(dict(given))
-        for r, other in enumerate(theirs):
-            differ = [name for name in theirs[0] if other[name] != theirs[0][name]]
-            if differ:
-                said = [
-                    _DIFFERENT.get(name, f"{name} {other[name]!r} instead of {theirs[0][name]!r}")
-                    for name in differ
-                ]
+        first, *others = self.each(dict(given))
+        for r, other in enumerate(others, start=1):
+            differences = [
+                _DIFFERENT.get(name, f"{name} {other[name]!r} instead of {first[name]!r}")
+                for name in first
+                if other[name] != first[name]
+            ]
+            if differences:
                 raise ValueError(
-                    f"Rank {r} was given {', '.join(said)}: all ranks train one model, so give "
-                    "each the arguments that "
-                    "rank 0 has; make the model from the same seed on every rank, or load it from "
-                    "the same file."
+                    f"Rank {r} was given {', '.join(differences)}: all ranks train one model, so "
+                    "give each the arguments of rank 0; create the model from the same seed on "
+                    "every rank, or load it from the same file."
                 )
 
     def check_equal(self, digest: int, t: int) -> None:
         """Raise unless all ranks have the same parameters and the same state, bit by bit."""
-        found = self.each(digest)
-        others = [r for r, value in enumerate(found) if value != found[0]]
-        if others:
+        digests = self.each(digest)
+        different = [r for r, value in enumerate(digests) if value != digests[0]]
+        if different:
             raise RankError(
-                f"After step {t} rank {others[0]} has other parameters than rank 0, so they no "
-                "longer train one "
-                "model. Was the model changed on one of them, or do they compute on machines of "
-                "different kinds? Go on "
-                "from the last checkpoint with resume=True, on machines of one kind."
+                f"After step {t} rank {different[0]} has other parameters than rank 0, so they no "
+                "longer train one model. Either the model was changed on one of them, or the "
+                "machines compute differently. Continue from the last checkpoint with resume=True, "
+                "on machines of the same kind."
             )
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Where torch's complaint about a rank that does not answer becomes a sentence."""
+        """Raise a `RankError` in place of torch's error if another rank does not answer."""
         try:
             yield
         except RuntimeError as error:
-            ours = isinstance(error, RankError)  # said already
-            if ours or not (isinstance(error, dist.DistError) or "gloo" in str(error).lower()):
+            is_ours = isinstance(error, RankError)  # from a nested call
+            if is_ours or not (isinstance(error, dist.DistError) or "gloo" in str(error).lower()):
                 raise
-            said = " ".join(str(error).split())[:200]
+            message = " ".join(str(error).split())[:200]
             raise RankError(
-                f"Rank {self.rank} cannot reach the others: one has ended, which will have said "
-                "why, or did not answer "
-                f"for {self._timeout.total_seconds():g} s. Start the same command again with "
-                "resume=True to go on from "
-                f"the last checkpoint, on as many ranks as you like. (torch says: {said})"
+                f"Rank {self.rank} cannot reach the others: one has ended (see its error message) "
+                f"or did not answer for {self._timeout.total_seconds():g} s. Start the same "
+                "command again with resume=True to continue from the last checkpoint; the number "
+                f"of ranks may change. (torch says: {message})"
             ) from error
 
 
-# What differs, where the value itself must not be printed.
-_DIFFERENT = {"seed": "another seed", "model": "another model, or the same from another start"}
+# Descriptions of settings whose values must not be printed.
+_DIFFERENT = {
+    "seed": "another seed",
+    "model": "another model, or the same model with other initial parameters",
+}
 
 
 def _begin(timeout: timedelta) -> None:
-    """A process group from what torchrun left in the environment."""
+    """Create a process group from the environment variables of `torchrun`."""
     missing = [
         name
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -302,13 +316,15 @@ def _begin(timeout: timedelta) -> None:
     if missing:
         raise RankError(
             "ranks=Ranks() is for several processes, and this one was not started as one of them "
-            f"({missing[0]} is not "
-            "set); start it with `torchrun --nproc-per-node 2 SCRIPT.py`, or leave ranks out."
+            f"({missing[0]} is not set); start it with `torchrun --nproc-per-node 2 SCRIPT.py`, or "
+            "leave ranks out."
         )
-    # When torchrun starts ranks again, its store still has the addresses of those that are gone.
-    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"start {again}", store)  # type: ignore[attr-defined]
+    # When torchrun restarts ranks, its store still has the addresses of the old ones. So every
+    # start gets its own prefix.
+    rendezvous = dist.rendezvous("env://", timeout=timeout)  # type: ignore[attr-defined]
+    store, rank, world = next(rendezvous)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"start {restarts}", store)  # type: ignore[attr-defined]
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -318,6 +334,6 @@ def _begin(timeout: timedelta) -> None:
 
 
 def _end() -> None:
-    """Without it torch complains when Python ends."""
+    """Destroy the process group; otherwise torch warns when Python exits."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,18 +1,17 @@
-"""A model too large for one device: each rank has a part of every parameter, of the noise and of
-the optimiser's state.
+"""Training of a model that is too large for one device.
 
-Parameters are cut along their first axis by torch's `fully_shard` (FSDP2); a layer's are whole on a
-rank only while a pass goes through it. Each rank passes its own samples, so norms and weights are
-its own business, and the step is that of `evenclip.training.step`. What differs is where the sum
-goes:
+Each rank holds a piece of every parameter, of the noise and of the optimiser's state. torch's
+`fully_shard` (FSDP2) cuts parameters along their first axis; a layer's parameters are whole on a
+rank only during a pass through the layer. Each rank computes the norms and weights of its own
+samples, and the step is that of `evenclip.training.step`. The difference is how the sum is formed:
 
-    gradient      Σ γ_i g_i over a rank's samples  # [parameter]; each piece is added up on the rank that owns it, which
-                  adds its own piece of the step's noise, the same numbers as a single process would add there
-    update        the owner moves its piece; nobody else has its optimiser's state
+    gradient      Σ γ_i g_i over a rank's samples.  # [parameter]
+                  The owner of each piece sums it over the ranks, and adds its piece of the step's
+                  noise: the numbers that a single process would add there.
+    update        The owner updates its piece; only the owner has the optimiser's state for it.
 
-So every number gets its noise exactly once, from its owner. A pass is a conversation: every rank
-takes as many as the others, and one without samples takes one with a record that counts for
-nothing.
+So every number gets its noise exactly once, from its owner. A pass is collective: every rank makes
+the same number of passes. A rank without samples makes one with a record of weight 0.
 """
 
 from __future__ import annotations
@@ -32,23 +31,28 @@ __all__ = ["Pieces", "Sharded"]
 
 
 class Team(Protocol):
-    """What pieces need of the ranks that own them; see `evenclip.distributed.ranks.Ranks`."""
+    """The ranks that own the pieces; see `evenclip.distributed.ranks.Ranks`."""
 
     rank: int
     world: int
 
     def together(self) -> AbstractContextManager[None]:
-        """Where a rank that does not answer becomes an error."""
+        """Return a context that raises if another rank does not answer."""
 
     def scattered(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Σ over the ranks of their piece for this one."""
+        """Return the sum over the ranks of the piece for this rank."""
 
     def each(self, value: Any) -> list[Any]:
-        """Every rank's value."""
+        """Return the values of all ranks."""
 
 
 class Pieces:
-    """Which numbers of a vector [parameter] each rank owns: of every parameter, some of its rows."""
+    """The numbers of a vector [parameter] that each rank owns: some rows of every parameter.
+
+    Attributes:
+        world: number of ranks.
+        longest: length of the longest piece.
+    """
 
     def __init__(self, layout: Layout, world: int) -> None:
         self._layout, self.world = layout, world
@@ -56,30 +60,30 @@ class Pieces:
         self.longest = max(self.size(rank) for rank in range(world))
 
     def _of(self, rank: int) -> list[tuple[int, int]]:
-        """(first, end) in the vector, parameter by parameter, as `torch.chunk` cuts the rows."""
-        found, at = [], 0
+        """Return a rank's range (first, end) of each parameter, cut as by `torch.chunk`."""
+        ranges, at = [], 0
         for shape, size in zip(self._layout.shapes, self._layout.sizes, strict=True):
             rows = shape[0] if shape else 1
-            each, row = -(-rows // self.world), size // max(rows, 1)
-            first, end = min(rank * each, rows), min((rank + 1) * each, rows)
-            found.append((at + first * row, at + end * row))
+            rows_each, row_size = -(-rows // self.world), size // max(rows, 1)
+            first, end = min(rank * rows_each, rows), min((rank + 1) * rows_each, rows)
+            ranges.append((at + first * row_size, at + end * row_size))
             at += size
-        return found
+        return ranges
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
-        """Its ranges of the vector, one for each parameter; some may be empty."""
+        """Return the range (first, end) of each parameter that a rank owns; some may be empty."""
         return self._ranges[rank]
 
     def size(self, rank: int) -> int:
-        """How many numbers it owns."""
+        """Return how many numbers a rank owns."""
         return sum(end - first for first, end in self._ranges[rank])
 
     def take(self, vector: Tensor, rank: int) -> Tensor:
-        """Its piece.  vector: [parameter] -> [piece]"""
+        """Return the piece of a rank.  vector: [parameter] -> [piece]"""
         return torch.cat([vector[first:end] for first, end in self._ranges[rank]])
 
     def cut(self, vector: Tensor) -> list[Tensor]:
-        """All pieces, filled up with zeros to one length.  # rank -> [longest]"""
+        """Return the pieces of all ranks, padded with zeros.  # rank -> [longest]"""
         pieces = vector.new_zeros(self.world, self.longest)
         for row, ranges in zip(pieces, self._ranges, strict=True):
             at = 0
@@ -89,7 +93,7 @@ class Pieces:
         return list(pieces.unbind())
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The vector that all pieces make.  # [parameter]"""
+        """Return the vector that consists of the pieces.  # [parameter]"""
         vector = pieces[0].new_empty(self._layout.size)
         for ranges, piece in zip(self._ranges, pieces, strict=True):
             at = 0
@@ -100,13 +104,14 @@ class Pieces:
 
 
 class Sharded:
-    """The parameters of a run in pieces, and the optimiser that moves this rank's.
+    """The parameters of a run in pieces, and the optimiser of this rank's piece.
 
     Attributes:
-        optimizer: of this rank's piece.
-        is_plain: Always False; the optimiser takes the step.
-        adds_noise: every rank does, to its own piece.
-        ranges: that piece, (first, end) of each parameter in a vector [parameter].
+        optimizer: the optimiser of this rank's piece.
+        is_plain: always False; the optimiser takes the step.
+        adds_noise: always True; every rank adds noise to its own piece.
+        pieces: the pieces of all ranks.
+        ranges: this rank's piece, (first, end) of each parameter in a vector [parameter].
     """
 
     is_plain, adds_noise = False, True
@@ -120,35 +125,36 @@ class Sharded:
         self.ranges = self.pieces.ranges(ranks.rank)
         self._shell = _shell(tape.model)
         with ranks.together():
-            _shard(tape, ranks)  # type: ignore[arg-type]  # a Tape, as `_check` has seen
+            _shard(tape, ranks)  # type: ignore[arg-type]  # `_check` raises unless it is a Tape
         own = {name: p for name, p in tape.model.named_parameters() if p.requires_grad}
-        self._locals = [own[name].detach().to_local() for name in tape.layout.names]  # type: ignore[attr-defined]
-        self._piece = nn.Parameter(
-            torch.cat([part.reshape(-1) for part in self._locals])
-        )  # [piece]
+        self._locals = [
+            own[name].detach().to_local()  # type: ignore[attr-defined]
+            for name in tape.layout.names
+        ]
+        self._piece = nn.Parameter(torch.cat([p.reshape(-1) for p in self._locals]))  # [piece]
         assert len(self._piece) == self.pieces.size(ranks.rank), (
-            "torch cuts parameters in another way"
+            "fully_shard cuts parameters differently from Pieces"
         )
         self.optimizer = make([self._piece], lr=lr)
 
     # --- a step ---
 
     def total(self, value: Tensor) -> Tensor:
-        """This rank's piece of the sum over the ranks.  value: [parameter] -> [piece]"""
+        """Return this rank's piece of the sum over the ranks.  value: [parameter] -> [piece]"""
         return self._ranks.scattered(self.pieces.cut(value))[: len(self._piece)]
 
     def noisy_total(self, value: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
-        """The same with its noise."""
+        """Return this rank's piece of the sum, with noise.  value: [parameter] -> [piece]"""
         return add(self.total(value))
 
     def __call__(self, gradient: Tensor) -> None:
-        """Move this rank's piece along its piece of the gradient [piece]."""
+        """Update this rank's piece with its piece of the gradient [piece]."""
         self._piece.grad = gradient
         self.optimizer.step()
-        self._spread()
+        self._copy_to_layers()
 
-    def _spread(self) -> None:
-        """Put the piece where the layers' parameters are gathered from."""
+    def _copy_to_layers(self) -> None:
+        """Copy this rank's piece to the sharded parameters of the layers."""
         with torch.no_grad():
             parts = torch.split(self._piece, [part.numel() for part in self._locals])
             for part, numbers in zip(self._locals, parts, strict=True):
@@ -156,31 +162,29 @@ class Sharded:
 
     @property
     def vector(self) -> Tensor:
-        """This rank's piece, not to be changed.  # [piece]"""
+        """This rank's piece; read-only.  # [piece]"""
         return self._piece.detach()
 
     @property
     def common(self) -> Tensor | None:
-        """What all ranks must have the same of: nothing."""
+        """None, because no numbers must be equal on all ranks."""
         return None
 
     def set(self, vector: Tensor) -> None:
-        """Put the parameters there.  vector: [parameter]"""
+        """Set the parameters.  vector: [parameter]"""
         with torch.no_grad():
             self._piece.copy_(self.pieces.take(vector, self._ranks.rank))
-        self._spread()
+        self._copy_to_layers()
 
-    # --- whole again ---
+    # --- the whole model ---
 
     def close(self) -> nn.Module:
-        """The whole model, on the CPU of every rank."""
+        """Return the whole model, on the CPU of every rank."""
         self._shell.load_state_dict(self.state()[0], assign=True)
         return self._shell
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The model's and the optimiser's state, as a single process has them; every rank takes
-        part.
-        """
+        """Return model and optimiser states as in a single process; all ranks must call it."""
         with self._ranks.together():
             model = {name: _whole(value) for name, value in self._model.state_dict().items()}
         optimizer = self.optimizer.state_dict()
@@ -188,8 +192,8 @@ class Sharded:
         return model, optimizer | {"state": {0: own} if own else {}}
 
     def set_state(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._shell.load_state_dict(model, assign=True)  # raises for another model's
+        """Restore the state of model and optimiser."""
+        self._shell.load_state_dict(model, assign=True)  # raises for another model
         given = dict(self._shell.named_parameters())
         self.set(
             torch.cat([given[name].detach().reshape(-1) for name in self._layout.names]).to(
@@ -207,41 +211,37 @@ class Sharded:
         self.optimizer.load_state_dict(optimizer | {"state": {0: own} if own else {}})
 
     def _gathered(self, value: Any) -> Any:
-        """Of a tensor [piece] the whole; anything else is the same on all ranks."""
+        """Return the whole of a tensor [piece]; other values are the same on all ranks."""
         if not isinstance(value, Tensor) or value.shape != self._piece.shape:
             return value
         return self.pieces.join(self._ranks.each(value.cpu()))
 
 
 def _check(tape: AnyTape) -> None:
-    """Raise for what cannot be trained in pieces."""
+    """Raise unless the model can be trained in pieces."""
     if not isinstance(tape, Tape):
         raise ValueError(
-            "This model cannot be taken apart into layers, so it cannot be cut into pieces; leave "
-            "sharded out of "
-            "Ranks(), and every rank has the whole of it."
+            "This model cannot be split into layers, so it cannot be sharded; leave sharded out of "
+            "Ranks(), so that every rank holds the whole model."
         )
     for unit in tape.units:
         if unit.formula is None:
             raise ValueError(
-                f"{unit.path or 'The model'} ({type(unit.module).__name__}) has no formula for "
-                "its gradients, which "
-                "needs its parameters whole; leave sharded out of Ranks(), or build it of linear, "
-                "convolutional, "
-                "embedding and normalisation layers."
+                f"{unit.path or 'The model'} ({type(unit.module).__name__}) has no formula for its "
+                "gradients, so it needs its whole parameters; leave sharded out of Ranks(), or "
+                "build it from linear, convolutional, embedding and normalisation layers."
             )
     names = [full for unit in tape.units for full in unit.parameters.values()]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None or len({id(unit.module) for unit in tape.units}) < len(tape.units):
         raise ValueError(
-            f"{twice or 'A layer'} is used by several layers, and a piece has one owner; leave "
-            "sharded out of Ranks(), "
-            "or give each layer parameters of its own."
+            f"{twice or 'A layer'} is used more than once, which sharding does not support; leave "
+            "sharded out of Ranks(), or give each layer its own parameters."
         )
 
 
 def _shard(tape: Tape, ranks: Team) -> None:
-    """Cut the model's parameters, layer by layer."""
+    """Shard the model's parameters, layer by layer."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -254,7 +254,7 @@ def _shard(tape: Tape, ranks: Team) -> None:
 
 
 def _shell(model: nn.Module) -> nn.Module:
-    """The model without the numbers of its parameters, and on the CPU."""
+    """Return a copy of the model on the CPU, whose parameters have no storage."""
     empty = {
         id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
         for p in model.parameters()
@@ -264,6 +264,6 @@ def _shell(model: nn.Module) -> nn.Module:
 
 
 def _whole(value: Any) -> Any:
-    """A parameter of all ranks' pieces, on the CPU."""
+    """Return the whole of a sharded tensor, on the CPU; other values are unchanged."""
     whole = value.full_tensor() if hasattr(value, "full_tensor") else value
     return whole.cpu() if isinstance(whole, Tensor) else whole

@@ -1,8 +1,8 @@
-"""A rule at work on what Opacus has made of a batch.
+"""Clipping by a rule, on the gradients that Opacus computes.
 
-A logical batch is what Poisson sampling drew; a piece of it is what passes through the model at
-once. `Clipper` has the rule and what it knows of the logical batch; `Formed` and `Ghost` know where
-Opacus left the gradients of a piece.
+A logical batch is one Poisson sample; a physical batch is the part of it that passes through the
+model at once. `Clipper` holds the rule and the sums over the logical batch. `Formed` and `Ghost`
+read the gradients of a physical batch from the places where Opacus stores them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from evenclip.rules import Rule
 
 __all__ = ["Clipper", "Formed", "Ghost", "joint"]
 
-_BLOCK = 64  # squares that are summed in float32
-# A float32 below 2⁻⁶³ has no square. In a norm above this, so many of them are missing as a
-# rounding would take away.
+_BLOCK = 64  # number of squares that are summed in float32
+# Squares of float32 numbers below 2⁻⁶³ underflow. In a norm above _SHORT, the lost squares are
+# below the rounding error.
 _SHORT = 2.0**-24
 _GHOSTS = GradSampleModuleFastGradientClipping, GradSampleHooksFastGradientClipping
 
 
 def joint(rule: Rule) -> float:
-    """The multiplier of everything that one step of the rule releases, taken as one.
+    """Return the joint noise multiplier of all releases of one step.
 
     >>> from evenclip import DPSGDGlobalAdapt
     >>> joint(DPSGDGlobalAdapt(sigma=3.0, sigma_count=4.0))
@@ -42,22 +42,23 @@ def joint(rule: Rule) -> float:
 
 
 class Clipper:
-    """The mechanism of one logical batch after the other, each in one piece or several.
+    """The mechanism of a rule, for logical batches in one or several physical batches.
 
     Attributes:
-        mechanism: the rule, held to its bounds.
-        state: the rule's public state, the same for all pieces of a logical batch.
+        mechanism: the mechanism, which enforces the bounds of the rule.
+        state: the rule's public state, constant within a logical batch.
     """
 
     def __init__(self, rule: Rule) -> None:
         self.mechanism = Mechanism(rule)
         self.state = self.mechanism.start()
-        self._bound: tuple[Tensor, float] | None = None  # a state, and S there
-        self._count: Tensor | None = None  # Σ statistic_i of the logical batch so far: private
+        self._bound: tuple[Tensor, float] | None = None  # a state and its S
+        self._count: Tensor | None = None  # Σ statistic_i of the logical batch so far; private
 
-    def look(self, norms: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights γ_i of a piece [sample], 0 where the norm is not finite, and its Σ
-        statistic_i; float64.
+    def weights_and_count(self, norms: Tensor) -> tuple[Tensor, Tensor]:
+        """Return γ_i [sample] and Σ statistic_i [m] of a physical batch, in float64.
+
+        Samples with a non-finite norm have the weight 0 and are not counted.
         """
         keep = torch.isfinite(norms)
         norms = torch.where(keep, norms, 0.0)
@@ -66,36 +67,39 @@ class Clipper:
         return weights, self.mechanism.count(norms, group, state, keep)
 
     def add(self, count: Tensor) -> None:
-        """A piece has been added to the sum of gradients; so is its count."""
+        """Add the count of a physical batch to that of the logical batch."""
         self._count = count if self._count is None else self._count + count.to(self._count.device)
 
     def release(self, total: Tensor, B: float, draw: Callable[[int], Tensor]) -> Tensor:
-        """The logical batch is complete: its count becomes public and moves the state, and so does
-        its sum.
+        """Release the count of a complete logical batch, update the state, and release the sum.
 
         Args:
             total: Σ γ_i g_i.  # [parameter]
-            B: what the count is divided by; Opacus divides the gradient itself.
-            draw: so many standard normal numbers, float64.
+            B: divisor of the count; Opacus divides the gradient itself.
+            draw: number n -> n standard normal numbers.  # [n], float64
+
+        Raises:
+            ValueError: if the rule clips with the count of the same step.
         """
         mechanism, state, S, count = self.mechanism, self.state, self.sensitivity, self._count
         assert count is not None
-        sizes = {"count": mechanism.counts, "gradient": total.numel()}
+        sizes = {**mechanism.statistics, "gradient": total.numel()}
         release = Release({name: draw(size) for name, size in sizes.items() if size})
         now, following = mechanism.observe(count.to(state.device), B, state, release)
         if not torch.equal(now, state):
             raise ValueError(
-                f"{mechanism.rule.name} clips with this step's count, which Opacus's loop does "
-                "not know before it "
-                "clips; train it with evenclip.fit."
+                f"{mechanism.rule.name} clips with this step's count, which Opacus's loop does not "
+                "know before it clips; train it with evenclip.fit."
             )
         self.state, self._count = following, None
         return mechanism.publish(total, S, 1.0, release)
 
     @property
     def sensitivity(self) -> float:
-        """S at the current state, read from the rule once: what is clipped to is what noise is
-        added for.
+        """S at the current state.
+
+        It is read from the rule once per state, so that the enforced bound is the one that the
+        noise is scaled to.
         """
         if self._bound is None or self._bound[0] is not self.state:
             self._bound = self.state, float(self.mechanism.sensitivity(self.state))
@@ -103,89 +107,84 @@ class Clipper:
 
 
 class Formed:
-    """Every sample's gradient in `p.grad_sample`: modes hooks, functorch, ew."""
+    """Reader of per-sample gradients in `p.grad_sample`: modes hooks, functorch and ew."""
 
     def __init__(self, clipper: Clipper) -> None:
         self._clipper = clipper
 
     def clipped_sums(self, params: list[Any]) -> list[Tensor]:
-        """Σ γ_i g_i of what lies there, parameter by parameter; its count goes to the logical
-        batch.
-        """
+        """Return Σ γ_i g_i of each parameter, and add the count to the logical batch."""
         samples = [_samples(p) for p in params]
         norms = _norms(samples)
-        weights, counts = self._clipper.look(norms * _rounding_up(params))
+        weights, count = self._clipper.weights_and_count(norms * _rounding_up(params))
         keep = torch.isfinite(norms)
-        masked = not bool(keep.all())  # before multiplying: 0 · ∞ is no number
+        masked = not bool(keep.all())  # 0 · ∞ would be NaN
         sums = [_weighted_sum(weights, _kept(g, keep) if masked else g) for g in samples]
         for p in params:
             _mark_as_processed(p.grad_sample)
-        self._clipper.add(counts)
+        self._clipper.add(count)
         return sums
 
     def batches(self, params: list[Any]) -> int:
-        """How many batches lie there."""
-        numbers = {len(p.grad_sample) if isinstance(p.grad_sample, list) else 1 for p in params}
-        if len(numbers) != 1:
+        """Return the number of physical batches in `p.grad_sample`."""
+        lengths = {len(p.grad_sample) if isinstance(p.grad_sample, list) else 1 for p in params}
+        if len(lengths) != 1:
             raise ValueError(
                 "The parameters have gradients of different numbers of batches; call zero_grad() "
                 "first."
             )
-        return numbers.pop()
+        return lengths.pop()
 
 
 class Ghost:
-    """Σ γ_i g_i in `p.grad`, after two passes of the criterion's `backward`: mode ghost."""
+    """Reader of Σ γ_i g_i in `p.grad`, after both passes of `backward`: mode ghost."""
 
     def __init__(self, clipper: Clipper) -> None:
         self._clipper = clipper
         self._params = list[nn.Parameter]()
         self._module: Any = None
-        self._counts: Tensor | None = (
-            None  # of the last backward(); another one replaces it, as it does the gradients
-        )
+        # The count of the last backward(). The next one replaces it, as it does the gradients.
+        self._last_count: Tensor | None = None
 
     def bind(self, criterion: Any, params: list[nn.Parameter]) -> None:
-        """Let the second pass of this criterion's `backward` take its weights from here."""
+        """Set the weights that the second pass of the criterion's `backward` uses."""
         module = criterion.module
         if type(module) not in _GHOSTS:
             raise TypeError(
-                f"The criterion belongs to a {type(module).__name__}; the rules work with "
-                "Opacus's ghost clipping on "
-                "one device (grad_sample_mode='ghost')."
+                f"The criterion belongs to a {type(module).__name__}; rules need Opacus's ghost "
+                "clipping on one device: use grad_sample_mode='ghost'."
             )
         measured = {id(p) for p in module.trainable_parameters}
         if not all(id(p) in measured for p in params):
             raise ValueError(
-                "The optimizer has parameters that the model's norms leave out, so their "
-                "gradients would not be "
-                "bounded; give make_private the model with every parameter that is trained."
+                "The optimizer has parameters that are not in the model's norms, so their "
+                "gradients would not be bounded; give make_private the model with all trained "
+                "parameters."
             )
         self._module, self._params = module, params
         module.get_clipping_coef = self.weights
         criterion.criterion = _PerSample(criterion.criterion)
 
     def weights(self) -> Tensor:
-        """γ_i, between the two passes of `backward`.  # [sample]"""
+        """Return γ_i; Opacus calls this between the two passes of `backward`.  # [sample]"""
         norms = self._norms()
         if not bool(torch.isfinite(norms).all()):
             raise FloatingPointError(
                 "A sample's gradient is not finite, and ghost clipping cannot leave it out of its "
-                "second pass. Take "
-                "such records out of the data, or use grad_sample_mode='hooks', where they "
-                "contribute nothing."
+                "second pass. Remove such records from the data, or use grad_sample_mode='hooks', "
+                "where they contribute nothing."
             )
-        weights, self._counts = self._clipper.look(norms.double() * _rounding_up(self._params))
+        norms_up = norms.double() * _rounding_up(self._params)
+        weights, self._last_count = self._clipper.weights_and_count(norms_up)
         return _representable(weights, norms.dtype)
 
     def _norms(self) -> Tensor:
-        """‖g_i‖ as the first pass found them: never those of an earlier one.  # [sample]"""
+        """Return ‖g_i‖ of the first pass [sample], and delete them: each is used only once."""
         measured = self._module.trainable_parameters
         if any(getattr(p, "_norm_sample", None) is None for p in measured):
             raise ValueError(
-                "Ghost clipping found no norm for one of the parameters: its layer was not used, "
-                "or Opacus has no norm "
-                "for inputs of that many axes. Use grad_sample_mode='hooks'."
+                "Ghost clipping has no norm for one of the parameters: its layer was not used, or "
+                "Opacus does not support inputs with that many axes. Use grad_sample_mode='hooks'."
             )
         norms: Tensor = self._module.get_norm_sample()
         for p in measured:
@@ -193,30 +192,29 @@ class Ghost:
         return norms
 
     def clipped_sums(self, params: list[nn.Parameter]) -> list[Tensor]:
-        """What the second pass left; once."""
-        if self._counts is None:
+        """Return `p.grad` of the second pass, and add the count to the logical batch."""
+        if self._last_count is None:
             raise ValueError(
                 "There is no gradient to step with: call backward() before every step(), once, on "
-                "the loss of the "
-                "criterion that make_private returned."
+                "the loss of the criterion that make_private returned."
             )
-        self._clipper.add(self._counts)
-        self._counts = None
+        self._clipper.add(self._last_count)
+        self._last_count = None
         return [
             p.grad.detach().clone() if p.grad is not None else torch.zeros_like(p) for p in params
         ]
 
     def batches(self, params: list[Any]) -> int:
-        """One: another `backward` replaces the last."""
+        """Return 1, because each `backward` replaces the gradients of the last."""
         del params
         return 1
 
 
 class _PerSample:
-    """A loss that ghost clipping calls with reduction "none", seen to return one number a sample.
+    """A loss with reduction "none" that must return one number per sample.
 
-    The second pass multiplies these with the weights; a column [sample, 1] would be stretched to
-    [sample, sample], and every gradient weighted with the sum of all weights.
+    The second pass multiplies the losses by the weights. Losses of the shape [sample, 1] would be
+    broadcast to [sample, sample], and every gradient would be weighted with the sum of all weights.
     """
 
     def __init__(self, loss: Any) -> None:
@@ -238,50 +236,43 @@ class _PerSample:
         if losses.ndim != 1:
             raise ValueError(
                 f"The loss has the shape {list(losses.shape)} before it is reduced, and ghost "
-                "clipping needs one "
-                "number a sample; flatten outputs and targets to [sample], or use "
-                "grad_sample_mode='hooks'."
+                "clipping needs one number per sample; flatten outputs and targets to [sample], or "
+                "use grad_sample_mode='hooks'."
             )
         return losses
 
 
 def _samples(p: nn.Parameter) -> Tensor:
-    """The gradients of all samples that lie there, in the parameter's own precision.  # [sample,
-    ...]
-    """
-    found = getattr(p, "grad_sample", None)
-    if found is None:
+    """Return the per-sample gradients of a parameter, in its precision.  # [sample, ...]"""
+    grad_sample = getattr(p, "grad_sample", None)
+    if grad_sample is None:
         raise ValueError(
             "A parameter has no per-sample gradients: call backward() before step(), on a loss of "
-            "the model that "
-            "make_private returned, in training mode."
+            "the model that make_private returned, in training mode."
         )
-    _check_processed_flag(found)
-    gathered: Tensor = torch.cat(found) if isinstance(found, list) else found
-    return gathered.to(p.dtype)
+    _check_processed_flag(grad_sample)
+    joined: Tensor = torch.cat(grad_sample) if isinstance(grad_sample, list) else grad_sample
+    return joined.to(p.dtype)
 
 
 def _norms(samples: list[Tensor]) -> Tensor:
-    """‖g_i‖ over all parameters, up to the roundings that `_rounding_up` allows for.  # [sample],
-    float64
+    """Return ‖g_i‖ over all parameters, up to the rounding in `_rounding_up`.  # [sample], float64
 
-    In float32 where a square is one, which is thirty times quicker; a row that is too long or too
-    short for that is measured in float64, whatever the others are like.
+    Squares are taken in float32, which is faster. Rows whose squares may overflow or underflow are
+    computed again in float64; which rows does not depend on the others.
     """
     norms = _joined([_quick_norms(_flat(g)) for g in samples])
-    unsure = ~(torch.isfinite(norms) & (norms > _SHORT))
-    if bool(unsure.any()):
-        rows = [_flat(g)[unsure.to(g.device)] for g in samples]
-        norms[unsure] = _joined(
+    inexact = ~(torch.isfinite(norms) & (norms > _SHORT))
+    if bool(inexact.any()):
+        rows = [_flat(g)[inexact.to(g.device)] for g in samples]
+        norms[inexact] = _joined(
             [torch.linalg.vector_norm(g, dim=1, dtype=torch.float64) for g in rows]
         )
     return norms
 
 
 def _quick_norms(g: Tensor) -> Tensor:
-    """The norms of rows: blocks in their own precision (at least float32), then in float64.  #
-    [sample]
-    """
+    """Return the norms of rows: of blocks in float32 or better, combined in float64.  # [sample]"""
     samples, d = g.shape
     g, whole = _wide(g), d - d % _BLOCK
     blocks = torch.linalg.vector_norm(
@@ -292,48 +283,46 @@ def _quick_norms(g: Tensor) -> Tensor:
 
 
 def _joined(norms: list[Tensor]) -> Tensor:
-    """One norm of the parts of a gradient.  # [sample]"""
-    found: Tensor = torch.linalg.vector_norm(
+    """Return the norms of whole gradients from those of their parts.  # [sample]"""
+    whole: Tensor = torch.linalg.vector_norm(
         torch.stack([part.to(norms[0].device) for part in norms]), dim=0
     )
-    return found
+    return whole
 
 
 def _weighted_sum(weights: Tensor, g: Tensor) -> Tensor:
-    """Σ w_i g_i.  # shape of one sample's"""
+    """Return Σ w_i g_i, in the shape of one sample's gradient."""
     rows = _wide(_flat(g))
     summed: Tensor = _representable(weights, rows.dtype).to(g.device) @ rows
     return summed.view(g.shape[1:]).to(g.dtype)
 
 
 def _flat(g: Tensor) -> Tensor:
-    """[sample, number]; a batch may be empty, and a parameter may be a single number."""
+    """Flatten to [sample, number]; also for an empty batch and a scalar parameter."""
     return g.flatten(1) if g.ndim > 1 else g.unsqueeze(1)
 
 
 def _wide(g: Tensor) -> Tensor:
-    """In float32 at least: a weight of 1e-5 is no number in float16."""
+    """Return g in float32 or float64, because small weights underflow in float16."""
     return g if g.dtype == torch.float64 else g.float()
 
 
 def _kept(g: Tensor, keep: Tensor) -> Tensor:
-    """Exactly nothing from the samples that are not kept."""
+    """Replace the gradients of samples that are not kept by 0."""
     return torch.where(keep.to(g.device).view(-1, *[1] * (g.ndim - 1)), g, 0.0)
 
 
 def _representable(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weights in the gradients' precision; 0 where that has too few digits left to keep the
-    bound.
-    """
+    """Return the weights as `dtype`; subnormal ones, whose rounding is coarse, become 0."""
     return torch.where(weights.abs() < torch.finfo(dtype).tiny, 0.0, weights).to(dtype)
 
 
 def _rounding_up(params: list[nn.Parameter]) -> float:
-    """What makes a norm an upper bound on what its gradient, times the weight, adds to a sum.
+    """Return the factor that makes a computed norm an upper bound in spite of rounding.
 
-    A block of squares is summed in float32 with as many roundings as it is long, of which the root
-    keeps half; the product with the weight is given sixteen unit roundoffs, of TF32 where somebody
-    has allowed that.
+    Summing a block of squares in float32 takes `_BLOCK` roundings, and the square root halves their
+    effect. The product with the weight gets a margin of 16 unit roundoffs, those of TF32 if TF32 is
+    allowed.
     """
     product = max(max(torch.finfo(p.dtype).eps / 2, operands(p)) for p in params)
     return 1 + _BLOCK * 2.0**-24 + 16 * product

@@ -1,4 +1,4 @@
-"""Opacus's engine with a rule in it."""
+"""Opacus's privacy engine with a rule of this package."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch.utils.data import DataLoader
 
 from evenclip.opacus.clipping import joint
 from evenclip.opacus.optimizer import EvenOptimizer, check_kind, check_optimizer, check_rule
-from evenclip.rules import RULES, DPSGDGlobalAdapt, Rule
+from evenclip.rules import RULES, Constants, DPSGDGlobalAdapt, Rule
 
 __all__ = ["EvenPrivacyEngine"]
 
 _MODES = "hooks", "functorch", "ew", "ghost"
-_Made: TypeAlias = tuple[Any, ...]  # module, optimizer, (in ghost mode) criterion, data loader
+# Module, optimizer, data loader; in ghost mode the criterion comes before the data loader.
+_Private: TypeAlias = tuple[Any, ...]
 
 
 class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no types
-    """Opacus's `PrivacyEngine` with a rule of this package in place of flat clipping; the rest is
-    as it was.
+    """Opacus's `PrivacyEngine` with a rule of this package instead of flat clipping.
 
         engine = EvenPrivacyEngine()
         model, optimizer, loader = engine.make_private(
@@ -32,8 +32,8 @@ class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no t
             noise_multiplier=1.0, max_grad_norm=1.0,
         )
 
-    `noise_multiplier` is the rule's sigma, that of the gradient; `max_grad_norm` its C0. Everything
-    else about a rule is given by its own name (`Z0=10.0`, `tau=1.0`, ...), or all of it at once:
+    `noise_multiplier` is the rule's sigma, and `max_grad_norm` is its C0. Give the other fields of
+    the rule by name (`Z0=10.0`, `tau=1.0`, ...), or give the rule itself:
     `rule=DPSGDGlobalAdapt(...)`.
     """
 
@@ -45,21 +45,21 @@ class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no t
         noise_multiplier: float | None = None,
         max_grad_norm: float | None = None,
         **arguments: Any,
-    ) -> _Made:
-        """As Opacus's, with a rule.
+    ) -> _Private:
+        """Make model, optimizer and data loader private, with a rule; see Opacus's `make_private`.
 
         Args:
-            clipping: name of the rule: "dpsgd", "dpsgd-global" or "dpsgd-global-adapt", which it is
-                unless given.
-            rule: the rule itself, instead.
+            clipping: name of the rule: "dpsgd", "dpsgd-global" or "dpsgd-global-adapt" (default).
+            rule: the rule itself, instead of `clipping`.
             noise_multiplier: sigma of a rule given by name.
             max_grad_norm: C0 of a rule given by name.
             **arguments: fields of a rule given by name, and all other arguments of Opacus's
                 `make_private`.
 
         Raises:
-            ValueError: for what cannot be trained by a rule, or has no true ε; the message says
-                what to do.
+            TypeError: if an argument or the rule is unknown.
+            ValueError: if the rule cannot be used with Opacus, or ε would be wrong; the message
+                says what to do.
         """
         given = {"sigma": noise_multiplier, "C0": max_grad_norm}
         chosen, rest = _chosen(
@@ -70,7 +70,7 @@ class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no t
                 "Give noise_multiplier and max_grad_norm, or the rule itself: "
                 "rule=DPSGDGlobalAdapt(...)."
             )
-        return self._made(chosen, rest)
+        return self._private(chosen, rest)
 
     def make_private_with_epsilon(
         self,
@@ -83,23 +83,22 @@ class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no t
         max_grad_norm: float | None = None,
         data_loader: DataLoader[Any],
         **arguments: Any,
-    ) -> _Made:
-        """As Opacus's, with a rule: all its noise, the count's too, is scaled until `epochs` epochs
-        cost ε at δ.
+    ) -> _Private:
+        """Make the training private with a given ε; see Opacus's `make_private_with_epsilon`.
 
-        Differs from Opacus: sampling rate and number of steps are those that its loader will really
-        have.
+        All noise of the rule, including that of the count, is scaled so that `epochs` epochs cost ε
+        at δ. Differs from Opacus: the sampling rate and the number of steps are exactly those of
+        the private loader.
 
         Args:
-            target_epsilon: ε of everything that is released, by the engine's own accountant.
+            target_epsilon: ε of all releases, by the engine's accountant.
             target_delta: δ.
-            epochs: how many will be trained.
+            epochs: number of epochs.
             clipping: as in `make_private`.
-            rule: the rule itself, instead; only the ratio of its multipliers counts.
+            rule: the rule itself, instead of `clipping`; only the ratio of its multipliers matters.
             max_grad_norm: C0 of a rule given by name.
             data_loader: as in `make_private`.
-            **arguments: as in `make_private`; a `sigma_count` is for a sigma of 1, and scaled with
-                it.
+            **arguments: as in `make_private`; `sigma_count` is relative to sigma = 1.
         """
         given = {} if max_grad_norm is None else {"C0": max_grad_norm}
         chosen, rest = _chosen(clipping, rule, given, arguments)
@@ -107,9 +106,8 @@ class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no t
             raise ValueError("Give max_grad_norm, or the rule itself: rule=DPSGDGlobalAdapt(...).")
         if len(self.accountant) > 0:
             warnings.warn(
-                "This engine has spent privacy already, which target_epsilon does not include; "
-                "the ε of everything "
-                "will be larger.",
+                "This engine has already spent privacy that target_epsilon does not include; the "
+                "total ε will be larger.",
                 stacklevel=2,
             )
         multiplier = get_noise_multiplier(
@@ -119,30 +117,30 @@ class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no t
             steps=epochs * len(data_loader),
             accountant=self.accountant.mechanism(),
         )
-        return self._made(
+        return self._private(
             chosen.scaled(multiplier / joint(chosen)), rest | {"data_loader": data_loader}
         )
 
-    def _made(self, rule: Rule, arguments: dict[str, Any]) -> _Made:
-        """Opacus's own `make_private`, which asks for the optimiser and the criterion below."""
+    def _private(self, rule: Rule, arguments: dict[str, Any]) -> _Private:
+        """Call Opacus's `make_private`, which calls the two methods below."""
         check_rule(rule)
         _check_arguments(arguments)
-        made: _Made = PrivacyEngine.make_private(
+        private: _Private = PrivacyEngine.make_private(
             self, rule=rule, noise_multiplier=rule.sigma, max_grad_norm=_S(rule), **arguments
         )
-        return made
+        return private
 
     def _prepare_optimizer(self, *, rule: Rule, **arguments: Any) -> EvenOptimizer:
-        """Opacus's, then the rule's."""
-        theirs = PrivacyEngine._prepare_optimizer(self, **arguments)
-        check_optimizer(theirs)
-        return EvenOptimizer(theirs, rule)
+        """Wrap the optimizer that Opacus prepares."""
+        optimizer = PrivacyEngine._prepare_optimizer(self, **arguments)
+        check_optimizer(optimizer)
+        return EvenOptimizer(optimizer, rule)
 
     def _prepare_criterion(
         self, *, module: Any, optimizer: EvenOptimizer, rule: Rule, **arguments: Any
     ) -> Any:
-        """Opacus's, bound to the rule's weights."""
-        del rule  # the optimizer has it
+        """Bind the criterion that Opacus prepares to the weights of the rule."""
+        del rule  # the optimizer holds it
         criterion = PrivacyEngine._prepare_criterion(
             self, module=module, optimizer=optimizer, **arguments
         )
@@ -153,45 +151,43 @@ class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no t
 def _chosen(
     clipping: str | None, rule: Rule | None, given: dict[str, float], arguments: Mapping[str, Any]
 ) -> tuple[Rule, dict[str, Any]]:
-    """The rule that was asked for, and the arguments that are Opacus's."""
+    """Return the rule, and the arguments that are Opacus's."""
     if rule is not None:
         check_kind(rule)
         if (clipping is not None and clipping != rule.name) or any(
             getattr(rule, k) != v for k, v in given.items()
         ):
             raise ValueError(
-                f"rule is {rule!r}, and clipping, noise_multiplier or max_grad_norm say something "
-                "else; leave them out."
+                f"rule is {rule!r}, and clipping, noise_multiplier or max_grad_norm differ from "
+                "it; leave them out."
             )
         return rule, dict(arguments)
     name = DPSGDGlobalAdapt.name if clipping is None else clipping
     if name not in RULES:
         raise ValueError(
-            f"clipping is {name!r}; here it is one of 'dpsgd', 'dpsgd-global', "
-            "'dpsgd-global-adapt'. For clipping of "
-            "Opacus's own use its PrivacyEngine."
+            f"clipping is {name!r}; it must be 'dpsgd', 'dpsgd-global' or 'dpsgd-global-adapt'. "
+            "For Opacus's own clipping, use its PrivacyEngine."
         )
     kind = RULES[name]
     check_rule(kind())
-    known = {field.name for field in fields(kind)} - {"sigma", "C0"}  # type: ignore[arg-type]  # a rule is a dataclass
-    ours = {k: v for k, v in arguments.items() if k in known}
-    return kind(**given, **ours), {k: v for k, v in arguments.items() if k not in known}
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]  # a dataclass
+    known = names - {"sigma", "C0"}
+    own = {k: v for k, v in arguments.items() if k in known}
+    return kind(**given, **own), {k: v for k, v in arguments.items() if k not in known}
 
 
 def _batches(data_loader: DataLoader[Any]) -> int:
-    """Batches an epoch of Opacus's Poisson loader, which rounds down: int(1/(1/93)) is 92."""
+    """Return the batches per epoch of Opacus's Poisson loader: int(1/(1/93)) is 92."""
     return int(1 / (1 / len(data_loader)))
 
 
 def _S(rule: Rule) -> float:
-    """The sensitivity of the first step."""
-    return float(rule.sensitivity(rule.init(1)))
+    """Return the sensitivity of the first step."""
+    return float(rule.sensitivity(rule.init(Constants())))
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise for arguments that Opacus would drop without a word, or with which its ε would not be
-    true.
-    """
+    """Raise for arguments that Opacus would ignore silently, or that would make its ε wrong."""
     unknown = [
         name
         for name in arguments
@@ -200,20 +196,19 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
     if unknown:
         raise TypeError(
             f"{', '.join(unknown)}: neither an argument of Opacus's make_private nor a field of "
-            "the rule."
+            "the rule; check the spelling, or leave it out."
         )
     mode = arguments.get("grad_sample_mode", "hooks")
     if mode not in _MODES:
-        raise ValueError(f"grad_sample_mode is {mode!r}; the rules work with {', '.join(_MODES)}.")
+        raise ValueError(f"grad_sample_mode is {mode!r}; use one of {', '.join(_MODES)}.")
     if not arguments.get("poisson_sampling", True):
         raise ValueError(
-            "poisson_sampling is False, and the ε of this engine is that of Poisson samples; "
+            "poisson_sampling is False, and the ε of this engine holds for Poisson samples only; "
             "leave it True."
         )
     if arguments.get("rand_on_empty", False):
         raise ValueError(
-            "rand_on_empty is True: with a made-up record in place of an empty batch, one record "
-            "more or less moves "
-            "the sum by up to 2·S, and ε is for S. Leave it out: an empty batch is a step like "
-            "any other here."
+            "rand_on_empty is True: with a random record instead of an empty batch, one record "
+            "more or less changes the sum by up to 2·S, and ε holds for S. Leave it out: this "
+            "engine takes a step with an empty batch too."
         )

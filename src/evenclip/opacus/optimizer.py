@@ -1,4 +1,4 @@
-"""Opacus's optimiser with a rule in it."""
+"""Opacus's optimizer with a rule of this package."""
 
 from __future__ import annotations
 
@@ -19,56 +19,53 @@ from evenclip.rules import Rule
 
 __all__ = ["EvenOptimizer", "check_kind", "check_optimizer", "check_rule", "even"]
 
-_KEY = "evenclip"  # where a checkpoint of the optimiser has the rule's state
+_KEY = "evenclip"  # key of the rule's state in a checkpoint of the optimizer
 
 
 def even(optimizer: DPOptimizer, rule: Rule, criterion: Any = None) -> EvenOptimizer:
-    """The optimiser that Opacus's `make_private` returned, weighting samples by `rule` from here
-    on.
+    """Return an optimizer that weights samples by `rule`, from the one of Opacus's `make_private`.
 
-    Noise and bound are the rule's: `noise_multiplier` and `max_grad_norm` of `make_private` are not
-    used any more. A rule that counts releases its count as well, so ε is larger than Opacus planned
-    for the same σ; `get_epsilon` says how large, and `EvenPrivacyEngine.make_private_with_epsilon`
-    reaches a given one.
+    Noise and bound are those of the rule; `noise_multiplier` and `max_grad_norm` of `make_private`
+    are no longer used. A rule that counts releases its count as well, so ε is larger than that of
+    Opacus for the same σ. `get_epsilon` includes the count, and
+    `EvenPrivacyEngine.make_private_with_epsilon` reaches a given ε.
 
-    Make schedulers and `BatchMemoryManager` with what this returns.
+    Create schedulers and `BatchMemoryManager` with the returned optimizer.
 
     Args:
-        optimizer: as `make_private` returned it, for flat clipping on one device.
-        rule: any rule that needs no group labels and clips with last step's state, such as
+        optimizer: the optimizer of `make_private`, for flat clipping on one device.
+        rule: a rule that uses no group labels and clips with the state of the last step, such as
             `DPSGDGlobalAdapt`.
-        criterion: in ghost mode, the criterion that `make_private` returned; it goes on working,
-            changed in place.
+        criterion: in ghost mode, the criterion of `make_private`; it is changed in place.
 
     Raises:
-        TypeError: for another optimiser of Opacus, or none of its.
-        ValueError: for a rule that cannot work here; the message says why.
+        TypeError: if the optimizer is of another type.
+        ValueError: if the rule cannot be used with Opacus; the message says why.
     """
     check_rule(rule)
     check_optimizer(optimizer)
-    _say_if_less_noise(optimizer.noise_multiplier, rule)
+    _warn_if_less_noise(optimizer.noise_multiplier, rule)
     ghost = type(optimizer) is DPOptimizerFastGradientClipping
     if ghost and criterion is None:
         raise ValueError(
-            "In ghost mode the weights are applied while the loss is differentiated; give the "
-            "criterion that "
-            "make_private returned too: even(optimizer, rule, criterion)."
+            "In ghost mode the criterion's backward() applies the weights; also give the criterion "
+            "that make_private returned: even(optimizer, rule, criterion)."
         )
-    found = EvenOptimizer(optimizer, rule)
+    even_optimizer = EvenOptimizer(optimizer, rule)
     if ghost:
-        found.bind(criterion)
-    return found
+        even_optimizer.bind(criterion)
+    return even_optimizer
 
 
 class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
-    """A `DPOptimizer` whose weights, noise and accounts are a rule's. Made by `even` or by
-    `EvenPrivacyEngine`.
+    """A `DPOptimizer` with the weights and the noise of a rule.
+
+    `even` and `EvenPrivacyEngine` create it.
 
     Attributes:
-        rule: the rule. A noise scheduler of Opacus scales all its noise, the count's too.
-        rule_state: the rule's public state: Z of the next step. In every checkpoint.
-        noise_multiplier: the joint multiplier of everything that one step releases, which is what
-            the accountant reads.
+        rule: the rule. A noise scheduler of Opacus scales all its noise, including the count's.
+        rule_state: the rule's public state, Z of the next step; part of every checkpoint.
+        noise_multiplier: the joint multiplier of all releases of one step, for the accountant.
         max_grad_norm: S; fixed by the rule.
     """
 
@@ -89,29 +86,27 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
             secure_mode=optimizer.secure_mode,
         )
         self.step_hook = optimizer.step_hook
-        self._step_skip_queue = (
-            optimizer._step_skip_queue
-        )  # a BatchMemoryManager made before goes on talking to us
+        # The same queue, so that an existing BatchMemoryManager keeps working.
+        self._step_skip_queue = optimizer._step_skip_queue
         if self._clipper.mechanism.counts and optimizer.expected_batch_size is None:
             raise ValueError(
-                f"{rule.name} divides its count by the expected batch size, and this optimizer "
-                "has none; give the "
-                "DPOptimizer an expected_batch_size."
+                f"{rule.name} divides its count by the expected batch size, and this optimizer has "
+                "none; give the DPOptimizer an expected_batch_size."
             )
 
     @property
     def rule(self) -> Rule:
-        """What clips."""
+        """The rule."""
         return self._clipper.mechanism.rule
 
     @property
     def rule_state(self) -> Tensor:
-        """Z of the next step: public."""
+        """Z of the next step; public."""
         return self._clipper.state.clone()
 
     @property
     def noise_multiplier(self) -> float:
-        """(Σ m_j⁻²)^(-1/2) over what one step releases."""
+        """(Σ m_j⁻²)^(-1/2) over the releases of one step."""
         return joint_multiplier(self._clipper.mechanism.multipliers.values())
 
     @noise_multiplier.setter
@@ -129,34 +124,34 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
         if value != self.max_grad_norm:
             raise ValueError(
                 f"max_grad_norm cannot become {value}: it is {self.max_grad_norm}, "
-                f"{self.rule.name}'s sensitivity. "
-                "To change the length of a step, change the learning rate."
+                f"{self.rule.name}'s sensitivity. To change the step size, change the learning "
+                "rate."
             )
 
     @property
     def accumulated_iterations(self) -> int:
-        """Batches whose gradients lie there unused: 1, or more where gradients are accumulated
-        without Poisson.
-        """
+        """Number of batches with unused gradients; it exceeds 1 only without Poisson sampling."""
         return self._gradients.batches(self.params)
 
     def bind(self, criterion: Any) -> None:
-        """In ghost mode: the criterion whose second backward pass takes its weights from here."""
+        """Set the criterion whose second backward pass uses the rule's weights; for ghost mode."""
         if not isinstance(self._gradients, Ghost):
-            raise TypeError("Only an optimizer in ghost mode is bound to its module.")
+            raise TypeError(
+                "This optimizer is not in ghost mode; bind() is for grad_sample_mode='ghost' only."
+            )
         self._gradients.bind(criterion, self.params)
-        criterion.optimizer = self  # its backward() clears gradients through the optimiser
+        criterion.optimizer = self  # its backward() calls zero_grad of the optimizer
 
     def clip_and_accumulate(self) -> None:
-        """Add this physical batch, weighted, to the sum and to the count of its logical batch."""
+        """Add the weighted sum and the count of a physical batch to those of the logical batch."""
         for p, part in zip(self.params, self._gradients.clipped_sums(self.params), strict=True):
             if p.summed_grad is None:
                 p.summed_grad = part
             else:
-                p.summed_grad += part  # in place: the tensor remembers whether it was used
+                p.summed_grad += part  # in place, because Opacus marks the tensor as processed
 
     def add_noise(self) -> None:
-        """Release the count, which moves Z, and the sum of the logical batch, into `p.grad`."""
+        """Release the count, which updates Z, and write the released sum into `p.grad`."""
         for p in self.params:
             _check_processed_flag(p.summed_grad)
         total = torch.cat([p.summed_grad.reshape(-1) for p in self.params])
@@ -168,9 +163,9 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
             _mark_as_processed(p.summed_grad)
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
-        """Everything before the wrapped optimiser's own step; whether to take that step."""
+        """Prepare the wrapped optimizer's step; return whether to take it."""
         del closure
-        if not self.params:  # everything is frozen: nothing is released
+        if not self.params:  # all parameters are frozen, so nothing is released
             return True
         self.clip_and_accumulate()
         self._is_last_step_skipped = bool(self._check_skip_next_step())
@@ -183,34 +178,34 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimiser's, and the rule's state."""
-        ours = {"rule": self.rule.name, "state": self._clipper.state.clone()}
-        return {**self.original_optimizer.state_dict(), _KEY: ours}
+        """Return the state of the wrapped optimizer and of the rule."""
+        saved = {"rule": self.rule.name, "state": self._clipper.state.clone()}
+        return {**self.original_optimizer.state_dict(), _KEY: saved}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there: the wrapped optimiser's state, and Z.
+        """Restore the state of the wrapped optimizer and of the rule.
 
         Raises:
-            ValueError: for the checkpoint of another rule, or of none.
+            ValueError: if the checkpoint is of another rule or has no state of a rule.
         """
-        theirs = dict(state_dict)
-        ours = theirs.pop(_KEY, None)
-        if ours is None and self._clipper.state.numel():
+        wrapped = dict(state_dict)
+        saved = wrapped.pop(_KEY, None)
+        if saved is None and self._clipper.state.numel():
             raise ValueError(
-                f"This checkpoint has no state of a rule, and {self.rule.name} needs the Z it had "
-                "got to; it was not "
-                "saved by this optimizer."
+                f"This checkpoint has no state of a rule, and {self.rule.name} needs its Z; load a "
+                "checkpoint that this optimizer saved."
             )
-        if ours is not None and ours["rule"] != self.rule.name:
+        if saved is not None and saved["rule"] != self.rule.name:
             raise ValueError(
-                f"This checkpoint is of {ours['rule']} and the optimizer has {self.rule.name}."
+                f"This checkpoint is of {saved['rule']} and the optimizer has {self.rule.name}; "
+                "use the same rule."
             )
-        self.original_optimizer.load_state_dict(theirs)
-        if ours is not None:
-            self._clipper.state = ours["state"].to(self._clipper.state).clone()
+        self.original_optimizer.load_state_dict(wrapped)
+        if saved is not None:
+            self._clipper.state = saved["state"].to(self._clipper.state).clone()
 
     def _expected_size(self) -> float:
-        """B: what the count is divided by, whether or not the gradient is (loss_reduction)."""
+        """Return B, the divisor of the count; it does not depend on loss_reduction."""
         return (
             math.nan
             if self.expected_batch_size is None
@@ -218,8 +213,9 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
         )
 
     def _noise(self, size: int) -> Tensor:
-        """N(0, I), as Opacus draws it, in float64: torch's float32 normals end at 5.8 standard
-        deviations.
+        """Draw N(0, I) as Opacus does, but in float64.  # [size]
+
+        torch's float32 normals never exceed 5.8 standard deviations.
         """
         reference = torch.empty(size, dtype=torch.float64, device=self.params[0].device)
         noise: Tensor = _generate_noise(
@@ -229,7 +225,7 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
 
 
 def check_kind(rule: Any) -> None:
-    """Raise for what is no rule."""
+    """Raise unless `rule` is a rule."""
     if not (isinstance(rule, Rule) and is_dataclass(type(rule))):
         raise TypeError(
             f"rule is {rule!r}; it must be a rule such as DPSGDGlobalAdapt(C0=1.0, sigma=1.0)."
@@ -237,19 +233,17 @@ def check_kind(rule: Any) -> None:
 
 
 def check_rule(rule: Any) -> None:
-    """Raise for a rule that cannot work in Opacus's loop."""
+    """Raise unless the rule can be used with Opacus."""
     check_kind(rule)
     if rule.uses_groups:
         raise ValueError(
             f"{rule.name} needs every sample's group and the counts of the whole batch before it "
-            "clips, and Opacus's "
-            "loop has neither; train it with evenclip.fit."
+            "clips, and Opacus's loop has neither; train it with evenclip.fit."
         )
     if rule.counts_first:
         raise ValueError(
             f"{rule.name} clips with this step's count, which Opacus's loop does not know before "
-            "it clips; train it "
-            "with evenclip.fit."
+            "it clips; train it with evenclip.fit."
         )
     if not (rule.sigma > 0 and rule.bounded and rule.poisson):
         raise ValueError(
@@ -258,25 +252,23 @@ def check_rule(rule: Any) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise for what is not flat clipping on one device."""
+    """Raise unless the optimizer is one of Opacus for flat clipping on one device."""
     if type(optimizer) not in (DPOptimizer, DPOptimizerFastGradientClipping):
         raise TypeError(
-            f"The optimizer is a {type(optimizer).__name__}; a rule works on what Opacus's "
-            "make_private returns for "
-            "clipping='flat' on one device (DPOptimizer, or DPOptimizerFastGradientClipping in "
-            "ghost mode): not per "
-            "layer, not adaptive, not distributed, and not twice."
+            f"The optimizer is a {type(optimizer).__name__}; give the one that Opacus's "
+            "make_private returns for clipping='flat' on one device (DPOptimizer, or "
+            "DPOptimizerFastGradientClipping in ghost mode). Per-layer, adaptive and distributed "
+            "optimizers and an EvenOptimizer are not supported."
         )
 
 
-def _say_if_less_noise(planned: float, rule: Rule) -> None:
-    """Warn where ε comes out larger than `make_private` was asked for."""
+def _warn_if_less_noise(planned: float, rule: Rule) -> None:
+    """Warn if ε will be larger than planned in `make_private`."""
     multiplier = joint(rule)
     if multiplier < planned and rule.sigma != planned:
         warnings.warn(
             f"The rule's noise has the joint multiplier {multiplier:.4g}, and make_private was "
-            f"given {planned:.4g}: ε "
-            "will be larger than planned. EvenPrivacyEngine.make_private_with_epsilon reaches a "
-            "given ε.",
+            f"given {planned:.4g}: ε will be larger than planned. "
+            "EvenPrivacyEngine.make_private_with_epsilon reaches a given ε.",
             stacklevel=3,
         )

@@ -1,1 +1,1 @@
-"""The paper as data: its settings, its printed numbers, its tables and figures."""
+"""The paper's printed numbers, tables and figures, and their reproduction."""

@@ -1,11 +1,11 @@
-"""A folder with everything that was made of the paper, and the page that shows it.
+"""The output folder of `evenclip paper`.
 
-    tables/NAME.json, NAME.md       what a table was drawn from, and the table
-    watched/RUN.json                what was seen of a run
+    tables/NAME.json, NAME.md       the record of a table, and the table
+    watched/RUN.json                the measurements of an observed run
     figures/NAME.svg, NAME.png      the figures
-    index.html                      all of it on one page
+    index.html                      one page with all tables and figures
 
-Everything but the JSON files is drawn from them, so it can be drawn again without training.
+Every other file is drawn from the JSON files, so it can be redrawn without training.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from evenclip.comparison.presets import PUBLISHED
-from evenclip.reproduction import directions, figures, style, tables, variants
+from evenclip.reproduction import directions, figures, markdown, style, variants
 from evenclip.reproduction.drawings import DRAWINGS
 from evenclip.reproduction.figures import CLOSER, FIGURES, PaperFigure
 from evenclip.reproduction.observed import Watch
@@ -29,69 +29,70 @@ from evenclip.rules import DPSGD
 __all__ = ["MADE", "Artifacts"]
 
 MADE = {directions.NAME: directions, variants.NAME: variants}
-"""Tables that are made in their own way."""
+"""Name -> module, for the tables that `evenclip.reproduction.tables` does not make."""
 
 
 class Artifacts:
-    """The folder."""
+    """The output folder.
+
+    Attributes:
+        root: the folder itself.
+        tables: folder of records and tables.
+        figures: folder of figures.
+        observed: folder of measurements.
+    """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
-        self.tables, self.figures, self.watched = (
+        self.tables, self.figures, self.observed = (
             self.root / name for name in ("tables", "figures", "watched")
         )
 
     def keep(self, record: Mapping[str, Any]) -> Path:
-        """A table's record, and the table drawn."""
+        """Write a record and its table; return the path of the table."""
         name = record["table"]
         _write(self.tables / f"{name}.json", json.dumps(record, indent=1) + "\n")
         return self.draw_table(name)
 
     def record(self, name: str) -> dict[str, Any] | None:
-        """What a table was drawn from, if it was made."""
+        """Return the record of a table; None if it does not exist."""
         path = self.tables / f"{name}.json"
         return json.loads(path.read_text()) if path.is_file() else None
 
     def reference_lr(self, dataset: str) -> float | None:
-        """The learning rate that the matched table chose for the first seed's non-private run, if
-        it was made.
+        """Return the learning rate of the first non-private run in the matched table.
+
+        It is None if the table does not exist.
         """
         record = self.record(f"{dataset}-matched")
         return None if record is None else float(record["rules"][REFERENCE]["lr"][0])
 
     def seen(self, figure: PaperFigure) -> dict[str, Any] | None:
-        """Rule -> what was seen of it, for all the runs that the figure is of; None if some were
-        not watched.
-        """
+        """Return rule -> measurements of the runs in a figure; None if one of them is missing."""
         closer = figure.kind in CLOSER
-        wanted = (
-            [DPSGD.name]
-            if closer
-            else [method.name for method in PUBLISHED[figure.dataset].methods]
-        )
-        found = {}
-        for rule in wanted:
-            path = (
-                self.watched
-                / f"{Watch(figure.dataset, rule, figure.match, eigenvalues=closer).name}.json"
-            )
+        methods = PUBLISHED[figure.dataset].methods
+        rules = [DPSGD.name] if closer else [method.name for method in methods]
+        runs = {}
+        for rule in rules:
+            run = Watch(figure.dataset, rule, figure.match, eigenvalues=closer)
+            path = self.observed / f"{run.name}.json"
             if not path.is_file():
                 return None
-            found[rule] = json.loads(path.read_text())
-        return found
+            runs[rule] = json.loads(path.read_text())
+        return runs
 
     def draw_table(self, name: str) -> Path:
-        """A table from its record."""
+        """Draw a table from its record."""
         record = self.record(name)
         assert record is not None
-        text = MADE[name].draw(record) if name in MADE else tables.draw(record)
+        text = MADE[name].draw(record) if name in MADE else markdown.draw(record)
         return _write(self.tables / f"{name}.md", text)
 
     def draw_figure(self, name: str, *, published_scale: bool = False) -> list[Path]:
-        """A figure from what was seen; nothing where that is not there.
+        """Draw a figure; return its paths, or no path if the run of one rule is missing.
 
         Raises:
-            ValueError: for a name that is none.
+            ValueError: if there is no figure of that name.
         """
         if name in DRAWINGS:
             return style.save(DRAWINGS[name](), self.figures, name)
@@ -99,16 +100,15 @@ class Artifacts:
             raise ValueError(
                 f"There is no figure {name!r}; choose among {', '.join([*DRAWINGS, *FIGURES])}."
             )
-        seen = self.seen(FIGURES[name])
-        if seen is None:
+        runs = self.seen(FIGURES[name])
+        if runs is None:
             return []
-        drawn = figures.draw(FIGURES[name], seen, published_scale=published_scale)
-        return style.save(
-            drawn, self.figures, name + ("-published-scale" if published_scale else "")
-        )
+        figure = figures.draw(FIGURES[name], runs, published_scale=published_scale)
+        suffix = "-published-scale" if published_scale else ""
+        return style.save(figure, self.figures, name + suffix)
 
     def redraw(self) -> Iterator[Path]:
-        """Everything that can be drawn from what is here."""
+        """Redraw every table and figure whose records exist, and the page."""
         for name in (*MADE, *TABLES):
             if self.record(name) is not None:
                 yield self.draw_table(name)
@@ -117,34 +117,34 @@ class Artifacts:
         yield self.index()
 
     def index(self) -> Path:
-        """The page with all of it."""
+        """Write the page with all tables and figures."""
         made = [name for name in (*TABLES, *MADE) if (self.tables / f"{name}.md").is_file()]
         drawn = [name for name in (*DRAWINGS, *FIGURES) if (self.figures / f"{name}.svg").is_file()]
         links = [
             f'<li><a href="#{name}">{html.escape(_title(name))}</a></li>'
             for name in (*made, *drawn)
         ]
-        parts = [
+        sections = [
             f'<section id="{name}">{_as_html((self.tables / f"{name}.md").read_text())}</section>'
             for name in made
         ]
         for name in drawn:
             caption = html.escape(self._caption(name))
-            parts.append(
+            sections.append(
                 f'<section id="{name}"><figure><img src="figures/{name}.svg" alt="{caption}">'
                 f"<figcaption>{caption} (<a "
                 f'href="figures/{name}.png">PNG</a>)</figcaption></figure></section>'
             )
         body = (
             "<h1>The paper, beside its printed "
-            f"numbers</h1><ul>{''.join(links)}</ul>{''.join(parts)}"
+            f"numbers</h1><ul>{''.join(links)}</ul>{''.join(sections)}"
         )
         return _write(self.root / "index.html", _PAGE.format(body=body))
 
     def _caption(self, name: str) -> str:
-        """Of a figure, with what keeps it from being the paper's."""
-        seen = self.seen(FIGURES[name]) if name in FIGURES else None
-        mark = "" if seen is None else figures.mark(FIGURES[name], seen)
+        """Return the caption of a figure, marked if its runs are quick or partial."""
+        runs = self.seen(FIGURES[name]) if name in FIGURES else None
+        mark = "" if runs is None else figures.mark(FIGURES[name], runs)
         return _title(name) + (f" {mark[0].upper()}{mark[1:]}." if mark else "")
 
 
@@ -164,6 +164,7 @@ ul {{ columns: 2; }}
 
 
 def _title(name: str) -> str:
+    """Return the title of a table or the caption of a figure."""
     if name in TABLES:
         return TABLES[name].title
     if name in MADE:
@@ -172,7 +173,7 @@ def _title(name: str) -> str:
 
 
 def _as_html(text: str) -> str:
-    """Our own Markdown: headings, paragraphs, tables, bold."""
+    """Convert a table's Markdown to HTML: headings, paragraphs, tables and bold text."""
     parts, rows = list[str](), list[list[str]]()
     for line in [*text.splitlines(), ""]:
         if line.startswith("|"):
@@ -180,11 +181,11 @@ def _as_html(text: str) -> str:
             continue
         if rows:
             head, _, *body = rows
-            shown = "".join(
+            lines = "".join(
                 f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in body
             )
-            top = "".join(f"<th>{cell}</th>" for cell in head)
-            parts.append(f'<div class="wide"><table><tr>{top}</tr>{shown}</table></div>')
+            header = "".join(f"<th>{cell}</th>" for cell in head)
+            parts.append(f'<div class="wide"><table><tr>{header}</tr>{lines}</table></div>')
             rows = []
         if line.startswith("## "):
             parts.append(f"<h2>{_inline(line[3:])}</h2>")
@@ -194,11 +195,12 @@ def _as_html(text: str) -> str:
 
 
 def _inline(text: str) -> str:
+    """Escape text for HTML and convert bold parts."""
     return re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", html.escape(text))
 
 
 def _write(path: Path, text: str) -> Path:
-    """All of it or nothing."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.writing-{os.getpid()}")
     scratch.write_text(text)

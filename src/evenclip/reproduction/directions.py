@@ -1,14 +1,14 @@
-"""Table 1: what if clipping had changed the length of the batch gradient alone, or its direction
-alone?
+"""Table 1: steps with only one of the two errors of clipping, in magnitude or in direction.
 
     magnitude only     ρ g_B            ρ = ‖ḡ_B‖/‖g_B‖, 1 if either is 0
     direction only     ḡ_B/ρ
 
-without noise, on MNIST with class 8 undersampled. Such steps need ‖g_B‖ in clear, so they are no
-rules and have no ε: they live here, and not among the rules. The paper does not print their
-settings. We take those of its MNIST table (C0 = 1, batches of 256, 60 epochs) and the learning rate
-of DPSGD-Global-Adapt, 0.1; and, with one seed, the learning rates that come nearest to what is
-printed, which are 2 and 0.01.
+The runs add no noise and train on MNIST with class 8 undersampled. The steps need ‖g_B‖ in clear
+and have no ε, so they are defined here and not in `evenclip.rules`.
+
+The paper does not print the settings. The first two rows use those of its MNIST table (C0 = 1,
+batches of 256, 60 epochs) and the learning rate of DPSGD-Global-Adapt, 0.1. Two further rows, of
+one seed each, use the learning rates whose results are closest to the printed ones: 2 and 0.01.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["DATASETS", "NAME", "TITLE", "DirectionOnly", "MagnitudeOnly", "draw"
 
 NAME, TITLE = "directions", "Table 1: magnitude against direction"
 DATASETS = ("mnist",)
-# What is trained: the error that is kept, the learning rate, and whether with one seed alone.
+# The kept error, the learning rate, and whether the row has one seed only.
 _ROWS = (
     ("magnitude", 0.1, False),
     ("direction", 0.1, False),
@@ -45,8 +45,8 @@ _ROWS = (
 
 
 @dataclass(frozen=True)
-class _Halved(Rule):
-    """Clips as DPSGD does and keeps one of its two errors. No noise, no ε."""
+class _OneErrorRule(Rule):
+    """The clipping of DPSGD with one of its two errors, without noise and without ε."""
 
     soundness: ClassVar[str] = NO_EPSILON
     why: ClassVar[str] = "it needs the norm of the whole batch's gradient in clear"
@@ -69,27 +69,27 @@ class _Halved(Rule):
         return (self.C0 / norm).clamp(max=1.0)
 
     def tape(self, tape: Any) -> Any:
-        return _Tape(tape, self.keeps)
+        return _OneErrorTape(tape, self.keeps)
 
 
 @dataclass(frozen=True)
-class MagnitudeOnly(_Halved):
-    """Steps along ρ g_B."""
+class MagnitudeOnly(_OneErrorRule):
+    """A rule that steps along ρ g_B."""
 
     name: ClassVar[str] = "magnitude"
     keeps: ClassVar[str] = "magnitude"
 
 
 @dataclass(frozen=True)
-class DirectionOnly(_Halved):
-    """Steps along ḡ_B/ρ."""
+class DirectionOnly(_OneErrorRule):
+    """A rule that steps along ḡ_B/ρ."""
 
     name: ClassVar[str] = "direction"
     keeps: ClassVar[str] = "direction"
 
 
-class _Tape:
-    """A tape whose weighted sums have one of the two errors of the weights."""
+class _OneErrorTape:
+    """A tape whose weighted sums have one of the two errors of clipping."""
 
     def __init__(self, tape: Any, keeps: str) -> None:
         self._tape, self._keeps = tape, keeps
@@ -101,39 +101,42 @@ class _Tape:
             yield self
 
     def __call__(self, x: Any, y: Any, group: Tensor | None = None) -> PerSample:
-        return _OneError(self._tape(x, y, group), self._keeps)
+        return _OneErrorGradients(self._tape(x, y, group), self._keeps)
 
 
-class _OneError(PerSample):
-    """Gradients whose weighted sum keeps the length that the weights give it, or the direction."""
+class _OneErrorGradients(PerSample):
+    """Per-sample gradients whose weighted sum has one of the two errors of clipping."""
 
-    def __init__(self, found: PerSample, keeps: str) -> None:
-        super().__init__(found.losses, (), found.layout)
-        self._found, self._keeps = found, keeps
+    def __init__(self, gradients: PerSample, keeps: str) -> None:
+        super().__init__(gradients.losses, (), gradients.layout)
+        self._gradients, self._keeps = gradients, keeps
 
     def norms(self, *, quick: bool = False) -> Tensor:
-        """Of each sample, as they are."""
-        return self._found.norms(quick=quick)
+        """Return ‖g_i‖ of the wrapped gradients.  # [sample]"""
+        return self._gradients.norms(quick=quick)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        """Σ w_i g_i with the length, or the direction, of Σ g_i over the samples that count."""
-        clipped = self._found.weighted_sum(weights)
-        plain = self._found.weighted_sum((weights != 0).to(weights.dtype))
+        """Return Σ g_i with the length of Σ w_i g_i, or Σ w_i g_i with the length of Σ g_i.
+
+        Σ g_i is over the samples with a weight other than 0.
+        """
+        clipped = self._gradients.weighted_sum(weights)
+        plain = self._gradients.weighted_sum((weights != 0).to(weights.dtype))
         short, long = torch.linalg.vector_norm(clipped), torch.linalg.vector_norm(plain)
         rho = torch.where((short > 0) & (long > 0), short / long, 1.0)
         kept: Tensor = plain * rho if self._keeps == "magnitude" else clipped / rho
         return kept
 
     def masked(self, keep: Tensor) -> PerSample:
-        """The same without some of them."""
-        return _OneError(self._found.masked(keep), self._keeps)
+        """Return the gradients of the kept samples."""
+        return _OneErrorGradients(self._gradients.masked(keep), self._keeps)
 
 
 # --- the table ----------------------------------------------------------------------------------
 
 
 def make(how: Training) -> dict[str, Any]:
-    """Train both, and the record of the table."""
+    """Train the runs of the table; return its record."""
     from evenclip.comparison.presets import PUBLISHED, SETTINGS
     from evenclip.reproduction.tables import made_with
 
@@ -162,38 +165,41 @@ def make(how: Training) -> dict[str, Any]:
             seed,
             how.device,
         )
-        for error, lr, own in rows
-        for seed in own
+        for error, lr, seeds in rows
+        for seed in seeds
     ]
     store = Store(default_root() if how.store is None else how.store)
     results = carry_out(specs, store, how.show or Silent(), how.on or Local())
-    found = iter(results)
+    remaining = iter(results)
     return {
         "format": 2,
         "table": NAME,
         "quick": how.quick,
         "groups": results[0]["groups"],
-        "rows": [_row(error, lr, own, [next(found) for _ in own]) for error, lr, own in rows],
+        "rows": [
+            _row(error, lr, seeds, [next(remaining) for _ in seeds]) for error, lr, seeds in rows
+        ],
         "made_with": made_with(how.device),
     }
 
 
 def _row(
-    error: str, lr: float, seeds: Sequence[int], found: Sequence[Mapping[str, Any]]
+    error: str, lr: float, seeds: Sequence[int], results: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
+    """Return one row of the record."""
     return {
         "error": error, "lr": lr, "seeds": list(seeds),
-        "accuracy": [result["test"]["groups"]["accuracy"] for result in found],
-        "train_loss": [result["train_loss"] for result in found],
+        "accuracy": [result["test"]["groups"]["accuracy"] for result in results],
+        "train_loss": [result["train_loss"] for result in results],
     }  # fmt: skip
 
 
-def draw(kept: Mapping[str, Any]) -> str:
-    """A record as Markdown."""
+def draw(record: Mapping[str, Any]) -> str:
+    """Draw a record as Markdown."""
     printed = load(NAME)
-    places = [kept["groups"].index(group) for group in printed.groups]
+    places = [record["groups"].index(group) for group in printed.groups]
     lines = [f"## {TITLE}", ""]
-    if kept["quick"]:
+    if record["quick"]:
         lines += [
             "**A quick look: fewer epochs and records than ours. These are not the numbers.**",
             "",
@@ -203,12 +209,14 @@ def draw(kept: Mapping[str, Any]) -> str:
         "",
         "| error kept | learning rate | seeds | "
         + " | ".join(
-            f"{what} {group} | printed" for what in ("accuracy", "loss") for group in printed.groups
+            f"{metric} {group} | printed"
+            for metric in ("accuracy", "loss")
+            for group in printed.groups
         )
         + " |",
         "| --- | ---: | ---: |" + " ---: | ---: |" * 4,
     ]
-    for values in kept["rows"]:
+    for values in record["rows"]:
         row, cells = values["error"], [f"{values['lr']:g}", str(len(values["seeds"]))]
         for column, ours, digits in (("accuracy", "accuracy", 1), ("loss", "train_loss", 3)):
             for group, place in zip(printed.groups, places, strict=True):

@@ -1,14 +1,19 @@
-"""The paper's figures, drawn from runs that were watched (`evenclip.reproduction.observed`).
+"""The paper's figures, drawn from observed runs (`evenclip.reproduction.observed`).
 
-| figure | shows, for every method and both groups |
-|---|---|
-| DATASET-epochs | training loss, and ‖g_B‖ of the group's part of a batch, epoch by epoch |
-| DATASET-risk | R_dir and R_mag, at every look |
-| DATASET-noise | R_noise, with the 1/B² that the paper leaves out; `published_scale` leaves it out too |
-| adult-bounds | the gaps of R_clip and R_dir under DPSGD, and the lower bounds of Tran et al. and of Proposition 3 |
-| adult-eigenvalues | λ_max of each group under DPSGD against 1/η, which Proposition 3 asks to be above it |
+Figures of every method and both groups:
 
-Each exists as published and, with "-matched" behind its name, at the same largest step. The
+- DATASET-epochs: training loss, and ‖g_B‖ of the group's samples in a batch, by epoch.
+- DATASET-risk: R_dir and R_mag, at each measurement.
+- DATASET-noise: R_noise with the factor 1/B², which the paper leaves out; `published_scale` leaves
+  it out too.
+
+Figures of DPSGD and both groups:
+
+- adult-bounds: the gaps of R_clip and R_dir, and their lower bounds by Tran et al. and by
+  Proposition 3.
+- adult-eigenvalues: λ_max of each group and 1/η; Proposition 3 assumes λ_max ≤ 1/η.
+
+Each figure exists as published and at the same largest step, with "-matched" after its name. The
 explanatory drawings are in `evenclip.reproduction.drawings`.
 """
 
@@ -32,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CLOSER", "FIGURES", "PaperFigure", "bound_rows", "draw", "mark"]
 
-Watched = Mapping[str, Mapping[str, Any]]  # rule -> what was seen
+Observed = Mapping[str, Mapping[str, Any]]  # rule -> measurements of its run
 
 
 @dataclass(frozen=True)
@@ -40,10 +45,10 @@ class PaperFigure:
     """A figure of the paper.
 
     Attributes:
-        name: what it is asked for by.
-        dataset: what it is of.
+        name: name of the figure.
+        dataset: name of the dataset.
         kind: epochs, risk, noise, bounds or eigenvalues.
-        match: whether on the matched protocol.
+        match: whether the runs use the matched protocol.
     """
 
     name: str
@@ -53,13 +58,13 @@ class PaperFigure:
 
     @property
     def caption(self) -> str:
-        """In words."""
+        """The caption below the figure."""
         how = "at the same largest step" if self.match else "as published"
         return f"{SETTINGS[self.dataset].title}, {how}: {_CAPTIONS[self.kind]}"
 
 
 CLOSER = ("bounds", "eigenvalues")
-"""Kinds that are drawn from a run with its eigenvalues."""
+"""Kinds of figures that need a run with eigenvalues."""
 
 _CAPTIONS = {
     "epochs": "training loss (top) and norm of the batch gradient (bottom) of each group, by "
@@ -80,39 +85,39 @@ FIGURES: dict[str, PaperFigure] = {
         PaperFigure(f"{dataset}-{kind}{'-matched' if match else ''}", dataset, kind, match)
     ]
 }
-"""By name."""
+"""Name -> figure."""
 
 
-def draw(of: PaperFigure, watched: Watched, *, published_scale: bool = False) -> Figure:
-    """The figure, from what was seen of each rule."""
-    order = [rule for rule in style.RULES if rule in watched]
-    if of.kind != "epochs":
-        order = [rule for rule in order if rule != NonPrivate.name]
-    makes: dict[str, Callable[[Watched, Sequence[str]], Figure]] = {
+def draw(figure: PaperFigure, observed: Observed, *, published_scale: bool = False) -> Figure:
+    """Draw a figure from the measurements of each rule's run."""
+    rules = [rule for rule in style.RULES if rule in observed]
+    if figure.kind != "epochs":
+        rules = [rule for rule in rules if rule != NonPrivate.name]
+    draws: dict[str, Callable[[Observed, Sequence[str]], Figure]] = {
         "epochs": _epochs, "risk": _risk, "bounds": _bounds, "eigenvalues": _eigenvalues,
-        "noise": lambda found, rules: _noise(found, rules, published_scale=published_scale),
+        "noise": lambda runs, rules: _noise(runs, rules, published_scale=published_scale),
     }  # fmt: skip
     with style.applied():
-        figure = makes[of.kind]({rule: watched[rule] for rule in order}, order)
-        figure.text(0.005, 0.01, mark(of, watched), fontsize=style.SMALLEST, style="italic")
-        return figure
+        drawn = draws[figure.kind]({rule: observed[rule] for rule in rules}, rules)
+        drawn.text(0.005, 0.01, mark(figure, observed), fontsize=style.SMALLEST, style="italic")
+        return drawn
 
 
-def mark(of: PaperFigure, watched: Watched) -> str:
-    """What keeps the figure from being the paper's: a few words, or none."""
-    one = next(iter(watched.values()))
-    published = PUBLISHED[of.dataset]
+def mark(figure: PaperFigure, observed: Observed) -> str:
+    """Return a few words that mark a quick or partial figure; otherwise an empty string."""
+    run = next(iter(observed.values()))
+    published = PUBLISHED[figure.dataset]
     n = published.batch_size * (published.batches or 1)
-    if one["watch"].get("epochs") is not None:
+    if run["watch"].get("epochs") is not None:
         return "a quick look"
-    return f"partial: {one['n']:,} training records" if one["n"] < 0.95 * n else ""
+    return f"partial: {run['n']:,} training records" if run["n"] < 0.95 * n else ""
 
 
 # --- panels -------------------------------------------------------------------------------------
 
 
 def _panels(rules: Sequence[str], rows: int, height: float) -> tuple[Figure, Any]:
-    """One column of panels for each rule, with the same scale along a row."""
+    """Return a figure with a column of panels for each rule; panels of a row share their scale."""
     figure = style.figure(max(70.0, 30.0 * len(rules) + 12.0), height)
     axes = figure.subplots(rows, len(rules), sharex=True, sharey="row", squeeze=False)
     for column, rule in enumerate(rules):
@@ -123,7 +128,7 @@ def _panels(rules: Sequence[str], rows: int, height: float) -> tuple[Figure, Any
 def _lines(
     axes: Axes, x: Sequence[float], columns: Sequence[Sequence[float | None]], groups: Sequence[str]
 ) -> None:
-    """A curve for each group, with a few markers."""
+    """Draw a curve with a few markers for each group."""
     for k, (group, column) in enumerate(zip(groups, columns, strict=True)):
         look = replace(style.GROUPS[k], label=group)
         values = [np.nan if value is None else value for value in column]
@@ -138,17 +143,19 @@ def _lines(
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
+    """Draw the legend of `axes` below all panels."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
 
 
-def _epochs(watched: Watched, rules: Sequence[str]) -> Figure:
+def _epochs(observed: Observed, rules: Sequence[str]) -> Figure:
+    """Draw training loss and ‖g_B‖ by epoch."""
     figure, axes = _panels(rules, 2, 80.0)
     for column, rule in enumerate(rules):
-        seen = watched[rule]
-        epochs = list(range(1, len(seen["loss"]) + 1))
-        _lines(axes[0, column], epochs, list(zip(*seen["loss"], strict=True)), seen["groups"])
-        _lines(axes[1, column], epochs, list(zip(*seen["norm"], strict=True))[1:], seen["groups"])
+        run = observed[rule]
+        epochs = list(range(1, len(run["loss"]) + 1))
+        _lines(axes[0, column], epochs, list(zip(*run["loss"], strict=True)), run["groups"])
+        _lines(axes[1, column], epochs, list(zip(*run["norm"], strict=True))[1:], run["groups"])
         axes[1, column].set_xlabel("epoch")
     axes[1, 0].set_ylim(bottom=0)
     axes[0, 0].set_ylabel("training loss")
@@ -157,23 +164,25 @@ def _epochs(watched: Watched, rules: Sequence[str]) -> Figure:
     return figure
 
 
-def _term(seen: Mapping[str, Any], name: str) -> tuple[list[float], list[list[float | None]]]:
-    """Steps, and for each group the term at each look."""
-    looks = seen["risk"]
-    steps = [float(look["t"]) for look in looks]
-    groups = range(len(seen["groups"]))
+def _term(run: Mapping[str, Any], name: str) -> tuple[list[float], list[list[float | None]]]:
+    """Return the steps of the measurements, and for each group its term at these steps."""
+    measurements = run["risk"]
+    steps = [float(measured["t"]) for measured in measurements]
+    groups = range(len(run["groups"]))
     return steps, [
-        [look["risk"][k]["terms"].get(name, [None])[0] for look in looks] for k in groups
+        [measured["risk"][k]["terms"].get(name, [None])[0] for measured in measurements]
+        for k in groups
     ]
 
 
-def _risk(watched: Watched, rules: Sequence[str]) -> Figure:
+def _risk(observed: Observed, rules: Sequence[str]) -> Figure:
+    """Draw R_dir and R_mag by step."""
     figure, axes = _panels(rules, 2, 80.0)
     for column, rule in enumerate(rules):
         for row, name in enumerate(("dir", "mag")):
-            steps, terms = _term(watched[rule], name)
+            steps, terms = _term(observed[rule], name)
             axes[row, column].axhline(0.0, color="0.6", linewidth=0.6)
-            _lines(axes[row, column], steps, terms, watched[rule]["groups"])
+            _lines(axes[row, column], steps, terms, observed[rule]["groups"])
         axes[1, column].set_xlabel("step")
     axes[0, 0].set_ylabel(r"$R^{\mathrm{dir}}$")
     axes[1, 0].set_ylabel(r"$R^{\mathrm{mag}}$")
@@ -181,15 +190,16 @@ def _risk(watched: Watched, rules: Sequence[str]) -> Figure:
     return figure
 
 
-def _noise(watched: Watched, rules: Sequence[str], *, published_scale: bool) -> Figure:
+def _noise(observed: Observed, rules: Sequence[str], *, published_scale: bool) -> Figure:
+    """Draw R_noise by step, in units of a common power of 10."""
     figure, axes = _panels(rules, 1, 52.0)
-    found = {rule: _term(watched[rule], "noise") for rule in rules}
-    factor = {rule: watched[rule]["B"] ** 2 if published_scale else 1.0 for rule in rules}
+    noise = {rule: _term(observed[rule], "noise") for rule in rules}
+    factor = {rule: observed[rule]["B"] ** 2 if published_scale else 1.0 for rule in rules}
     largest = max(
         (
             abs(value) * factor[rule]
             for rule in rules
-            for group in found[rule][1]
+            for group in noise[rule][1]
             for value in group
             if value
         ),
@@ -197,11 +207,11 @@ def _noise(watched: Watched, rules: Sequence[str], *, published_scale: bool) -> 
     )
     power = math.floor(math.log10(largest))
     for column, rule in enumerate(rules):
-        steps, terms = found[rule]
+        steps, terms = noise[rule]
         scale = factor[rule] / 10.0**power
         scaled = [[None if value is None else value * scale for value in group] for group in terms]
         axes[0, column].axhline(0.0, color="0.6", linewidth=0.6)
-        _lines(axes[0, column], steps, scaled, watched[rule]["groups"])
+        _lines(axes[0, column], steps, scaled, observed[rule]["groups"])
         axes[0, column].set_xlabel("step")
     without = r", without $1/B^2$" if published_scale else ""
     axes[0, 0].set_ylabel(rf"$R^{{\mathrm{{noise}}}}$ in $10^{{{power}}}${without}")
@@ -212,20 +222,21 @@ def _noise(watched: Watched, rules: Sequence[str], *, published_scale: bool) -> 
 # --- bounds -------------------------------------------------------------------------------------
 
 
-def bound_rows(seen: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """At each look, group a against group b: the gaps of R_clip and R_dir, the bounds, and whether
-    they must hold.
+def bound_rows(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the gaps of R_clip and R_dir between groups a and b at each measurement of a run.
+
+    Each row also has the lower bounds and, for a run with eigenvalues, their conditions.
     """
-    found = []
-    for look in seen["risk"]:
-        a, b = look["risk"][:2]
-        norms, clipped = (np.array(values) for values in look["norms"])
+    rows = []
+    for measured in run["risk"]:
+        a, b = measured["risk"][:2]
+        norms, clipped = (np.array(values) for values in measured["norms"])
         rho = np.where((norms > 0) & (clipped > 0), clipped / np.where(norms > 0, norms, 1.0), 1.0)
         first, second = ((np.array(g["slopes"]), np.array(g["clipped_slopes"])) for g in (a, b))
-        lr, S, (share_a, share_b) = seen["lr"], look["sensitivity"], seen["shares"]
-        spread = (1 - (seen["q"] or 0.0)) / seen["B"]
+        lr, S, (share_a, share_b) = run["lr"], measured["sensitivity"], run["shares"]
+        spread = (1 - (run["q"] or 0.0)) / run["B"]
         row = {
-            "t": look["t"],
+            "t": measured["t"],
             "clip": a["terms"]["clip"][0] - b["terms"]["clip"][0],
             "dir": a["terms"]["dir"][0] - b["terms"]["dir"][0],
             "clip bound": bounds.clipping_bound(
@@ -247,12 +258,13 @@ def bound_rows(seen: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "small_steps": conditions.small_steps,
                 "largest": conditions.largest,
             }
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
-def _bounds(watched: Watched, rules: Sequence[str]) -> Figure:
-    rows, (a, b) = bound_rows(watched[rules[0]]), watched[rules[0]]["groups"]
+def _bounds(observed: Observed, rules: Sequence[str]) -> Figure:
+    """Draw the gaps of R_clip and R_dir and their lower bounds, by step."""
+    rows, (a, b) = bound_rows(observed[rules[0]]), observed[rules[0]]["groups"]
     figure = style.figure(style.WIDTH, 62.0)
     axes = figure.subplots(1, 2, squeeze=False)[0]
     steps = [row["t"] for row in rows]
@@ -283,17 +295,20 @@ def _bounds(watched: Watched, rules: Sequence[str]) -> Figure:
     return figure
 
 
-def _eigenvalues(watched: Watched, rules: Sequence[str]) -> Figure:
+def _eigenvalues(observed: Observed, rules: Sequence[str]) -> Figure:
+    """Draw λ_max of each group and 1/η, by step."""
     figure, axes = _panels(rules, 1, 55.0)
     for column, rule in enumerate(rules):
-        seen = watched[rule]
-        looks = [look for look in seen["risk"] if look["risk"][0]["extremes"] is not None]
+        run = observed[rule]
+        measurements = [m for m in run["risk"] if m["risk"][0]["extremes"] is not None]
         columns = [
-            [look["risk"][k]["extremes"][1] for look in looks] for k in range(len(seen["groups"]))
+            [measured["risk"][k]["extremes"][1] for measured in measurements]
+            for k in range(len(run["groups"]))
         ]
-        _lines(axes[0, column], [look["t"] for look in looks], columns, seen["groups"])
+        steps = [measured["t"] for measured in measurements]
+        _lines(axes[0, column], steps, columns, run["groups"])
         axes[0, column].axhline(
-            1 / seen["lr"], color="black", linewidth=0.9, linestyle=":", label="1/η"
+            1 / run["lr"], color="black", linewidth=0.9, linestyle=":", label="1/η"
         )
         axes[0, column].set_yscale("log")
         axes[0, column].set_xlabel("step")

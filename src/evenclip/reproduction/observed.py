@@ -1,8 +1,8 @@
-"""Runs that are watched while they train: what the paper's figures are drawn from.
+"""Runs that are observed while they train, for the paper's figures.
 
-One seed of every method, with its losses and gradients by group and epoch, and every so many steps
-a look at risk (`evenclip.audit.decomposition`). Looking changes nothing: these are the runs of the
-tables. All of it is private.
+One seed of every method is observed: losses and gradient norms by group and epoch, and the terms of
+`evenclip.audit.decomposition` at regular steps. Observing does not change a run, so these are the
+runs of the tables. All measurements are private.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ __all__ = ["GroupGradients", "Watch", "carry_out", "plan", "watch"]
 
 @dataclass(frozen=True)
 class Watch:
-    """A run to be watched.
+    """A run to observe.
 
     Attributes:
-        dataset: by its name in the catalogue.
-        rule: by its name.
-        match: whether on the matched protocol.
-        seed: of the run.
-        epochs: of training; None: the paper's.
-        every: steps between two looks at risk.
-        norms: steps between two looks at ‖g_B‖.
-        sample: samples of each group that are looked at, at the most; None: all.
-        probes: for traces.
-        eigenvalues: whether to look for λ_max and λ_min.
-        device: where to train.
-        rows: a sample of the training records; None: all.
-        lr: learning rate, where it was chosen on validation data when the table was made; None: the
-            protocol's, or else the published one.
+        dataset: name of the dataset.
+        rule: name of the rule.
+        match: whether to use the matched protocol.
+        seed: seed of the run.
+        epochs: number of epochs; None: the paper's.
+        every: steps between two measurements of risk.
+        norms: steps between two measurements of ‖g_B‖.
+        sample: most samples of each group for a measurement of risk; None: all.
+        probes: number of probes for traces.
+        eigenvalues: whether to measure λ_max and λ_min.
+        device: device to train on.
+        lr: learning rate that the table chose on validation data; None: that of the protocol, or
+            the published one if the protocol has none.
+        rows: number of training records to sample; None: all.
     """
 
     dataset: str
@@ -72,62 +72,62 @@ class Watch:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """The name of its file, without suffix."""
         closer = "-eigenvalues" if self.eigenvalues else ""
         return f"{self.dataset}-{'matched' if self.match else 'published'}-{self.rule}{closer}"
 
     @property
     def hash(self) -> str:
-        """Of all this and of the code that runs it."""
+        """Fingerprint of the fields, the method and the code."""
         plain = json.dumps([asdict(self), repr(self.method), code()], sort_keys=True)
         return hashlib.sha256(plain.encode()).hexdigest()[:24]
 
     @property
     def settings(self) -> Protocol:
-        """What it is trained with."""
+        """The protocol of the run."""
         published = PUBLISHED[self.dataset]
         if not self.match:
             return published
-        found = protocol.matched(published, len(SOURCES[self.dataset].groups))
+        matched = protocol.matched(published, len(SOURCES[self.dataset].groups))
         rates = {method.name: method.lr for method in published.methods}
-        return replace(
-            found,
-            methods=tuple(
-                Method(m.rule, rates[m.name] if m.lr is None else m.lr) for m in found.methods
-            ),
-        )
+        methods = [Method(m.rule, rates[m.name] if m.lr is None else m.lr) for m in matched.methods]
+        return replace(matched, methods=tuple(methods))
 
     @property
     def method(self) -> Method:
         """The rule with its learning rate."""
-        found = self.settings.only([self.rule]).methods[0]
-        return found if self.lr is None else Method(found.rule, self.lr)
+        (method,) = self.settings.only([self.rule]).methods
+        return method if self.lr is None else Method(method.rule, self.lr)
 
 
 class GroupGradients:
-    """An observer: ‖g_B‖ of the whole batch and of each group in it, averaged over batches of an
-    epoch.
+    """An observer of ‖g_B‖, for the whole batch and for each group in it, averaged over an epoch.
+
+    Args:
+        groups: indices of the groups.
+        epoch: number of steps in an epoch.
+        every: steps between two measurements.
 
     Attributes:
-        rows: of each epoch, [everybody, *groups]; None where no batch had anybody.
+        rows: one list [all samples, *groups] for each epoch; None if no batch had such a sample.
     """
 
     def __init__(self, groups: Sequence[int], epoch: int, every: int = 1) -> None:
-        """groups: which; epoch: its steps; every: so many steps one is looked at."""
         self._groups, self._epoch, self._every = list(groups), epoch, every
-        self._open: list[
-            Tensor
-        ] = []  # [everybody, *groups], each; fetched together: a fetch waits for the device
+        # [all samples, *groups] of each step of the epoch so far. They stay on the device until the
+        # epoch ends, because every copy to the CPU synchronises.
+        self._steps: list[Tensor] = []
         self.rows: list[list[float | None]] = []
 
     def __call__(self, step: Step) -> None:
-        """One step."""
+        """Observe one step."""
         if step.t % self._every == 0:
-            self._look(step)
+            self._measure(step)
         if (step.t + 1) % self._epoch == 0:
             self.close()
 
-    def _look(self, step: Step) -> None:
+    def _measure(self, step: Step) -> None:
+        """Store the norms of one step, −1 for a group without a sample."""
         masks = [
             torch.ones_like(step.weights),
             *((step.group == k).to(step.weights) for k in self._groups),
@@ -136,25 +136,25 @@ class GroupGradients:
         norms = [
             step.weighted_sum(mask).norm() / size for mask, size in zip(masks, sizes, strict=True)
         ]
-        self._open.append(
+        self._steps.append(
             torch.stack(
                 [torch.where(size > 0, n, -1.0) for n, size in zip(norms, sizes, strict=True)]
             )
         )
 
     def close(self) -> None:
-        """The epoch is over."""
-        if self._open:
-            steps = torch.stack(self._open).tolist()
+        """End the epoch: append its means to `rows`."""
+        if self._steps:
+            steps = torch.stack(self._steps).tolist()
             columns = [
                 [value for value in column if value >= 0] for column in zip(*steps, strict=True)
             ]
             self.rows.append([sum(column) / len(column) if column else None for column in columns])
-        self._open = []
+        self._steps = []
 
 
 def watch(given: Watch, data_dir: str | None = None) -> dict[str, Any]:
-    """Train it, and what was seen."""
+    """Train and observe a run; return its measurements."""
     settings, method = given.settings, given.method
     described: dict[str, Any] = {"name": given.dataset, "options": SETTINGS[given.dataset].options}
     if given.rows is not None:
@@ -166,7 +166,7 @@ def watch(given: Watch, data_dir: str | None = None) -> dict[str, Any]:
     assert method.lr is not None
     batches = settings.batches or 1
     if abs(len(train) / settings.batch_size - batches) > 0.05 * batches:
-        batches = -(-len(train) // settings.batch_size)  # a partial copy
+        batches = -(-len(train) // settings.batch_size)  # a partial copy of the data
     groups = [train.group_names.index(group) for group in load(given.dataset).groups]
     gradients = GroupGradients(groups, batches, given.norms)
     risk = RiskTerms(
@@ -179,7 +179,7 @@ def watch(given: Watch, data_dir: str | None = None) -> dict[str, Any]:
         eigenvalues=given.eigenvalues,
         seed=given.seed,
     )
-    found = fit(
+    result = fit(
         make_model(settings.model, loaded.splits.train, given.seed),
         train,
         rule=method.rule,
@@ -204,21 +204,21 @@ def watch(given: Watch, data_dir: str | None = None) -> dict[str, Any]:
         "groups": [train.group_names[k] for k in groups],
         "shares": shares,
         "n": len(train),
-        "q": found.settings.q,
-        "B": found.settings.B,
-        "steps": found.settings.steps,
-        "loss": [[row["loss"][k] for k in groups] for row in found.trace],
+        "q": result.settings.q,
+        "B": result.settings.B,
+        "steps": result.settings.steps,
+        "loss": [[row["loss"][k] for k in groups] for row in result.trace],
         "norm": gradients.rows,
-        "risk": [_slim(record) for record in found.records if "risk" in record],
+        "risk": [_rounded(record) for record in result.records if "risk" in record],
     }
 
 
-def _slim(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A look at risk with six digits: it goes into a file that is kept."""
-    kept: dict[str, Any] = json.loads(
+def _rounded(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Round every float to six significant digits, so that the file stays small."""
+    rounded: dict[str, Any] = json.loads(
         json.dumps(record), parse_float=lambda text: float(f"{float(text):.6g}")
     )
-    return kept
+    return rounded
 
 
 def plan(
@@ -229,21 +229,29 @@ def plan(
     device: str = "cpu",
     reference_lr: float | None = None,
 ) -> list[Watch]:
-    """Every method of a dataset's table; and DPSGD on Adult once more with its eigenvalues, which
-    take dozens of products a look and are looked at a fourth as often. Images have fewer probes,
-    and ‖g_B‖ of every fifth batch. The non-private run has the learning rate that is given, of the
-    matched table.
+    """Return the runs to observe for the figures of a dataset: one for each method of its table.
+
+    On Adult there is a further run of DPSGD with eigenvalues. They need dozens of Hessian-vector
+    products, so this run is measured a fourth as often. Runs on images use fewer probes and measure
+    ‖g_B‖ at every fifth step.
+
+    Args:
+        dataset: name of the dataset.
+        match: whether to use the matched protocol.
+        quick: whether to train for one epoch on few records, with few probes.
+        device: device to train on.
+        reference_lr: learning rate of the non-private run; see `Watch.lr`.
     """
     setting, image = SETTINGS[dataset], PUBLISHED[dataset].model["name"] == "cnn"
     every = setting.every
-    often: dict[str, Any] = {"norms": 5, "probes": 30} if image else {}
-    found = [
-        Watch(dataset, method.name, match, every=every, device=device, **often)
+    fewer: dict[str, Any] = {"norms": 5, "probes": 30} if image else {}
+    runs = [
+        Watch(dataset, method.name, match, every=every, device=device, **fewer)
         for method in PUBLISHED[dataset].methods
     ]
-    found = [replace(w, lr=reference_lr) if w.rule == NonPrivate.name else w for w in found]
+    runs = [replace(w, lr=reference_lr) if w.rule == NonPrivate.name else w for w in runs]
     if setting.eigenvalues:
-        found.insert(
+        runs.insert(
             0,
             Watch(
                 dataset,
@@ -257,11 +265,11 @@ def plan(
         )
     if quick:
         few: dict[str, Any] = {"epochs": 1, "sample": 128, "rows": setting.quick_rows}
-        found = [
+        runs = [
             replace(w, every=5 if image else max(20, w.every // 2), probes=min(w.probes, 10), **few)
-            for w in found
+            for w in runs
         ]
-    return found
+    return runs
 
 
 def carry_out(
@@ -271,34 +279,35 @@ def carry_out(
     data_dir: Path | None = None,
     on: Executor | None = None,
 ) -> Iterator[tuple[Watch, dict[str, Any]]]:
-    """What was seen of each, as they end; what lies in the folder is not run again."""
+    """Yield each run with its measurements, as they finish; stored runs are not repeated."""
     folder.mkdir(parents=True, exist_ok=True)
     todo = []
     for given in watches:
-        known = read(folder, given)
-        if known is None:
+        stored = read(folder, given)
+        if stored is None:
             todo.append(given)
         else:
-            yield given, known
-    where = None if data_dir is None else str(data_dir)
-    for i, found in (on or Local()).map_processes(partial(watch, data_dir=where), todo):
-        write_whole(folder / f"{todo[i].name}.json", json.dumps(found) + "\n")
-        yield todo[i], found
+            yield given, stored
+    directory = None if data_dir is None else str(data_dir)
+    for i, measured in (on or Local()).map_processes(partial(watch, data_dir=directory), todo):
+        write_whole(folder / f"{todo[i].name}.json", json.dumps(measured) + "\n")
+        yield todo[i], measured
 
 
 def read(folder: Path, given: Watch) -> dict[str, Any] | None:
-    """What was seen of this very run, if it is there."""
+    """Return the stored measurements of a run; None if there are none of the same fingerprint."""
     path = folder / f"{given.name}.json"
     if not path.is_file():
         return None
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found if found.get("hash") == given.hash else None
+    measured: dict[str, Any] = json.loads(path.read_text())
+    return measured if measured.get("hash") == given.hash else None
 
 
 def lacks(dataset: str, data_dir: Path | None) -> str | None:
-    """What hinders runs on this dataset; None if nothing does. A copy with fewer images does not,
-    and is marked so.
+    """Return why the dataset cannot be trained on; None if it can.
+
+    A copy with fewer images can be trained on; its tables and figures are marked as partial.
     """
     directory = data_directory(data_dir)
-    absent = SOURCES[dataset].missing(directory)
-    return SOURCES[dataset].lacks(directory) if absent else None
+    missing = SOURCES[dataset].missing(directory)
+    return SOURCES[dataset].lacks(directory) if missing else None

@@ -1,11 +1,9 @@
-"""How our figures look: sizes in millimetres, one look for each rule and each group, the same bytes
-at every redraw.
+"""The style of the figures: sizes in millimetres, and one look for each rule and each group.
 
-A look differs from the others of its table in lightness, line, marker and hatch as well as in hue,
-so that a figure can be read in print without colour and by readers who see fewer colours. Text
-stays text in an SVG. Figures are drawn by matplotlib's own defaults and what stands here, whatever
-a reader's matplotlibrc says, and without pyplot's state. matplotlib is imported when something is
-drawn.
+Looks differ in lightness, line, marker and hatch as well as in hue, so that figures can be read
+without colour and by colour-blind readers. Text in an SVG stays text. Figures use matplotlib's
+defaults and the settings here; they ignore the user's matplotlibrc and the state of pyplot. A
+redraw gives the same bytes. matplotlib is imported on first use.
 """
 
 from __future__ import annotations
@@ -37,24 +35,21 @@ Line: TypeAlias = str | tuple[float, tuple[float, ...]]
 """A line style of matplotlib: its name, or (offset, lengths of dashes and gaps)."""
 
 Layout: TypeAlias = Literal["constrained", "compressed", "tight"]
-"""How matplotlib places axes."""
+"""Layout engine of matplotlib."""
 
 WIDTH = 140.0
-"""Of a page's text, in millimetres."""
+"""Width of the text on a page, in millimetres."""
 
 DPI = 200
-"""Of a PNG."""
+"""Resolution of a PNG."""
 
 SMALLEST = 7.0
-"""Of all letters, in points."""
+"""Smallest font size, in points."""
 
 _MM = 1 / 25.4  # in inches
 
 _SETTINGS: Any = {
-    "font.family": [
-        "DejaVu Sans",
-        "sans-serif",
-    ],  # the first comes with matplotlib: the same widths everywhere
+    "font.family": ["DejaVu Sans", "sans-serif"],  # the first is part of matplotlib
     "font.sans-serif": ["DejaVu Sans"],
     "mathtext.fontset": "dejavusans",
     "font.size": 8.0,
@@ -76,21 +71,21 @@ _SETTINGS: Any = {
     "lines.markersize": 4.0,
     "hatch.linewidth": 0.6,
     "axes.unicode_minus": True,
-    "svg.fonttype": "none",  # text as text
-    "svg.hashsalt": "evenclip",  # else the names inside an SVG are random
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "evenclip",  # otherwise ids in an SVG are random
 }
 
 
 @dataclass(frozen=True)
 class Look:
-    """How one thing is drawn wherever it appears.
+    """The look of one rule or group in every figure.
 
     Attributes:
-        label: its name in a legend.
-        colour: as #rrggbb.
-        line: of a curve.
-        marker: of a point.
-        hatch: of an area; none if empty.
+        label: name in a legend.
+        colour: #rrggbb.
+        line: line style of a curve.
+        marker: marker of a point.
+        hatch: hatch of an area; empty for none.
     """
 
     label: str
@@ -101,14 +96,12 @@ class Look:
 
     @property
     def stroke(self) -> dict[str, Any]:
-        """What `Axes.plot` needs to draw a curve; the marker is left to the caller, who knows how
-        many points.
-        """
+        """Arguments of `Axes.plot` for a curve, without the marker."""
         return {"color": self.colour, "linestyle": self.line, "label": self.label}
 
     @property
     def fill(self) -> dict[str, Any]:
-        """What `Axes.bar` needs to draw an area; a hatch in white shows on every colour here."""
+        """Arguments of `Axes.bar` for an area; the hatch is white."""
         return {
             "facecolor": self.colour,
             "hatch": self.hatch,
@@ -118,17 +111,17 @@ class Look:
 
     @property
     def ink(self) -> str:
-        """The colour, darkened until letters in it can be read on white."""
+        """The colour, darkened until text in it is legible on white."""
         channels = [int(self.colour[i : i + 2], 16) for i in (1, 3, 5)]
         darker = min(1.0, 45.0 / max(self.lightness, 1.0))
         return "#" + "".join(f"{round(c * darker):02x}" for c in channels)
 
     @property
     def lightness(self) -> float:
-        """L* of CIELAB, 0 (black) to 100 (white): what is left of the colour in grey.
+        """L* of CIELAB, from 0 (black) to 100 (white).
 
-        >>> Look("", "#000000", "-", "o", "").lightness, round(Look("", "#ffffff", "-", "o", "").lightness, 6)
-        (0.0, 100.0)
+        >>> round(Look("", "#ffffff", "-", "o", "").lightness, 6)
+        100.0
         """
         r, g, b = (_linear(int(self.colour[i : i + 2], 16) / 255) for i in (1, 3, 5))
         Y = 0.2126 * r + 0.7152 * g + 0.0722 * b
@@ -143,7 +136,7 @@ RULES: dict[str, Look] = {
     "dpsgd-global": Look("DPSGD-Global", "#5ea6df", (0, (3, 1.2, 1, 1.2, 1, 1.2)), "v", "xxxx"),
     "dpsgd-global-adapt": Look("DPSGD-Global-Adapt", "#123a8c", (0, (8, 1.6)), "P", "----"),
 }
-"""Name of a rule -> its look; the order is that of tables and legends."""
+"""Rule -> look, in the order of tables and legends."""
 
 GROUPS: tuple[Look, ...] = (
     Look("group a", "#2f5d8a", "-", "o", ""),
@@ -151,22 +144,20 @@ GROUPS: tuple[Look, ...] = (
     Look("group c", "#3d1a5b", (0, (1, 1.2)), "s", "...."),
     Look("group d", "#8fbf6a", (0, (5, 1.4, 1, 1.4)), "D", "\\\\\\\\"),
 )
-"""By a group's position; a figure that knows the groups' names replaces the labels."""
+"""Looks by position of the group; figures of a dataset replace the labels."""
 
 
 @contextmanager
 def applied() -> Iterator[None]:
-    """Draw in our style inside of this, as a context or a decorator; what was set before is set
-    again afterwards.
-    """
+    """Apply the style, as a context manager or decorator; restore the previous one on exit."""
     try:
         import matplotlib
     except ImportError as error:
         raise ImportError(
-            "Figures are drawn by matplotlib: pip install 'evenclip[paper]'."
+            "Figures need matplotlib, which is not installed; run `pip install 'evenclip[paper]'`."
         ) from error
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # not what a reader's own matplotlibrc says
+        matplotlib.rcdefaults()  # ignore the user's matplotlibrc
         matplotlib.rcParams.update(_SETTINGS)
         yield
 
@@ -174,12 +165,15 @@ def applied() -> Iterator[None]:
 def figure(
     width_mm: float = WIDTH, height_mm: float = 80.0, *, layout: Layout | None = "constrained"
 ) -> Figure:
-    """An empty figure of this size, which no window and no pyplot knows.
+    """Return an empty figure that is not registered with pyplot.
 
     Args:
-        width_mm: of the whole figure, in millimetres.
-        height_mm: likewise.
-        layout: how matplotlib places axes; None leaves it to the caller.
+        width_mm: width of the figure in millimetres.
+        height_mm: height of the figure in millimetres.
+        layout: layout engine of matplotlib; None for none.
+
+    Raises:
+        ValueError: if width or height is not positive.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -189,29 +183,26 @@ def figure(
             f"A figure of {width_mm} by {height_mm} mm has no area; give two positive lengths."
         )
     with applied():
-        made = Figure(figsize=(width_mm * _MM, height_mm * _MM), dpi=DPI, layout=layout)
-        FigureCanvasAgg(made)
-    return made
+        empty = Figure(figsize=(width_mm * _MM, height_mm * _MM), dpi=DPI, layout=layout)
+        FigureCanvasAgg(empty)
+    return empty
 
 
 def save(figure: Figure, folder: Path | str, name: str) -> list[Path]:
-    """NAME.svg and NAME.png in the folder, of the figure's size, without a date; a redraw gives the
-    same bytes.
-    """
+    """Write NAME.svg and NAME.png into a folder, without dates; return their paths."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     svg, png = folder / f"{name}.svg", folder / f"{name}.png"
     with applied():
-        for _ in range(2):  # the second time from where the first has put the axes
+        for _ in range(2):  # the second pass starts from the positions of the first
             figure.draw_without_rendering()
-        figure.set_layout_engine(
-            "none"
-        )  # from here on nothing moves: both files and every further save are alike
+        # Fix the positions, so that both files and every later save agree.
+        figure.set_layout_engine("none")
         figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
         figure.savefig(png, format="png", dpi=DPI, metadata={"Software": None})
     return [svg, png]
 
 
 def _linear(value: float) -> float:
-    """One channel of sRGB as light."""
+    """Return the linear value of an sRGB channel."""
     return value / 12.92 if value <= 0.04045 else float(((value + 0.055) / 1.055) ** 2.4)

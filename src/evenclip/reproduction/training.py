@@ -1,4 +1,4 @@
-"""How the runs of the paper's tables are trained: what all tables take."""
+"""Settings for training the runs of the paper's tables."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["Training"]
 
 @dataclass(frozen=True)
 class Training:
-    """Settings of a command that change no table but for its marks.
+    """Settings of `evenclip paper`, the same for every table.
 
     Attributes:
         seeds: number of seeds.
-        device: where to train.
-        tf32: whether a GPU may round the operands of products to 11 bits; the table says so.
-        quick: one epoch, and of images a sample; the table is marked.
-        data_dir: folder with the files of datasets; EVENCLIP_DATA unless given.
-        store: folder of results; the user's cache unless given.
-        on: what carries out the runs; processes of this machine unless given.
-        show: what is told about progress.
+        device: device to train on.
+        tf32: allow a GPU to round the operands of products to 11 bits; the table says so.
+        quick: train for one epoch, with a sample of the images; the table is marked.
+        data_dir: folder with dataset files; default: $EVENCLIP_DATA.
+        store: folder of results; default: the user's cache.
+        on: executor of the runs; default: processes on this machine.
+        show: progress display; default: none.
     """
 
     seeds: int = 5

@@ -1,11 +1,9 @@
-"""Rows of the paper whose settings are in doubt, trained both ways.
+"""Rows of the paper whose settings are ambiguous, trained with both settings.
 
-| row | settled by |
-|---|---|
-| Adult, DPSGD-Global | the text has learning rate 1, the released code 0.2 |
-| Dutch, DPSGD-Global-Adapt | the text has learning rate 1; 2 comes nearer to what is printed |
-| Adult and Dutch, FairLens | R1 is made of per-sample gradients. Where these are handed on as numbers, as automatic
-  differentiation does unless it is told otherwise, ∇R1 is 0, and the method is R2 alone |
+- Adult, DPSGD-Global: the learning rate is 1 in the text and 0.2 in the released code.
+- Dutch, DPSGD-Global-Adapt: the learning rate is 1 in the text; 2 comes closer to the printed row.
+- Adult and Dutch, FairLens: R1 is a function of per-sample gradients. If the implementation
+  detaches these gradients from the autograd graph, ∇R1 is 0, and the method is R2 alone.
 """
 
 from __future__ import annotations
@@ -20,8 +18,9 @@ from evenclip.audit import statistics
 from evenclip.comparison import compare
 from evenclip.comparison.presets import PUBLISHED
 from evenclip.comparison.protocol import Method
+from evenclip.reproduction.cells import Cell
 from evenclip.reproduction.published import load
-from evenclip.reproduction.tables import Cell, made_with
+from evenclip.reproduction.tables import made_with
 from evenclip.reproduction.training import Training
 from evenclip.rules import FairLens
 
@@ -33,12 +32,12 @@ DATASETS = ("adult", "dutch")
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to read a printed row.
+    """One interpretation of a printed row.
 
     Attributes:
-        dataset: its table's.
-        row: the printed row.
-        says: what is different about it.
+        dataset: the dataset of the table.
+        row: the name of the row.
+        says: the interpretation, in a few words.
         method: the rule with its learning rate.
     """
 
@@ -48,12 +47,14 @@ class Variant:
     method: Method
 
 
-def _of(dataset: str, row: str, says: str, **changes: Any) -> Variant:
+def _variant(dataset: str, row: str, says: str, **changes: Any) -> Variant:
+    """Return a row's published method with some of its fields changed."""
     (method,) = PUBLISHED[dataset].only([row]).methods
     return Variant(dataset, row, says, replace(method, **changes))
 
 
 def _without_r1(dataset: str) -> Variant:
+    """Return FairLens without the gradient of R1."""
     (method,) = PUBLISHED[dataset].only([FairLens.name]).methods
     assert isinstance(method.rule, FairLens)
     return Variant(
@@ -65,26 +66,27 @@ def _without_r1(dataset: str) -> Variant:
 
 
 VARIANTS: tuple[Variant, ...] = (
-    _of("adult", "dpsgd-global", "lr 1, the text", lr=1.0),
-    _of("adult", "dpsgd-global", "lr 0.2, the code", lr=0.2),
-    _of("adult", "fairlens", "as the box has it"),
+    _variant("adult", "dpsgd-global", "lr 1, the text", lr=1.0),
+    _variant("adult", "dpsgd-global", "lr 0.2, the code", lr=0.2),
+    _variant("adult", "fairlens", "as the box has it"),
     _without_r1("adult"),
-    _of("dutch", "dpsgd-global-adapt", "lr 1, the text", lr=1.0),
-    _of("dutch", "dpsgd-global-adapt", "lr 2", lr=2.0),
-    _of("dutch", "fairlens", "as the box has it"),
+    _variant("dutch", "dpsgd-global-adapt", "lr 1, the text", lr=1.0),
+    _variant("dutch", "dpsgd-global-adapt", "lr 2", lr=2.0),
+    _variant("dutch", "fairlens", "as the box has it"),
     _without_r1("dutch"),
 )
-"""In the order of the table."""
+"""The variants, in the order of the table."""
 
 
 def make(how: Training) -> dict[str, Any]:
-    """Train them, beside a reference of the same learning rate; what is in a table is found in its
-    store.
+    """Train every variant and a reference with the same learning rate; return the record.
+
+    Runs that the store already has are not repeated.
     """
     rows = []
     for variant in VARIANTS:
         printed, method = load(variant.dataset), variant.method
-        found = compare(
+        comparison = compare(
             variant.dataset,
             [method.rule],
             how.seeds,
@@ -96,8 +98,8 @@ def make(how: Training) -> dict[str, Any]:
             on=how.on,
             show=how.show,
         )
-        places = [found.groups.index(group) for group in printed.groups]
-        metrics = found[method.name].metrics
+        places = [comparison.groups.index(group) for group in printed.groups]
+        metrics = comparison[method.name].metrics
         rows.append(
             {
                 "dataset": variant.dataset,
@@ -118,13 +120,13 @@ def make(how: Training) -> dict[str, Any]:
     }
 
 
-def draw(kept: Mapping[str, Any]) -> str:
-    """A record as Markdown."""
+def draw(record: Mapping[str, Any]) -> str:
+    """Draw a record as Markdown."""
     lines = [f"## {TITLE}", ""]
-    if kept["quick"]:
+    if record["quick"]:
         lines += ["**A quick look: fewer epochs than the paper's. These are not its numbers.**", ""]
     lines += [
-        f"{len(kept['seeds'])} seeds. Accuracy on test rows in %, and training loss of the last "
+        f"{len(record['seeds'])} seeds. Accuracy on test rows in %, and training loss of the last "
         "epoch.",
         "",
     ]
@@ -133,7 +135,7 @@ def draw(kept: Mapping[str, Any]) -> str:
         "printed |"
     ]
     lines += ["| --- | --- |" + " ---: | ---: |" * 4]
-    for row in kept["rows"]:
+    for row in record["rows"]:
         printed = load(row["dataset"])
         cells = []
         for column, digits in (("accuracy", 1), ("loss", 3)):
