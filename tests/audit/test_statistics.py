@@ -11,8 +11,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from evenclip.audit import (
+    LEAST_SEEDS,
     Paired,
     bootstrap_interval,
+    corrected,
     holm,
     mean_se,
     paired,
@@ -259,11 +261,12 @@ def test_a_pair_in_numbers_and_words():
     assert (verdict.n, verdict.mean) == (5, pytest.approx(-2.0))
     assert (verdict.low, verdict.high) == (pytest.approx(low), pytest.approx(high))
     assert verdict.se == pytest.approx(verdict.mean / expected.statistic)
-    assert verdict.p == 1 / 32
+    assert verdict.p == pytest.approx(expected.pvalue)
+    assert verdict.p_rank == 1 / 32
     assert verdict.reads == "smaller by 2 (1.38 to 2.62)"
     mirrored = paired(b, a)
     assert mirrored.reads == "larger by 2 (1.38 to 2.62)"
-    assert mirrored.p == 1.0
+    assert (mirrored.p, mirrored.p_rank) == (verdict.p, 1.0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         verdict.n = 6
 
@@ -272,8 +275,11 @@ def test_a_pair_in_numbers_and_words():
 def test_the_words_follow_the_interval(pairs):
     a, b = zip(*pairs, strict=True)
     verdict = paired(a, b)
-    if verdict.low <= 0 <= verdict.high:
+    if verdict.n < LEAST_SEEDS:
+        assert verdict.reads.startswith("no verdict below 5 seeds; the difference is ")
+    elif verdict.low <= 0 <= verdict.high:
         assert verdict.reads == "no difference shown"
+        assert verdict.p >= 0.05 - 1e-9
     else:
         assert verdict.reads.startswith("smaller by" if verdict.mean < 0 else "larger by")
         number, low, _, high = (
@@ -283,8 +289,10 @@ def test_the_words_follow_the_interval(pairs):
 
 
 def test_the_same_twice_shows_no_difference():
-    same = paired([1.0, 2.0, 4.0], [1.0, 2.0, 4.0])
-    assert same == Paired(3, 0.0, 0.0, 0.0, 0.0, 1.0, "no difference shown")
+    values = [1.0, 2.0, 4.0, 3.0, 5.0]
+    same = paired(values, values)
+    assert same == Paired(5, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, "no difference shown")
+    assert paired(values, [value + 1 for value in values]).p == 0.0
 
 
 def test_an_end_near_zero_is_not_printed_as_zero():
@@ -301,7 +309,8 @@ def test_too_few_seeds_tell_nothing(n):
     assert verdict.high is None
     assert verdict.mean == (-4.0 if n else None)
     assert verdict.se == (0.0 if n == 2 else None)
-    assert verdict.p == (smallest_p(n) if n else None)
+    assert verdict.p_rank == (smallest_p(n) if n else None)
+    assert verdict.p == (0.0 if n == 2 else None)
 
 
 def test_pairs_with_something_undefined_are_left_out():
@@ -312,7 +321,42 @@ def test_pairs_with_something_undefined_are_left_out():
 
 def test_a_run_that_diverged_is_said():
     verdict = paired([1.0, math.inf, 2.0, 2.0], [3.0, math.inf, 4.0, None])
-    assert verdict == Paired(3, None, None, None, None, None, "not finite in 1 of 3 seeds")
+    assert verdict == Paired(3, None, None, None, None, None, None, "not finite in 1 of 3 seeds")
+
+
+def test_several_comparisons_are_corrected_by_holm():
+    generator = np.random.default_rng(3)
+    pairs = {
+        name: paired(generator.normal(shift, 1, 6), np.zeros(6))
+        for name, shift in (("a", -9.0), ("b", -1.2), ("c", 0.0))
+    }
+    pairs["d"] = paired([1.0, math.inf], [1.0, 1.0])
+    both = corrected(pairs)
+    for kind in ("p", "p_rank"):
+        raw = {name: getattr(pairs[name], kind) for name in "abc"}
+        assert {name: getattr(both[name], kind) for name in "abc"} == holm(raw)
+    assert both["a"].reads.startswith("smaller by")
+    assert both["c"].reads == "no difference shown"
+    assert both["d"] == pairs["d"]
+    assert corrected({}) == {}
+
+
+@pytest.mark.parametrize("seeds", [5, 8])
+def test_where_there_is_no_difference_at_most_one_comparison_in_twenty_announces_one(seeds):
+    """Gaps of three rules against DPSGD's, all of one distribution, which share the split's luck."""
+    generator = np.random.default_rng(0)
+    trials, announced = 1500, 0
+    for _ in range(trials):
+        split = generator.normal(0, 1, seeds)
+        gaps = np.abs(3 + split + generator.normal(0, 1, (4, seeds)))  # [rule, seed]
+        verdicts = corrected({str(k): paired(gaps[k], gaps[0]) for k in (1, 2, 3)})
+        announced += any(" by " in verdict.reads for verdict in verdicts.values())
+    assert announced / trials <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / trials)
+    alone = sum(
+        any(" by " in paired(gaps[k], gaps[0]).reads for k in (1, 2, 3))
+        for gaps in np.abs(3 + generator.normal(0, 1, (300, 4, seeds)))
+    )
+    assert alone / 300 > 0.07  # without the correction there are more
 
 
 def test_mistakes_are_refused():

@@ -13,8 +13,10 @@ from evenclip.audit.decomposition import RiskTerms
 from evenclip.audit.fairlearn import metric_frame
 from evenclip.audit.metrics import NAMES, by_group, overall, predictions, scores, worst
 from evenclip.audit.statistics import (
+    LEAST_SEEDS,
     Paired,
     bootstrap_interval,
+    corrected,
     holm,
     mean_se,
     paired,
@@ -24,6 +26,7 @@ from evenclip.audit.statistics import (
 )
 
 __all__ = [
+    "LEAST_SEEDS",
     "NAMES",
     "Conditions",
     "Curvature",
@@ -33,6 +36,7 @@ __all__ = [
     "bootstrap_interval",
     "by_group",
     "clipping_bound",
+    "corrected",
     "direction_bound",
     "direction_bound_star",
     "excessive_risk",

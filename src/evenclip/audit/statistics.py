@@ -2,16 +2,17 @@
 
 Runs are repeated with a few seeds, usually five. The methods are chosen for that:
 
-* The interval of a verdict is Student's t of the paired differences. On normal differences it keeps
-  its level with as few as three seeds; on differences as skewed as an exponential a 95 % interval
-  covers 88 to 90 % up to eight seeds.
+* A verdict needs five seeds. It is by the paired t test of the differences, and its interval is
+  Student's. On normal differences both keep their level with as few as three seeds; on differences
+  as skewed as an exponential a 95 % interval covers 88 to 90 % up to eight seeds.
 * The bootstrap assumes no shape. But resampled means stay in the range of the n values, and that
   range covers their median with probability 1 − 2^(1−n) only: 75 % for three seeds, 94 % for five.
   Its percentiles are widened for small n; measured on normal differences, 95 % intervals then cover
   75, 87, 93, 95 % with 3, 4, 5, 8 seeds (plain percentiles: 75, 80, 85, 89 %).
 * The signed-rank test (Wilcoxon) is exact for every n, ties included. n pairs cannot give a p below
   2⁻ⁿ: 1/32 for five.
-* Several comparisons at once are corrected by Holm's method.
+* Several comparisons at once are corrected by Holm's method. With five seeds and three rules a
+  corrected signed-rank p is never below 3/32, so it cannot make a verdict; it stands beside it.
 
 An undefined value (None or NaN) is left out, with its pair; counts give the number of remaining
 values. Infinite values (the loss of a run that diverged) are not left out: then there is no
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -37,8 +38,11 @@ from evenclip import check
 
 __all__ = [
     "ALTERNATIVES",
+    "LEAST_SEEDS",
+    "LEVEL",
     "Paired",
     "bootstrap_interval",
+    "corrected",
     "holm",
     "mean_se",
     "paired",
@@ -49,6 +53,12 @@ __all__ = [
 ]
 
 ALTERNATIVES = ("less", "greater", "two-sided")
+
+LEAST_SEEDS = 5
+"""Minimum number of seeds for a verdict."""
+
+LEVEL = 0.05
+"""Largest corrected p of a verdict that there is a difference."""
 
 # Minimum number of values for an interval.
 _LEAST = 3
@@ -218,7 +228,8 @@ class Paired:
         se: standard error of the mean; None with fewer than two pairs.
         low: lower end of Student's 95 % interval, `t_interval`; None with fewer than three pairs.
         high: upper end.
-        p: one-sided `wilcoxon`, against "a is smaller"; never below `smallest_p(n)`.
+        p: two-sided paired t test, of which the verdict is made; None with fewer than two pairs.
+        p_rank: one-sided `wilcoxon`, against "a is smaller"; never below `smallest_p(n)`.
         reads: the verdict in words.
     """
 
@@ -228,20 +239,24 @@ class Paired:
     low: float | None
     high: float | None
     p: float | None
+    p_rank: float | None
     reads: str
 
 
 def paired(a: Values, b: Values) -> Paired:
     """Compare a with b pair by pair: interval, p and verdict in words.
 
-    An interval that contains 0 reads "no difference shown"; otherwise "smaller by x (low to high)",
-    or "larger by". With fewer than three pairs it reads "too few seeds to tell", and with a run
-    that diverged "not finite in k of n seeds".
+    The verdict is "smaller by x (low to high)" or "larger by" if p is at most 0.05, and otherwise
+    "no difference shown". With fewer than five pairs there is no verdict, only the interval. With a
+    run that diverged it reads "not finite in k of n seeds". For several comparisons, `corrected`
+    gives the verdicts.
 
+    >>> paired([1.0, 2.0, 3.0, 2.0, 2.5], [5.0, 6.5, 6.5, 6.0, 6.5]).reads
+    'smaller by 4 (3.56 to 4.44)'
+    >>> paired([1.0, 2.0, 3.0, 2.0, 2.5], [1.5, 1.5, 3.5, 1.5, 3.0]).reads
+    'no difference shown'
     >>> paired([1.0, 2.0, 3.0], [5.0, 6.5, 6.5]).reads
-    'smaller by 4 (2.76 to 5.24)'
-    >>> paired([1.0, 2.0, 3.0], [1.5, 1.5, 3.5]).reads, paired([1.0, 2.0], [5.0, 6.5]).reads
-    ('no difference shown', 'too few seeds to tell')
+    'no verdict below 5 seeds; the difference is -4 (-5.24 to -2.76)'
 
     Raises:
         ValueError: if a and b are not equally long.
@@ -256,20 +271,63 @@ def paired(a: Values, b: Values) -> Paired:
     infinite = np.count_nonzero(np.isinf(first[both]) | np.isinf(second[both]))
     n = int(np.count_nonzero(both))
     if infinite:
-        return Paired(n, None, None, None, None, None, f"not finite in {infinite} of {n} seeds")
+        reads = f"not finite in {infinite} of {n} seeds"
+        return Paired(n, None, None, None, None, None, None, reads)
     d = first[both] - second[both]
     mean, se = mean_se(d)
-    interval = t_interval(d) if n >= _LEAST else None
-    low, high = interval or (None, None)
-    return Paired(n, mean, se, low, high, wilcoxon(d, "less"), _words(mean, interval))
+    low, high = (t_interval(d) if n >= _LEAST else None) or (None, None)
+    pair = Paired(n, mean, se, low, high, _t_test(mean, se, n), wilcoxon(d, "less"), "")
+    return replace(pair, reads=_words(pair))
 
 
-def _words(mean: float | None, interval: tuple[float, float] | None) -> str:
+def corrected(pairs: Mapping[str, Paired]) -> dict[str, Paired]:
+    """Correct several comparisons together: each p by `holm`, and the verdicts by the new p.
+
+    Any verdict of a difference where there is none then has a probability of at most 5 %, for
+    normal differences.
+
+    >>> pair = paired([1.0, 2.0, 1.0, 2.5, 0.5], [2.0, 2.2, 2.0, 2.7, 2.0])
+    >>> pair.reads
+    'smaller by 0.78 (0.0754 to 1.48)'
+    >>> corrected({"a": pair, "b": pair})["a"].reads
+    'no difference shown'
+    """
+    tested, ranked = (
+        holm({name: p for name, pair in pairs.items() if (p := getattr(pair, kind)) is not None})
+        for kind in ("p", "p_rank")
+    )
+    both = {
+        name: replace(pair, p=tested.get(name), p_rank=ranked.get(name))
+        for name, pair in pairs.items()
+    }
+    return {
+        name: pair if pair.mean is None else replace(pair, reads=_words(pair))
+        for name, pair in both.items()
+    }
+
+
+def _t_test(mean: float | None, se: float | None, n: int) -> float | None:
+    """Return the two-sided p of the paired t test; None with fewer than two pairs."""
+    if mean is None or se is None:
+        return None
+    if se == 0:
+        return 1.0 if mean == 0 else 0.0
+    from scipy.special import stdtr
+
+    return min(1.0, 2 * float(stdtr(n - 1, -abs(mean / se))))
+
+
+def _words(pair: Paired) -> str:
     """Return the verdict; with three digits each, the end of an interval never rounds to 0."""
-    if mean is None or interval is None:
+    mean, low, high = pair.mean, pair.low, pair.high
+    if mean is None or low is None or high is None:
         return "too few seeds to tell"
-    low, high = interval
-    if low <= 0 <= high:
+    if pair.n < LEAST_SEEDS:
+        return (
+            f"no verdict below {LEAST_SEEDS} seeds; the difference is {mean:.3g} ({low:.3g} to "
+            f"{high:.3g})"
+        )
+    if pair.p is None or pair.p > LEVEL or low <= 0 <= high:
         return "no difference shown"
     if high < 0:
         return f"smaller by {-mean:.3g} ({-high:.3g} to {-low:.3g})"
