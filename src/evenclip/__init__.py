@@ -1,10 +1,16 @@
 """evenclip: differentially private training that is fair to every group, with the proof.
 
-    import evenclip result = evenclip.fit(model, (x, y), rule=evenclip.DPSGDGlobalAdapt(C0=1.0,
-    sigma=1.0), epochs=20, lr=0.1) result.epsilon()
+>>> import torch
+>>> import evenclip
+>>> x = torch.linspace(-1, 1, 4000).reshape(2000, 2)
+>>> y = (x[:, 0] > 0).long()
+>>> rule = evenclip.DPSGDGlobalAdapt(C0=1.0, sigma=1.0)
+>>> result = evenclip.fit(torch.nn.Linear(2, 2), (x, y), rule=rule, batch_size=50, epochs=2)
+>>> print(f"ε = {result.epsilon():.2f} at δ = {result.settings.delta:g}")
+ε = 1.28 at δ = 0.0001
 
-Names are loaded when they are first used, so that importing the package costs little and the core
-runs where only torch and numpy are installed.
+Names are imported on first use. So importing the package is fast, and training needs only torch and
+numpy.
 """
 
 from __future__ import annotations
