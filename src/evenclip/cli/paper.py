@@ -3,51 +3,47 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenclip.cli.executors import (
-    Account,
-    Cpus,
-    Gpus,
-    Jobs,
-    Minutes,
-    On,
-    OnOption,
-    Partition,
-    RayAddress,
-    Workers,
-    executor,
-)
+from evenclip.cli.executors import ExecutorOptions
+from evenclip.cli.options import grouped
 from evenclip.cli.stops import kept
 
 if TYPE_CHECKING:
     from evenclip.reproduction.artifacts import Artifacts
     from evenclip.reproduction.training import Training
-    from evenclip.sweep import Executor
 
 __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, help="Reproduce the paper's tables and figures.")
 
+FOLDER = Path("paper")
+
 Out = Annotated[Path, typer.Option(help="Folder for tables, figures and their HTML page.")]
 Seeds = Annotated[int, typer.Option(help="Number of seeds.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="One epoch, two seeds, few images; output is marked quick.")
+]
 Tf32 = Annotated[
     bool,
     typer.Option("--tf32", help="Allow TF32 products on a GPU; for the dataset tables only."),
 ]
-DataDir = Annotated[
-    Path | None, typer.Option(help="Folder with dataset files; default: $EVENCLIP_DATA.")
-]
-Quick = Annotated[
-    bool, typer.Option("--quick", help="One epoch, two seeds, few images; output is marked quick.")
-]
 
-FOLDER = Path("paper")
+
+@dataclass(frozen=True)
+class PaperOptions:
+    """Options of every verb that trains."""
+
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu"
+    out: Out = FOLDER
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with dataset files; default: $EVENCLIP_DATA.")
+    ] = None
 
 
 @app.command("list")
@@ -79,62 +75,35 @@ def list_() -> None:
 
 
 @app.command()
+@grouped
 def table(
     name: Annotated[str, typer.Argument(help="See `evenclip paper list`.")],
+    *,
     seeds: Seeds = 5,
-    device: Device = "cpu",
-    out: Out = FOLDER,
-    data_dir: DataDir = None,
-    workers: Workers = None,
+    options: PaperOptions,
+    runs: ExecutorOptions,
     quick: Quick = False,
     tf32: Tf32 = False,
-    on: OnOption = On.LOCAL,
-    ray_address: RayAddress = None,
-    cpus_per_run: Cpus = None,
-    gpus_per_run: Gpus = None,
-    slurm_partition: Partition = None,
-    slurm_account: Account = None,
-    slurm_minutes: Minutes = None,
-    slurm_jobs: Jobs = None,
 ) -> None:
     """Train the runs of a table, and print it beside the published numbers."""
     from evenclip.reproduction.artifacts import Artifacts
-    from evenclip.reproduction.training import Training
 
-    runner = executor(
-        on,
-        workers=workers,
-        ray_address=ray_address,
-        cpus_per_run=cpus_per_run,
-        gpus_per_run=gpus_per_run,
-        slurm_partition=slurm_partition,
-        slurm_account=slurm_account,
-        slurm_minutes=slurm_minutes,
-        slurm_jobs=slurm_jobs,
-    )
-    artifacts = Artifacts(out)
+    how = _training(options, runs, quick, seeds=seeds, tf32=tf32)
+    artifacts = Artifacts(options.out)
     with kept():
-        path = _table(artifacts, name, Training(seeds, device, tf32, quick, data_dir, on=runner))
+        path = _table(artifacts, name, how)
     print(path.read_text())
     print(f"Wrote {path} and {path.with_suffix('.json')}.")
 
 
 @app.command()
+@grouped
 def figure(
     name: Annotated[str, typer.Argument(help="See `evenclip paper list`.")],
-    device: Device = "cpu",
-    out: Out = FOLDER,
-    data_dir: DataDir = None,
-    workers: Workers = None,
+    *,
+    options: PaperOptions,
+    runs: ExecutorOptions,
     quick: Quick = False,
-    on: OnOption = On.LOCAL,
-    ray_address: RayAddress = None,
-    cpus_per_run: Cpus = None,
-    gpus_per_run: Gpus = None,
-    slurm_partition: Partition = None,
-    slurm_account: Account = None,
-    slurm_minutes: Minutes = None,
-    slurm_jobs: Jobs = None,
     published_scale: Annotated[
         bool,
         typer.Option(
@@ -147,29 +116,11 @@ def figure(
     from evenclip.reproduction.drawings import DRAWINGS
     from evenclip.reproduction.figures import FIGURES
 
-    runner = executor(
-        on,
-        workers=workers,
-        ray_address=ray_address,
-        cpus_per_run=cpus_per_run,
-        gpus_per_run=gpus_per_run,
-        slurm_partition=slurm_partition,
-        slurm_account=slurm_account,
-        slurm_minutes=slurm_minutes,
-        slurm_jobs=slurm_jobs,
-    )
-    artifacts = Artifacts(out)
+    how = _training(options, runs, quick)
+    artifacts = Artifacts(options.out)
     if name in FIGURES:
         with kept():
-            _watch(
-                artifacts,
-                FIGURES[name].dataset,
-                FIGURES[name].match,
-                device,
-                data_dir,
-                runner,
-                quick,
-            )
+            _observe(artifacts, FIGURES[name].dataset, FIGURES[name].match, how)
     elif name not in DRAWINGS:
         raise ValueError(f"There is no figure {name!r}; `evenclip paper list` has their names.")
     for path in artifacts.draw_figure(name, published_scale=published_scale):
@@ -177,69 +128,32 @@ def figure(
 
 
 @app.command("all")
+@grouped
 def all_(
+    *,
     seeds: Seeds = 5,
-    device: Device = "cpu",
-    out: Out = FOLDER,
-    data_dir: DataDir = None,
-    workers: Workers = None,
+    options: PaperOptions,
+    runs: ExecutorOptions,
     quick: Quick = False,
     tf32: Tf32 = False,
-    on: OnOption = On.LOCAL,
-    ray_address: RayAddress = None,
-    cpus_per_run: Cpus = None,
-    gpus_per_run: Gpus = None,
-    slurm_partition: Partition = None,
-    slurm_account: Account = None,
-    slurm_minutes: Minutes = None,
-    slurm_jobs: Jobs = None,
     only: Annotated[
         str | None, typer.Option(help="Comma-separated datasets; default: all with files.")
     ] = None,
 ) -> None:
     """Make every table and figure whose data is available; finished runs are not repeated."""
-    from evenclip.comparison.presets import SETTINGS
     from evenclip.reproduction import observed
-    from evenclip.reproduction.artifacts import MADE, Artifacts
-    from evenclip.reproduction.training import Training
+    from evenclip.reproduction.artifacts import Artifacts
 
-    runner = executor(
-        on,
-        workers=workers,
-        ray_address=ray_address,
-        cpus_per_run=cpus_per_run,
-        gpus_per_run=gpus_per_run,
-        slurm_partition=slurm_partition,
-        slurm_account=slurm_account,
-        slurm_minutes=slurm_minutes,
-        slurm_jobs=slurm_jobs,
-    )
-    how = Training(seeds, device, tf32, quick, data_dir, on=runner)
-    artifacts, left_out = Artifacts(out), []
-    chosen = (
-        list(SETTINGS)
-        if only is None
-        else [name.strip() for name in only.split(",") if name.strip()]
-    )
-    for unknown in set(chosen) - set(SETTINGS):
-        raise ValueError(
-            f"There is no dataset {unknown!r} in the paper; choose among {', '.join(SETTINGS)}."
-        )
+    how = _training(options, runs, quick, seeds=seeds, tf32=tf32)
+    artifacts, left_out = Artifacts(options.out), []
+    chosen = _chosen(only)
     with kept():
-        for dataset in SETTINGS:
-            if dataset not in chosen:
-                continue
-            why = observed.lacks(dataset, data_dir)
-            if why is not None:
+        for dataset in chosen:
+            why = observed.lacks(dataset, options.data_dir)
+            if why is None:
+                _all_of_dataset(artifacts, dataset, chosen, how)
+            else:
                 left_out.append(f"{dataset} is left out: {why}")
-                continue
-            for match in (False, True):
-                name = f"{dataset}-matched" if match else dataset
-                print(_table(artifacts, name, how))
-                _watch(artifacts, dataset, match, device, data_dir, runner, quick)
-            for name, made in MADE.items():
-                if made.DATASETS[-1] == dataset and set(made.DATASETS) <= set(chosen):
-                    print(_table(artifacts, name, replace(how, tf32=False)))
     for path in artifacts.redraw():
         if path.suffix in (".svg", ".html"):
             print(path)
@@ -258,6 +172,43 @@ def redraw(out: Out = FOLDER) -> None:
         )
     for path in Artifacts(out).redraw():
         print(path)
+
+
+def _training(
+    options: PaperOptions, runs: ExecutorOptions, quick: bool, *, seeds: int = 5, tf32: bool = False
+) -> Training:
+    """Return the settings that the options of a verb describe."""
+    from evenclip.reproduction.training import Training
+
+    return Training(seeds, options.device, tf32, quick, options.data_dir, on=runs.executor())
+
+
+def _chosen(only: str | None) -> list[str]:
+    """Return the datasets that `--only` names, in the paper's order; by default all of them."""
+    from evenclip.comparison.presets import SETTINGS
+
+    if only is None:
+        return list(SETTINGS)
+    names = {name.strip() for name in only.split(",") if name.strip()}
+    for unknown in names - set(SETTINGS):
+        raise ValueError(
+            f"There is no dataset {unknown!r} in the paper; choose among {', '.join(SETTINGS)}."
+        )
+    return [dataset for dataset in SETTINGS if dataset in names]
+
+
+def _all_of_dataset(
+    artifacts: Artifacts, dataset: str, chosen: Sequence[str], how: Training
+) -> None:
+    """Make the tables of a dataset, observe its runs, and make the tables that it completes."""
+    from evenclip.reproduction.artifacts import MADE
+
+    for match in (False, True):
+        print(_table(artifacts, f"{dataset}-matched" if match else dataset, how))
+        _observe(artifacts, dataset, match, how)
+    for name, made in MADE.items():
+        if made.DATASETS[-1] == dataset and set(made.DATASETS) <= set(chosen):
+            print(_table(artifacts, name, replace(how, tf32=False)))
 
 
 def _table(artifacts: Artifacts, name: str, how: Training) -> Path:
@@ -281,24 +232,17 @@ def _table(artifacts: Artifacts, name: str, how: Training) -> Path:
     return artifacts.keep(made)
 
 
-def _watch(
-    artifacts: Artifacts,
-    dataset: str,
-    match: bool,
-    device: str,
-    data_dir: Path | None,
-    on: Executor,
-    quick: bool,
-) -> None:
+def _observe(artifacts: Artifacts, dataset: str, match: bool, how: Training) -> None:
     """Observe the runs of a dataset that have not been observed yet."""
     from evenclip.reproduction import observed
 
     plan = observed.plan(
         dataset,
         match=match,
-        quick=quick,
-        device=device,
+        quick=how.quick,
+        device=how.device,
         reference_lr=artifacts.reference_lr(dataset) if match else None,
     )
-    for given, _ in observed.carry_out(plan, artifacts.observed, data_dir=data_dir, on=on):
+    results = observed.carry_out(plan, artifacts.observed, data_dir=how.data_dir, on=how.on)
+    for given, _ in results:
         print(f"  observed {given.name}", file=sys.stderr)

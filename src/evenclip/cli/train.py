@@ -6,12 +6,14 @@ import json
 import sys
 import textwrap
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from evenclip import check
+from evenclip.cli.options import DataOptions, grouped
 
 if TYPE_CHECKING:
     from evenclip.export import Trained
@@ -19,44 +21,37 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 
-def train(
-    file: Annotated[Path, typer.Argument(help="Table: .csv, .tsv, .parquet or .feather.")],
-    target: Annotated[str, typer.Option(help="Column to predict.")],
+@dataclass(frozen=True)
+class TrainOptions:
+    """What is trained, and at which ε."""
+
+    target: Annotated[str, typer.Option(help="Column to predict.")]
     group: Annotated[
         list[str], typer.Option(help="Protected column; repeat it to compare intersections.")
-    ],
-    rule: Annotated[
-        str, typer.Option(help="Clipping rule: its name, or file.py:Class.")
-    ] = "dpsgd-global-adapt",
-    epsilon: Annotated[float, typer.Option(help="ε of the whole training, by PLD.")] = 3.0,
+    ]
+    rule: Annotated[str, typer.Option(help="Clipping rule: its name, or file.py:Class.")] = (
+        "dpsgd-global-adapt"
+    )
+    epsilon: Annotated[float, typer.Option(help="ε of the whole training, by PLD.")] = 3.0
     delta: Annotated[
         float | None, typer.Option(help="δ; default: the largest 10^-k below 1/(2n).")
-    ] = None,
-    epochs: Annotated[int, typer.Option(help="Passes over the training rows.")] = 20,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Expected batch size B; default: 256.")
-    ] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate η; default: η·S = 0.1.")] = None,
-    model: Annotated[
-        str, typer.Option(help="mlp, mlp:128,64, linear or sigmoid-then-softmax.")
-    ] = "mlp",
-    test: Annotated[Path | None, typer.Option(help="File with the test rows.")] = None,
-    schema: Annotated[
-        Path | None, typer.Option(help="Public ranges and categories; see `evenclip data schema`.")
-    ] = None,
-    keep: Annotated[
-        list[str] | None, typer.Option(help="Column to use although it would be dropped.")
-    ] = None,
-    drop: Annotated[list[str] | None, typer.Option(help="Column to leave out.")] = None,
-    exclude_group: Annotated[
-        bool, typer.Option("--exclude-group", help="Keep the group out of the features.")
-    ] = False,
-    group_bins: Annotated[
-        int | None, typer.Option(help="Number of bins for a numeric group column.")
-    ] = None,
-    unit: Annotated[
-        str | None, typer.Option(help="Column that identifies people; keeps one row per person.")
-    ] = None,
+    ] = None
+    epochs: Annotated[int, typer.Option(help="Passes over the training rows.")] = 20
+    batch_size: Annotated[int | None, typer.Option(help="Expected batch size B; default: 256.")] = (
+        None
+    )
+    lr: Annotated[float | None, typer.Option(help="Learning rate η; default: η·S = 0.1.")] = None
+    model: Annotated[str, typer.Option(help="mlp, mlp:128,64, linear or sigmoid-then-softmax.")] = (
+        "mlp"
+    )
+
+
+@grouped
+def train(
+    file: Annotated[Path, typer.Argument(help="Table: .csv, .tsv, .parquet or .feather.")],
+    *,
+    settings: TrainOptions,
+    options: DataOptions,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for the model.")] = Path("model"),
     force: Annotated[bool, typer.Option("--force", help="Replace an existing model.")] = False,
@@ -72,34 +67,16 @@ def train(
 
     Example: evenclip train people.csv --target hired --group sex --epsilon 3 --out model/
     """
-    check.positive(**{"--epsilon": epsilon})
+    check.positive(**{"--epsilon": settings.epsilon})
     # Imported here so that --help does not wait for torch.
     from evenclip import export
 
     export.check_place(out, force)
+    group = settings.group
+    given = vars(settings) | {"group": group[0] if len(group) == 1 else group}
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", UserWarning)
-        trained = export.train(
-            file,
-            target=target,
-            group=group[0] if len(group) == 1 else group,
-            rule=rule,
-            epsilon=epsilon,
-            delta=delta,
-            epochs=epochs,
-            batch_size=batch_size,
-            lr=lr,
-            model=model,
-            seed=seed,
-            device=device,
-            test=test,
-            schema=schema,
-            keep=keep or (),
-            drop=drop or (),
-            exclude_group=exclude_group,
-            group_bins=group_bins,
-            unit=unit,
-        )
+        trained = export.train(file, **given, **options.given(), device=device, seed=seed)
     export.save(trained, out, force=force)
     for note in (*trained.tabled.notes, *dict.fromkeys(str(warning.message) for warning in warned)):
         print(f"note: {note}", file=sys.stderr)
