@@ -15,7 +15,6 @@ import typer
 from evenclip.cli import files
 from evenclip.cli.executors import ExecutorOptions
 from evenclip.cli.options import DataOptions, grouped
-from evenclip.cli.report import write_page
 from evenclip.cli.stops import kept
 
 __all__ = ["compare"]
@@ -89,7 +88,8 @@ def compare(
     data: Annotated[
         str,
         typer.Argument(
-            help="Dataset name (see `evenclip data`), or a CSV, TSV, Parquet or Feather file."
+            help="Dataset name (see `evenclip data`), your own dataset (file.py:name), or a CSV, "
+            "TSV, Parquet or Feather file."
         ),
     ] = "adult",
     *,
@@ -114,12 +114,13 @@ def compare(
     given = settings.given()
     if out is not None:
         _check_writable(out)
-    from evenclip import comparison
+    from evenclip.comparison.compare import compare as run_comparison
     from evenclip.report.live import watching
+    from evenclip.report.page import page
 
     prepared, executor = _options(options, allow_partial), runs.executor()
     with kept(), watching() as show:
-        outcome = comparison.compare(
+        outcome = run_comparison(
             data,
             **given,
             options=prepared,
@@ -132,7 +133,7 @@ def compare(
     text = json.dumps(results, indent=1)
     if out is not None:
         files.write(out / "results.json", text + "\n")
-        write_page(results, out / "report.html")
+        files.write(out / "report.html", page(results))
     print(text if as_json else outcome.table())
     if out is not None and not as_json:
         print(f"\nWrote {out / 'report.html'} and {out / 'results.json'}.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ import typer
 
 from evenclip.cli import files
 
-__all__ = ["report", "write_page"]
+__all__ = ["report"]
 
 
 def report(
@@ -23,6 +22,8 @@ def report(
     ] = None,
 ) -> None:
     """Write report.html, a self-contained page with answer, table, charts and privacy statement."""
+    from evenclip.report.page import page
+
     results = folder / "results.json" if folder.is_dir() else folder
     try:
         text = results.read_text(encoding="utf-8")
@@ -32,15 +33,8 @@ def report(
             "--out` wrote."
         ) from error
     path = results.with_name("report.html") if out is None else out
-    write_page(_parsed(text, results), path)
+    files.write(path, page(_parsed(text, results)))
     print(path)
-
-
-def write_page(results: Mapping[str, Any], path: Path) -> None:
-    """Write the page of `results` to `path`."""
-    from evenclip.report.page import page
-
-    files.write(path, page(results))
 
 
 def _parsed(text: str, source: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +69,7 @@ class Spec:
         """Return the same run with another seed."""
         return replace(self, seed=seed)
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """Name of this run: 96 bits of the SHA-256 of its values without paths, and of the code."""
         plain = json.dumps([FORMAT, code(), _without_places(self.to_json())], sort_keys=True)
