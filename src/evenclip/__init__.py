@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from evenclip.mechanism.calibration import calibrate
     from evenclip.rules import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate, Rule
     from evenclip.training.config import Performance, TrainConfig
-    from evenclip.training.fit import Result, fit, prepare
+    from evenclip.training.fit import fit, prepare
+    from evenclip.training.result import Result
     from evenclip.training.run import Run
     from evenclip.training.step import Step
 
@@ -69,7 +70,8 @@ _HOMES = {
         "Rule",
     ),
     "training.config": ("Performance", "TrainConfig"),
-    "training.fit": ("Result", "fit", "prepare"),
+    "training.fit": ("fit", "prepare"),
+    "training.result": ("Result",),
     "training.run": ("Run",),
     "training.step": ("Step",),
 }

@@ -188,12 +188,13 @@ def train_with_seeds(ranks: Ranks, seeds: list[int]) -> dict[str, Any]:
 
 
 def dropout_seeds(ranks: Ranks) -> list[int]:
-    """Of the chunks of a step."""
+    """Return the dropout seeds of the chunks of a step."""
     run = evenclip.prepare(
         network("mlp"), data("mlp", 8), rule=RULES["dpsgd"], batch_size=4, seed=1, ranks=ranks,
         performance=evenclip.Performance(chunk=2),
     )  # fmt: skip
-    return [chunk.seed for chunk in run._chunks(ranks.share(torch.arange(8), run.rows), None)]
+    batch = ranks.share(torch.arange(8), run.batches.rows)
+    return [chunk.seed for chunk in run.batches.chunks(batch, run.t, run.state)]
 
 
 def shares(ranks: Ranks, batch: Tensor, own: int) -> Tensor:
@@ -240,7 +241,7 @@ def clipped_sums(ranks: Ranks, rule: Any, x: Tensor, without: int) -> tuple[Tens
     ):
         data = evenclip.data.Dataset(x, torch.arange(n) % 3, torch.arange(n) % 3, ("a", "b", "c"))
         run = evenclip.prepare(network("mlp"), data, rule=rule, batch_size=2, seed=1, ranks=ranks)
-        run.sampler = Fixed(batch)
+        run.batches.sampler = Fixed(batch)
         with run.listening():
             step = run.step()
         sums.append(ranks.sum(step.clipped_sum))

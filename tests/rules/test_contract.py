@@ -133,7 +133,7 @@ def test_each_statistic_is_released_with_its_own_noise(chunk):
     ]
     exact = [float((step.norms > 0.5).sum())]
     exact += [float((step.group == k).sum()) for k in range(GROUPS)]
-    draws = run_of(TwoCounts())._draw()
+    draws = run_of(TwoCounts()).noise.of(0)
     noise = torch.cat([3.0 * draws["above"], 5.0 * draws["members"]]).double()
     torch.testing.assert_close(step.public.state, torch.tensor(exact).double() + noise)
     assert {name: len(draw) for name, draw in draws.items()} == {
@@ -224,12 +224,12 @@ class SoftPredictions(Base):
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_a_statistic_may_see_one_samples_output_and_label(chunk):
     run = run_of(SoftPredictions(), performance=Performance(chunk=chunk))
-    batch = run_of(SoftPredictions()).sampler.next()
+    batch = run_of(SoftPredictions()).batches.sampler.next()
     (step,) = take(run)
     with torch.no_grad():
         predictions = torch.softmax(network()(X[batch]), dim=1)
     exact = predictions[Y[batch] == 1].sum(dim=0).double()
-    noise = 2.0 * run_of(SoftPredictions())._draw()["count"].double()
+    noise = 2.0 * run_of(SoftPredictions()).noise.of(0)["count"].double()
     torch.testing.assert_close(step.public.state, exact + noise, rtol=1e-5, atol=1e-5)
 
 
@@ -285,7 +285,7 @@ def test_gradients_are_those_of_the_rules_loss(chunk, compile):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # several chunks are not compiled
         run = run_of(Weighted(), performance=Performance(chunk=chunk, compile=compile))
-        batch = run_of(Weighted()).sampler.next()
+        batch = run_of(Weighted()).batches.sampler.next()
         (step,) = take(run)
     model = network()
     rows = [slow_gradient(model, X[i : i + 1], Y[i : i + 1], GROUP[i]) for i in batch]

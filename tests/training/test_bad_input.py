@@ -414,15 +414,14 @@ def test_an_optimiser_or_scheduler_that_is_made_already(toy, refused):
     fit(model, toy.data(), rule=DPSGD(), batch_size=8, optimizer=partial(SGD, momentum=0.9))
 
 
-def test_an_optimizer_or_a_schedule_that_looks_at_private_numbers(refused):
+def test_an_optimizer_or_a_schedule_that_uses_private_numbers(refused):
     assert refused(optimizer=torch.optim.LBFGS) == (
-        "LBFGS must be given 'closure' at every step, which would be a second look at the batch; "
-        "take another optimizer, such as SGD or Adam."
+        "LBFGS.step() requires 'closure', which would use the batch a second time; "
+        "use another optimizer, such as SGD or Adam."
     )
     assert refused(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau) == (
-        "ReduceLROnPlateau must be given 'metrics' at every step, and whatever could be measured "
-        "of training is private; take one that counts epochs, such as StepLR or "
-        "CosineAnnealingLR."
+        "ReduceLROnPlateau.step() requires 'metrics', but every measurement of the training is "
+        "private; use a scheduler that counts epochs, such as StepLR or CosineAnnealingLR."
     )
 
 

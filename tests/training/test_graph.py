@@ -14,7 +14,7 @@ from torch import nn
 
 from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, Performance, Rule, fit, prepare
 from evenclip.models import cnn
-from evenclip.training.fit import result
+from evenclip.training.result import result
 
 COMPILED = Performance(compile=True)
 needs_compiler = pytest.mark.skipif(

@@ -601,20 +601,15 @@ def test_a_rule_that_clips_with_its_count_and_does_not_declare_it_is_refused(toy
 
 @dataclass(frozen=True)
 class SaysMore(Rule):
-    """Adds little noise, and says that it adds much: in `multipliers`, or when sigma is read for
-    the second time.
-    """
+    """A rule that states more noise every time its `multipliers` are read."""
 
     name: ClassVar[str] = "says more"
-    reads: ClassVar[list[float]] = []
-
-    @property
-    def sigma(self):
-        self.reads.append(0.1 if not self.reads else 100.0)
-        return self.reads[-1]
+    reads: ClassVar[list[int]] = []
+    sigma: float = 1.0
 
     def multipliers(self, t=0):
-        return {"gradient": 100.0}
+        self.reads.append(t)
+        return {"gradient": float(len(self.reads))}
 
     def sensitivity(self, now):
         return 1.0
@@ -631,9 +626,9 @@ def test_the_ledger_has_the_noise_that_is_added_whatever_the_rule_says(toy):
     SaysMore.reads.clear()
     run = prepare(toy.mlp(), toy.data(), rule=SaysMore(), batch_size=8, steps=2, seed=0)
     with run.listening():
-        run.update(run.step())
+        step = run.step()
     ((_, multiplier),) = run.ledger.entries[0].multipliers
-    assert multiplier == run.mechanism.noise["gradient"]
+    assert multiplier == step.mechanism.noise["gradient"]
 
 
 @dataclass(frozen=True)

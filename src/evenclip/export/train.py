@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 from evenclip import check, models
 from evenclip.audit import metrics
 from evenclip.comparison import protocol
+from evenclip.data import Dataset
 from evenclip.data.table import Tabled, table
 from evenclip.mechanism import accounting
 from evenclip.mechanism.calibration import calibrate
 from evenclip.rules import NO_EPSILON, Rule
 from evenclip.sweep.describe import describe_model, named_rule
 from evenclip.training.config import TrainConfig
-from evenclip.training.fit import Result, Session, fit_config
+from evenclip.training.fit import fit_config
+from evenclip.training.result import Result
+from evenclip.training.session import Session
 
 __all__ = ["Trained", "train"]
 
-BATCH_SIZE = 256
+BATCH_SIZE, EPOCHS = 256, 20
+# Settings of `TrainConfig` that `train` accepts; all others are options of the table.
+_SETTINGS = "delta", "epochs", "batch_size", "lr", "seed", "device"
 
 
 @dataclass(frozen=True)
@@ -78,39 +86,45 @@ def train(
         ValueError: the settings do not allow private training; the message says what to do.
     """
     check.positive(epsilon=epsilon)
-    lr, size = settings.pop("lr", None), settings.pop("batch_size", None)
-    given = {
-        name: settings.pop(name)
-        for name in ("delta", "epochs", "seed", "device")
-        if name in settings
-    }
-    config = TrainConfig(epochs=20, device="cpu").but(**given)
-    check.natural(epochs=config.epochs)
-    described, seed = _described(model), 0 if config.seed is None else config.seed
+    given = {name: settings.pop(name) for name in _SETTINGS if name in settings}
+    seed = 0 if given.get("seed") is None else given["seed"]
+    described = _described(model)
+    check.natural(epochs=given.get("epochs", EPOCHS))
     tabled = table(source, target=target, group=group, seed=seed, **settings)
-    data, encoder = tabled.splits.train, tabled.encoder
-    n, B = len(data), _batch_size(size, len(data))
-    delta = accounting.default_delta(n) if config.delta is None else config.delta
-    accounting.check_delta(delta)
-    steps = config.epochs * math.ceil(n / B)
-    private = calibrate(_rule(rule, data.K), epsilon=epsilon, delta=delta, q=B / n, steps=steps)
+    encoder = tabled.encoder
+    config = _config(rule, epsilon, given, tabled.splits.train)
     described["options"] |= {"inputs": len(encoder.features), "classes": len(encoder.classes)}
     start = models.TABULAR[described["name"]](**described["options"], seed=seed)
-    lr = (
-        protocol.STEP / protocol.expected_sensitivity(private, data.K, float(B))
-        if lr is None
-        else lr
-    )
-    config = config.but(rule=private, batch_size=B, lr=lr, delta=delta)
-    result = fit_config(start, data, config, Session(progress=progress))
+    result = fit_config(start, tabled.splits.train, config, Session(progress=progress))
     result = dataclasses.replace(result, model=result.model.cpu().eval())
-    test = tabled.splits.test
-    by_group = metrics.by_group(metrics.scores(result.model, test), test.y, test.group, test.K)
+    report = _report(result, tabled, epsilon)
+    return Trained(described, result, tabled, report, *_tested(result.model, tabled.splits.test))
+
+
+def _config(
+    rule: Rule | str, epsilon: float, given: Mapping[str, Any], data: Dataset
+) -> TrainConfig:
+    """Return the configuration with the noise that reaches ε on these training rows."""
+    lr, size, epochs = given.get("lr"), given.get("batch_size"), given.get("epochs", EPOCHS)
+    n, B = len(data), _batch_size(size, len(data))
+    delta = accounting.default_delta(n) if given.get("delta") is None else given["delta"]
+    accounting.check_delta(delta)
+    steps = epochs * math.ceil(n / B)
+    private = calibrate(_rule(rule, data.K), epsilon=epsilon, delta=delta, q=B / n, steps=steps)
+    if lr is None:
+        lr = protocol.STEP / protocol.expected_sensitivity(private, data.K, float(B))
+    chosen = {"rule": private, "batch_size": B, "lr": lr, "delta": delta, "epochs": epochs}
+    return TrainConfig(device="cpu").but(**{**given, **chosen})
+
+
+def _tested(model: nn.Module, test: Dataset) -> tuple[dict[str, float | None], dict[str, int]]:
+    """Return the accuracy and the number of test rows of each group."""
+    by_group = metrics.by_group(metrics.scores(model, test), test.y, test.group, test.K)
     accuracy = dict(zip(test.group_names, by_group["accuracy"], strict=True))
     support = {
         name: int(n or 0) for name, n in zip(test.group_names, by_group["support"], strict=True)
     }
-    return Trained(described, result, tabled, _report(result, tabled, epsilon), accuracy, support)
+    return accuracy, support
 
 
 def _described(model: str) -> dict[str, Any]:

@@ -39,7 +39,9 @@ from evenclip.rules import NO_EPSILON, RULES, Rule
 from evenclip.sklearn import inputs
 from evenclip.sklearn.search import TuningWarning, warn_of_a_search
 from evenclip.training.config import TrainConfig
-from evenclip.training.fit import Result, Session, fit_config
+from evenclip.training.fit import fit_config
+from evenclip.training.result import Result
+from evenclip.training.session import Session
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -16,7 +16,8 @@ from evenclip.audit import metrics
 from evenclip.data import Dataset
 from evenclip.sweep.describe import Loaded, load_data, make_model, make_rule
 from evenclip.sweep.spec import FORMAT, Spec, code
-from evenclip.training.fit import Result, prepare, result, train
+from evenclip.training.fit import prepare, train
+from evenclip.training.result import Result, result
 from evenclip.training.run import Run
 
 __all__ = ["Outcome", "prepared", "work"]

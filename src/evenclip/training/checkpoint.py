@@ -24,7 +24,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["Checkpoint", "CheckpointError", "latest", "load", "save"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "check_data",
+    "check_settings",
+    "latest",
+    "load",
+    "save",
+]
 
 FORMAT = 2
 _FILES = ("model.pt", "published.json", "secret.pt")
@@ -107,6 +115,42 @@ def load(path: Path) -> Checkpoint:
         for name in ("model.pt", "secret.pt")
     )
     return Checkpoint(model, published, secret)
+
+
+def check_settings(
+    path: Path, theirs: dict[str, Any], ours: dict[str, Any], *, same_seed: bool
+) -> None:
+    """Raise unless the checkpoint was written by a run with these settings and this seed.
+
+    The seeds themselves are secret and are not printed.
+    """
+    differences = [
+        f"{name}: {theirs.get(name)!r} there, {ours[name]!r} here"
+        for name in ours
+        if theirs.get(name) != ours[name]
+    ]
+    if not same_seed:
+        differences.append("seed: another one there")
+    if differences:
+        raise CheckpointError(
+            f"{path} belongs to another run ({'; '.join(differences)}). Resume with the settings "
+            "it was started with, or choose another folder."
+        )
+
+
+def check_data(path: Path, theirs: str | None, ours: str | None) -> None:
+    """Raise if the checkpoint was written by a run on other data.
+
+    Both arguments are fingerprints (`identity.mark`): of all rows or of some rows. Fingerprints of
+    different kinds cannot be compared; None is an unknown fingerprint.
+    """
+    if theirs is None or ours is None or theirs.split()[0] != ours.split()[0] or theirs == ours:
+        return
+    raise CheckpointError(
+        f"{path} belongs to a run on other data: a record or the order of records differs. Resume "
+        "with the data it was started with, or choose another folder; continuing with other data "
+        "would add the same noise to two datasets."
+    )
 
 
 def _manifest(path: Path) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,176 @@
+"""The batches of a run: drawn by a sampler, read from the data and cut into chunks."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evenclip.data import Dataset, Streamed
+from evenclip.data.dataset import Samples
+from evenclip.mechanism.sampling import Poisson, Sampler, Shuffled
+from evenclip.mechanism.settings import Settings
+from evenclip.training.config import Performance
+from evenclip.training.loss import targets
+from evenclip.training.processes import Processes
+from evenclip.training.step import Chunk
+
+if TYPE_CHECKING:
+    from evenclip.data.streamed import Feed
+
+__all__ = ["Batches"]
+
+
+class Batches:
+    """The batches of a run, step by step, with a dropout seed for each chunk.
+
+    Args:
+        data: the training data of this process.
+        settings: constants of the run.
+        performance: sizes of chunks and number of readers.
+        ranks: the processes that train together; each computes its share of a batch.
+        device: device of the model.
+        streams: random streams named "batches" and "dropout".
+
+    Attributes:
+        sampler: draws the indices of each batch. Secret.
+        dropout: seed that the seeds of all chunks are derived from. Secret.
+        rows: the records that this process holds.
+    """
+
+    def __init__(
+        self,
+        data: Dataset | Streamed,
+        settings: Settings,
+        performance: Performance,
+        ranks: Processes,
+        device: torch.device,
+        streams: dict[str, np.random.SeedSequence],
+    ) -> None:
+        self._data, self._settings, self._performance = data, settings, performance
+        self._ranks, self._device = ranks, device
+        self.rows = ranks.rows(len(data))
+        self.sampler = _sampler(settings, streams["batches"])
+        self.dropout = int(streams["dropout"].generate_state(1, np.uint64)[0] >> 1)
+        self._zeros = torch.zeros(0, dtype=torch.int64, device=device)
+        self._feed: Feed | None = None
+
+    @property
+    def q(self) -> float | None:
+        """The Poisson rate; None if the batches are not Poisson samples."""
+        return self.sampler.q
+
+    def next(self, t: int, state: Tensor) -> tuple[float, list[Chunk]]:
+        """Draw the batch of step t.
+
+        Args:
+            t: number of the step, from 0.
+            state: the rule's public state, for a rule that changes the loss.
+
+        Returns:
+            The public expected batch size B, and this process's share of the batch in chunks.
+        """
+        feed = self._reader(t)  # before the sampler moves on
+        batch = self.sampler.next()
+        B = self.sampler.expected_size(batch)
+        return B, self.chunks(self._ranks.share(batch, self.rows), t, state, feed)
+
+    def some(self, n: int, t: int, state: Tensor) -> Chunk:
+        """Return n arbitrary samples as one chunk, to trace a step and to compare results."""
+        rows = torch.arange(n) % min(len(self._data), 256)
+        return self._chunk(self._taken(rows), 0, t, state)
+
+    def chunks(self, batch: Tensor, t: int, state: Tensor, feed: Feed | None = None) -> list[Chunk]:
+        """Return these records in chunks of the size that `Performance` sets.
+
+        With sharded parameters all ranks take the same number of passes. A rank with fewer chunks
+        adds chunks of one padding row, which counts for nothing.
+        """
+        if feed is None:
+            source, rows = None, batch
+        else:
+            source, rows = feed.of(batch), torch.arange(len(batch))
+        size = self._performance.chunk
+        pieces = (rows,) if size is None or len(rows) <= size else torch.split(rows, size)
+        chunks = [
+            self._chunk(self._taken(piece, source), i, t, state)
+            for i, piece in enumerate(pieces)
+            if len(rows)
+        ]
+        if self._ranks.sharded:
+            missing = max(self._ranks.each(len(chunks))) - len(chunks)
+            chunks += [self._padding(len(chunks) + i, t, state) for i in range(missing)]
+        return chunks
+
+    def _padding(self, i: int, t: int, state: Tensor) -> Chunk:
+        """Return a chunk of one row that counts for nothing."""
+        padding = self._chunk(self._taken(torch.zeros(1, dtype=torch.int64)), i, t, state)
+        return padding._replace(real=torch.zeros(1, dtype=torch.bool, device=self._device))
+
+    def _taken(self, rows: Tensor, source: Samples | None = None) -> Samples:
+        """Return these rows of `source`, or of the whole data if it is None."""
+        if source is not None:
+            return source.take(rows.to(self._device))
+        in_memory = isinstance(self._data, Dataset)
+        return self._data.take(rows.to(self._device) if in_memory else rows)
+
+    def _chunk(self, samples: Samples, i: int, t: int, state: Tensor) -> Chunk:
+        """Return the samples as chunk i of step t."""
+        x, y, group = samples
+        if group is None:
+            group = self._zero_groups(len(y))
+        # Odd multipliers: every (step, chunk, rank) of a run has its own seed.
+        i = i * self._ranks.world + self._ranks.rank
+        seed = (self.dropout + 0x9E3779B97F4A7C15 * (t + 1) + 0xC2B2AE3D27D4EB4F * i) % 2**63
+        return Chunk(x, targets(self._settings.rule, y, group, state), group, None, seed)
+
+    def _zero_groups(self, rows: int) -> Tensor:
+        """Return group 0 for samples without groups.  # [row]"""
+        if rows > len(self._zeros):
+            self._zeros = torch.zeros(2 * rows, dtype=torch.int64, device=self._device)
+        return self._zeros.narrow(0, 0, rows)
+
+    # --- reading ahead ---
+
+    def _reader(self, t: int) -> Feed | None:
+        """Return the reader of the batches from step t on; None if the data are in memory.
+
+        It draws the same batches ahead from a copy of the sampler.
+        """
+        if isinstance(self._data, Dataset):
+            return None
+        if self._feed is None or t >= self._settings.steps:  # after T, one step at a time
+            self.close()
+            sampler = copy.deepcopy(self.sampler)
+            steps = range(max(1, self._settings.steps - t))
+            batches = (self._ranks.share(sampler.next(), self.rows) for _ in steps)
+            self._feed = self._data.ahead(batches, self._performance.readers)
+        return self._feed
+
+    def close(self) -> None:
+        """End the threads and processes that read ahead."""
+        if self._feed is not None:
+            self._feed.close()
+        self._feed = None
+
+    # --- checkpoints ---
+
+    def state(self) -> dict[str, Any]:
+        """Return the position in the random streams, for the checkpoint. Secret."""
+        return {"batches": self.sampler.state(), "dropout": self.dropout}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue from a state; other entries of the dictionary are ignored."""
+        self.close()
+        self.sampler.set_state(state["batches"])
+        self.dropout = state["dropout"]
+
+
+def _sampler(settings: Settings, seed: np.random.SeedSequence) -> Sampler:
+    """Return Poisson samples, or shuffled batches for a rule that is not private."""
+    if settings.q is None:
+        return Shuffled(settings.n, int(settings.B), seed)
+    return Poisson(settings.n, settings.q, settings.B, seed)

@@ -1,0 +1,176 @@
+"""Check what `fit` is given, before the first step: model, data, loss, rule and optimiser.
+
+The model passes over three records. The check either raises, or leaves everything unchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+
+from evenclip.data import Dataset, Streamed
+from evenclip.gradients.losses import Loss, per_sample
+from evenclip.gradients.plan import refuse_stateful
+from evenclip.gradients.tape import call
+from evenclip.rules import Rule
+from evenclip.training.config import Performance
+from evenclip.training.processes import Processes
+
+__all__ = ["check_data", "check_optimizer", "check_scheduler", "check_tape", "copy_to_device"]
+
+
+def copy_to_device(
+    model: nn.Module, device: str | torch.device | None
+) -> tuple[nn.Module, torch.device]:
+    """Return a copy of the model in training mode, and the device it is on.
+
+    Args:
+        model: the model to copy.
+        device: where to put the copy; None: where the model is.
+    """
+    parameter = next(model.parameters(), None)
+    if device is None:
+        device = "cpu" if parameter is None else parameter.device
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device is {device!r}; torch says: {error}") from error
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device is {str(place)!r} and torch {torch.__version__} finds no CUDA device; pass "
+            "device='cpu', or install a CUDA build of torch and its driver."
+        )
+    return copy.deepcopy(model).to(place).train(), place
+
+
+def check_data(
+    model: nn.Module, loss: Loss, data: Dataset | Streamed, rule: Rule, place: torch.device
+) -> Dataset | Streamed:
+    """Return the data; raise if this model, loss and rule cannot be trained on them.
+
+    For data that are read on demand, the labels are checked when they are read.
+    """
+    in_memory = isinstance(data, Dataset)
+    rows = torch.arange(min(3, len(data)), device=place if in_memory else "cpu")
+    samples = data.take(rows)
+    if rule.uses_groups and samples.group is None:
+        raise ValueError(
+            f"{rule.name} needs every sample's group and the data have none; pass (x, y, group), "
+            "or choose a rule that does not use group labels, such as DPSGDGlobalAdapt."
+        )
+    refuse_stateful(model)
+    with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), torch.no_grad():
+        output = _attempt(
+            f"The model does not take this input, of shape {_shapes(samples.x)}",
+            call, model, samples.x,
+        )  # fmt: skip
+        classes = _classes(output, loss, samples.y)
+        if classes is not None:
+            _check_labels(data.y if isinstance(data, Dataset) else samples.y, *classes)
+        _attempt(
+            f"The loss does not take the model's output, of shape {_shapes(output)}, with these "
+            f"targets, of shape {_shapes(samples.y)}",
+            per_sample(loss), output, samples.y,
+        )  # fmt: skip
+    return data if classes is None or isinstance(data, Dataset) else data.labelled(*classes)
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise if `optimizer.step` requires an argument, such as a closure."""
+    needed = _required(optimizer.step)
+    if needed is not None:
+        raise ValueError(
+            f"{type(optimizer).__name__}.step() requires {needed!r}, which would use the batch a "
+            "second time; use another optimizer, such as SGD or Adam."
+        )
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Raise if `scheduler.step` requires an argument, such as a metric; None is no scheduler."""
+    needed = None if scheduler is None else _required(scheduler.step)
+    if needed is not None:
+        raise ValueError(
+            f"{type(scheduler).__name__}.step() requires {needed!r}, but every measurement of the "
+            "training is private; use a scheduler that counts epochs, such as StepLR or "
+            "CosineAnnealingLR."
+        )
+
+
+def check_tape(rule: Rule, performance: Performance, ranks: Processes) -> None:
+    """Raise if a rule with its own tape claims a bound, or would not get whole batches."""
+    if rule.bounded and type(rule).tape is not Rule.tape:
+        raise ValueError(
+            f"{rule.name} takes its gradients in its own way (tape), so nothing bounds what one "
+            "record does; say bounded = False in its class. It will have no ε."
+        )
+    if not rule.bounded and performance.chunk is not None:
+        raise ValueError(f"{rule.name} needs the whole batch at once; leave chunk out.")
+    if type(rule).tape is not Rule.tape and ranks.world > 1:
+        raise ValueError(
+            f"{rule.name} needs the whole batch at once; train it in one process, without ranks."
+        )
+
+
+def _attempt(complaint: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return function(*arguments); raise the complaint with torch's message if it fails."""
+    try:
+        with warnings.catch_warnings():
+            # If a loss broadcasts targets [sample] against outputs [sample, 1], samples are mixed;
+            # torch only warns.
+            warnings.filterwarnings("error", message="Using a target size")
+            return function(*arguments)
+    except (RuntimeError, TypeError, IndexError, ValueError, UserWarning) as error:
+        raise ValueError(f"{complaint}; torch says: {error}") from error
+
+
+def _classes(output: Any, loss: Loss, y: Any) -> tuple[int, int] | None:
+    """Return the model's number of classes and the label that the loss ignores.
+
+    Return None if the targets are not class labels.
+    """
+    if not (loss is cross_entropy or isinstance(loss, nn.CrossEntropyLoss)):
+        return None
+    if not isinstance(output, Tensor) or output.ndim < 2 or y.is_floating_point():
+        return None
+    return output.shape[1], int(getattr(loss, "ignore_index", -100))
+
+
+def _check_labels(y: Tensor, outputs: int, ignored: int) -> None:
+    """Raise for class labels that the model has no output for."""
+    labels = y[y != ignored]
+    if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= outputs):
+        raise ValueError(
+            f"The labels run from {int(labels.min())} to {int(labels.max())} and the model has "
+            f"{outputs} outputs, for the labels 0 to {outputs - 1}; number the classes from 0, or "
+            "give the model more outputs."
+        )
+
+
+def _shapes(x: Any) -> str:
+    """Describe the shapes of inputs, outputs or targets, with the sample axis named."""
+    if isinstance(x, Tensor):
+        return f"[sample{''.join(f', {size}' for size in x.shape[1:])}] and dtype {x.dtype}"
+    if not isinstance(x, dict | tuple | list):
+        return f"a {type(x).__name__}"
+    items = x.items() if isinstance(x, dict) else enumerate(x)
+    return "; ".join(f"{name}: {_shapes(value)}" for name, value in items)
+
+
+def _required(function: Callable[..., Any]) -> str | None:
+    """Return the name of the first argument without a default; None if there is none."""
+    named = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    )
+    parameters = inspect.signature(function).parameters.values()
+    required = (p.name for p in parameters if p.kind in named and p.default is p.empty)
+    return next(required, None)

@@ -1,0 +1,82 @@
+"""The result of a training: the model, its privacy, and what was recorded.
+
+Three kinds of value are kept apart: values that may be published (model, ledger, the rule's state);
+values that only a checkpoint needs, which are secret (`evenclip.training.checkpoint`); and recorded
+values of training samples (trace, records), which are private.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from evenclip.data import Dataset
+from evenclip.mechanism import Ledger, statement
+from evenclip.mechanism.settings import Settings
+from evenclip.training.run import Run
+
+__all__ = ["Record", "Result", "result"]
+
+Record = dict[str, Any]  # what an observer returned, with the number of the step
+
+
+@dataclass(frozen=True)
+class Result:
+    """A trained model, its privacy, and what was recorded during training.
+
+    Attributes:
+        model: the trained copy. May be published.
+        settings: the public constants.
+        ledger: the releases. May be published.
+        state: the rule's final state: Z, or the C_k. May be published.
+        trace: one row per epoch; see `evenclip.training.trace`. Private.
+        records: what the observers returned, step by step. Private.
+        tf32: whether a GPU was allowed to round the operands of products.
+        uncovered: known uses of the data before training that ε does not cover.
+    """
+
+    model: nn.Module
+    settings: Settings
+    ledger: Ledger
+    state: Tensor
+    trace: list[dict[str, Any]] = field(repr=False)
+    records: list[Record] = field(repr=False)
+    tf32: bool = False
+    uncovered: tuple[str, ...] = ()
+
+    def epsilon(self, accountant: str = "pld", delta: float | None = None) -> float | None:
+        """Return ε at δ for releasing the model and all public values; None if none is valid."""
+        return statement.epsilon(self.settings, self.ledger, accountant, delta)
+
+    @cached_property
+    def privacy(self) -> dict[str, Any]:
+        """The privacy report; `evenclip.mechanism.statement.paragraph` returns it as text."""
+        return statement.report(
+            self.settings, self.ledger, self.trace, tf32=self.tf32, uncovered=self.uncovered
+        )
+
+
+def result(run: Run, records: Sequence[Record] = ()) -> Result:
+    """Close a run and return its result.
+
+    Args:
+        run: its model moves to the result; the run cannot be continued.
+        records: what observers returned.
+    """
+    run.close()
+    tf32 = run.performance.tf32 and run.device.type == "cuda"
+    uncovered = () if isinstance(run.data, Dataset) else run.data.uncovered
+    return Result(
+        run.model,
+        run.settings,
+        run.ledger,
+        run.state.cpu(),
+        run.trace.rows,
+        list(records),
+        tf32,
+        uncovered,
+    )
