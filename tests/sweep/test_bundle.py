@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from evenclip.sweep import Local, Store, carry_out, work, worker
-from evenclip.sweep.bundle import bundles, described
+from evenclip.sweep.bundle import bundles, make_task
 
 RULES = [{"name": name} for name in ("non-private", "dpsgd", "dpsgd-f")]
 
@@ -58,7 +58,7 @@ def last_events(task, store):
 
 def test_each_run_is_done_failed_or_busy(store, spec):
     done, bad, busy, foreign = spec(0), spec(1, lr=-1.0), spec(2), spec(3)
-    task = described([done, bad, busy, foreign])
+    task = make_task([done, bad, busy, foreign])
     task["hashes"][3] = "of other code"
     with store.claim(busy) as mine:
         assert mine
@@ -77,7 +77,7 @@ def test_a_run_is_prepared_once_and_not_at_all_if_it_is_stored(store, spec, monk
     prepared, prepare = [], work.prepared
     monkeypatch.setattr(work, "prepared", lambda run: (prepared.append(run.seed), prepare(run))[1])
     for _ in range(2):
-        assert last_events(described([spec(0), spec(1)]), store) == {
+        assert last_events(make_task([spec(0), spec(1)]), store) == {
             i: {"event": "done", "i": i} for i in (0, 1)
         }
     assert prepared == [0, 1]
@@ -92,7 +92,7 @@ def test_a_result_that_cannot_be_written_is_told_of_its_run(store, spec, monkeyp
         write(self, spec, *rest)
 
     monkeypatch.setattr(Store, "write", full)
-    events = last_events(described([spec(0), spec(1), spec(2)]), store)
+    events = last_events(make_task([spec(0), spec(1), spec(2)]), store)
     assert {i: event["event"] for i, event in events.items()} == {0: "done", 1: "failed", 2: "done"}
     assert "No space left" in events[1]["why"]
 

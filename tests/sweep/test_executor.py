@@ -14,7 +14,7 @@ import pytest
 from evenclip import compare
 from evenclip.cli import main
 from evenclip.sweep import Local, Ray, Slurm, carry_out
-from evenclip.sweep.executor import InHand, Tries
+from evenclip.sweep.executor import Assignment, Tries
 from evenclip.sweep.transfer import contents, unpacked
 
 FAILED = {"event": "failed", "i": 0, "why": "a sentence", "trace": "Traceback"}
@@ -22,13 +22,13 @@ FAILED = {"event": "failed", "i": 0, "why": "a sentence", "trace": "Traceback"}
 
 def test_a_run_is_tried_so_many_times_by_itself_and_then_reported(store, spec, progress):
     tries, run, other = Tries(store, progress, most=3), spec(0), spec(1)
-    hand = InHand({0: run, 1: other})
-    assert tries.heard(hand, {"event": "step", "i": 0, "t": 1}) == []
-    assert tries.heard(hand, FAILED) == [run]
-    assert tries.over(hand, "its node died") == [other]  # unfinished runs only
-    assert tries.heard(InHand({0: run}), FAILED) == [run]
+    assignment = Assignment({0: run, 1: other})
+    assert tries.process_event(assignment, {"event": "step", "i": 0, "t": 1}) == []
+    assert tries.process_event(assignment, FAILED) == [run]
+    assert tries.end_assignment(assignment, "its node died") == [other]  # unfinished runs only
+    assert tries.process_event(Assignment({0: run}), FAILED) == [run]
     assert progress.over == []
-    assert tries.over(InHand({0: run}), "its node died", "Ray's message") == []
+    assert tries.end_assignment(Assignment({0: run}), "its node died", "Ray's message") == []
     (failure,) = tries.failures
     assert (failure.spec, failure.why, failure.trace) == (run, "its node died", "Ray's message")
     assert progress.over == [(0, failure)]
@@ -38,7 +38,7 @@ def test_a_run_is_tried_so_many_times_by_itself_and_then_reported(store, spec, p
 def test_busy_is_not_a_failed_try(store, spec, progress):
     tries, run = Tries(store, progress, most=1), spec(0)
     for _ in range(5):
-        assert tries.heard(InHand({0: run}), {"event": "busy", "i": 0}) == [run]
+        assert tries.process_event(Assignment({0: run}), {"event": "busy", "i": 0}) == [run]
     assert tries.failures == []
 
 
@@ -46,15 +46,15 @@ def test_what_a_dead_worker_had_put_into_the_store_is_done(store, spec, progress
     run = spec(0)
     store.write(run, {}, {})
     tries = Tries(store, progress, most=3)
-    assert tries.over(InHand({0: run}), "its node died") == []
+    assert tries.end_assignment(Assignment({0: run}), "its node died") == []
     assert progress.over == [(0, None)]
 
 
 def test_what_is_said_of_a_run_that_is_over_changes_nothing(store, spec, progress):
     """A job that Slurm restarts repeats its events."""
-    tries, hand = Tries(store, progress, most=3), InHand({0: spec(0)})
+    tries, assignment = Tries(store, progress, most=3), Assignment({0: spec(0)})
     for _ in range(2):
-        assert tries.heard(hand, {"event": "done", "i": 0}) == []
+        assert tries.process_event(assignment, {"event": "done", "i": 0}) == []
     assert progress.over == [(0, None)]
 
 

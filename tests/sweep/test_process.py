@@ -10,13 +10,13 @@ import sys
 import pytest
 
 from evenclip.sweep import process
-from evenclip.sweep.bundle import described
+from evenclip.sweep.bundle import make_task
 
 
 def test_a_worker_answers_line_by_line_and_ends_with_its_input(store, spec):
     """Two tasks give one final event per run, and no other output."""
     tasks = [
-        described(specs) | {"root": str(store.root)}
+        make_task(specs) | {"root": str(store.root)}
         for specs in ([spec(0), spec(1)], [spec(2), spec(0)])
     ]
     worker = process.start()

@@ -100,13 +100,13 @@ def written(monkeypatch):
 @pytest.fixture
 def lost(monkeypatch):
     """Collect the unfinished runs of dead workers."""
-    specs, over = [], module.Tries.over
+    specs, over = [], module.Tries.end_assignment
 
-    def recorded(self, hand, *why):
-        specs.extend(hand.specs.values())
-        return over(self, hand, *why)
+    def recorded(self, assignment, *why):
+        specs.extend(assignment.specs.values())
+        return over(self, assignment, *why)
 
-    monkeypatch.setattr(module.Tries, "over", recorded)
+    monkeypatch.setattr(module.Tries, "end_assignment", recorded)
     return specs
 
 

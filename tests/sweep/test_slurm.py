@@ -10,7 +10,7 @@ import pytest
 
 from evenclip.sweep import RunsError, Slurm, carry_out
 from evenclip.sweep import slurm as module
-from evenclip.sweep.executor import InHand
+from evenclip.sweep.executor import Assignment
 
 pytest.importorskip("submitit")
 
@@ -112,7 +112,7 @@ def test_something_done_apart_that_fails_as_often_as_it_is_tried_is_said(slurm, 
 def test_a_line_that_was_cut_off_is_passed_over(tmp_path):
     """A job was killed while it wrote, and another continued the file."""
     path = tmp_path / "1.jsonl"
-    log = module._EventFile(InHand({}), path)
+    log = module._EventFile(Assignment({}), path)
     assert log.new_events() == []
     path.write_text('\n{"event": "step", "i": 0, "t": 1}\n{"event": "st')
     assert [event["t"] for event in log.new_events()] == [1]

@@ -14,10 +14,15 @@ import typer
 
 from evenclip.cli import files
 from evenclip.cli.executors import ExecutorOptions
-from evenclip.cli.options import DataOptions, grouped
+from evenclip.cli.options import DataDir, DataOptions, grouped
 from evenclip.cli.stops import kept
 
 __all__ = ["compare"]
+
+
+AllowPartial = Annotated[
+    bool, typer.Option("--allow-partial", help="Accept an incomplete copy of CelebA.")
+]
 
 
 @dataclass(frozen=True)
@@ -95,12 +100,8 @@ def compare(
     *,
     settings: CompareOptions,
     options: DataOptions,
-    allow_partial: Annotated[
-        bool, typer.Option("--allow-partial", help="Accept an incomplete copy of CelebA.")
-    ] = False,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with dataset files; default: $EVENCLIP_DATA.")
-    ] = None,
+    allow_partial: AllowPartial = False,
+    data_dir: DataDir = None,
     out: Annotated[Path | None, typer.Option(help="Folder for results.json and the runs.")] = None,
     runs: ExecutorOptions,
     as_json: Annotated[

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from evenclip.cli.options import DataDir
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -25,10 +27,7 @@ app = typer.Typer(invoke_without_command=True, add_completion=False)
 @app.callback()
 def datasets(
     context: typer.Context,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder with dataset files; default: $EVENCLIP_DATA."),
-    ] = None,
+    data_dir: DataDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the datasets: rows, groups, licence, availability, and how to get them.

@@ -15,7 +15,11 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-__all__ = ["DataOptions", "grouped"]
+__all__ = ["DataDir", "DataOptions", "grouped"]
+
+DataDir = Annotated[
+    Path | None, typer.Option(help="Folder with dataset files; default: $EVENCLIP_DATA.")
+]
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evenclip.cli.executors import ExecutorOptions
-from evenclip.cli.options import grouped
+from evenclip.cli.options import DataDir, grouped
 from evenclip.cli.stops import kept
 
 if TYPE_CHECKING:
@@ -41,9 +41,7 @@ class PaperOptions:
 
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu"
     out: Out = FOLDER
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with dataset files; default: $EVENCLIP_DATA.")
-    ] = None
+    data_dir: DataDir = None
 
 
 @app.command("list")

@@ -30,9 +30,9 @@ from evenclip.comparison.plan import (
 from evenclip.comparison.result import REFERENCE, Comparison
 from evenclip.comparison.source import check_groups, describe_data
 from evenclip.rules import Rule
-from evenclip.sweep import Executor, Local, Show, Silent, Store, carry_out
+from evenclip.sweep import Executor, Local, ProgressDisplay, Silent, Store, carry_out
 from evenclip.sweep.describe import load_data, make_model
-from evenclip.sweep.risk import looks
+from evenclip.sweep.risk import measure_risk
 from evenclip.sweep.store import default_root
 
 __all__ = ["compare"]
@@ -61,7 +61,7 @@ def compare(
     store: str | os.PathLike[str] | None = None,
     workers: int | None = None,
     on: Executor | None = None,
-    show: Show | None = None,
+    show: ProgressDisplay | None = None,
 ) -> Comparison:
     """Train the rules over the seeds, beside a non-private reference, and measure what privacy
     costs each group.
@@ -149,7 +149,7 @@ def compare(
         spec for spec, method in zip(specs, plan.methods, strict=False) if method.name != REFERENCE
     ]
     names = [method.name for method in plan.methods if method.name != REFERENCE]
-    return replace(found, risk=dict(zip(names, looks(private, kept, executor), strict=True)))
+    return replace(found, risk=dict(zip(names, measure_risk(private, kept, executor), strict=True)))
 
 
 def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from evenclip.comparison.protocol import LEARNING_RATES, Method, Protocol
 from evenclip.comparison.result import REFERENCE
 from evenclip.data import SOURCES, Dataset
 from evenclip.rules import NO_EPSILON, RULES, NonPrivate, Rule
-from evenclip.sweep import Executor, Show, Spec, Store, carry_out
+from evenclip.sweep import Executor, ProgressDisplay, Spec, Store, carry_out
 from evenclip.sweep.describe import Loaded, describe_model, describe_rule, named_rule
 
 __all__ = [
@@ -172,7 +172,7 @@ def choose_rates(
     seeds: Sequence[int],
     store: Store,
     executor: Executor,
-    show: Show,
+    show: ProgressDisplay,
 ) -> dict[int, float]:
     """Seed -> the reference's learning rate, chosen by accuracy on that seed's own validation rows.
 

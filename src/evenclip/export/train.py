@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +25,9 @@ from evenclip.training.session import Session
 
 __all__ = ["Trained", "train"]
 
-BATCH_SIZE, EPOCHS = 256, 20
-# Settings of `TrainConfig` that `train` accepts; all others are options of the table.
-_SETTINGS = "delta", "epochs", "batch_size", "lr", "seed", "device"
+BATCH_SIZE = 256
+# Settings that are those of `TrainConfig` unless the training rows determine them.
+_SETTINGS = "delta", "epochs", "seed", "device"
 
 
 @dataclass(frozen=True)
@@ -86,35 +85,34 @@ def train(
         ValueError: the settings do not allow private training; the message says what to do.
     """
     check.positive(epsilon=epsilon)
+    lr, size = settings.pop("lr", None), settings.pop("batch_size", None)
     given = {name: settings.pop(name) for name in _SETTINGS if name in settings}
-    seed = 0 if given.get("seed") is None else given["seed"]
-    described = _described(model)
-    check.natural(epochs=given.get("epochs", EPOCHS))
+    config = TrainConfig(epochs=20, device="cpu").but(**given)
+    check.natural(epochs=config.epochs)
+    described, seed = _described(model), 0 if config.seed is None else config.seed
     tabled = table(source, target=target, group=group, seed=seed, **settings)
-    encoder = tabled.encoder
-    config = _config(rule, epsilon, given, tabled.splits.train)
+    data, encoder = tabled.splits.train, tabled.encoder
+    config = _private(config.but(batch_size=_batch_size(size, len(data))), rule, epsilon, lr, data)
     described["options"] |= {"inputs": len(encoder.features), "classes": len(encoder.classes)}
     start = models.TABULAR[described["name"]](**described["options"], seed=seed)
-    result = fit_config(start, tabled.splits.train, config, Session(progress=progress))
+    result = fit_config(start, data, config, Session(progress=progress))
     result = dataclasses.replace(result, model=result.model.cpu().eval())
     report = _report(result, tabled, epsilon)
     return Trained(described, result, tabled, report, *_tested(result.model, tabled.splits.test))
 
 
-def _config(
-    rule: Rule | str, epsilon: float, given: Mapping[str, Any], data: Dataset
+def _private(
+    config: TrainConfig, rule: Rule | str, epsilon: float, lr: float | None, data: Dataset
 ) -> TrainConfig:
-    """Return the configuration with the noise that reaches ε on these training rows."""
-    lr, size, epochs = given.get("lr"), given.get("batch_size"), given.get("epochs", EPOCHS)
-    n, B = len(data), _batch_size(size, len(data))
-    delta = accounting.default_delta(n) if given.get("delta") is None else given["delta"]
+    """Return the configuration with the rule whose noise reaches ε on these training rows."""
+    n, B = len(data), config.batch_size
+    delta = accounting.default_delta(n) if config.delta is None else config.delta
     accounting.check_delta(delta)
-    steps = epochs * math.ceil(n / B)
+    steps = config.epochs * math.ceil(n / B)
     private = calibrate(_rule(rule, data.K), epsilon=epsilon, delta=delta, q=B / n, steps=steps)
     if lr is None:
         lr = protocol.STEP / protocol.expected_sensitivity(private, data.K, float(B))
-    chosen = {"rule": private, "batch_size": B, "lr": lr, "delta": delta, "epochs": epochs}
-    return TrainConfig(device="cpu").but(**{**given, **chosen})
+    return config.but(rule=private, lr=lr, delta=delta)
 
 
 def _tested(model: nn.Module, test: Dataset) -> tuple[dict[str, float | None], dict[str, int]]:

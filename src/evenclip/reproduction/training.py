@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenclip.sweep import Executor, Show
+from evenclip.sweep import Executor, ProgressDisplay
 
 __all__ = ["Training"]
 
@@ -32,4 +32,4 @@ class Training:
     data_dir: Path | None = None
     store: Path | None = None
     on: Executor | None = None
-    show: Show | None = None
+    show: ProgressDisplay | None = None

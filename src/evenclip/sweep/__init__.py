@@ -4,7 +4,7 @@ A `Spec` names a run; `describe` turns its data, model and rule into plain value
 the result, `store` keeps it, and an executor (`Local`, `Ray` or `Slurm`) distributes the runs.
 """
 
-from evenclip.sweep.executor import Executor, RunsError, Show, Silent, carry_out
+from evenclip.sweep.executor import Executor, ProgressDisplay, RunsError, Silent, carry_out
 from evenclip.sweep.local import Local
 from evenclip.sweep.ray import Ray
 from evenclip.sweep.slurm import Slurm
@@ -14,9 +14,9 @@ from evenclip.sweep.store import Store
 __all__ = [
     "Executor",
     "Local",
+    "ProgressDisplay",
     "Ray",
     "RunsError",
-    "Show",
     "Silent",
     "Slurm",
     "Spec",

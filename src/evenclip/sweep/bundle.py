@@ -25,7 +25,7 @@ from evenclip.sweep.store import Store
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["bundles", "described", "into", "opened", "ready", "work_on"]
+__all__ = ["bundles", "compute_all", "compute_into", "make_task", "prepare_worker", "read_task"]
 
 Say = Callable[..., None]
 Keep = Callable[[int, Spec, Mapping[str, Any], "Mapping[str, Tensor]"], None]
@@ -57,12 +57,12 @@ def _split(specs: Sequence[Spec], count: int) -> list[list[Spec]]:
     return [list(specs[first:end]) for first, end in pairwise(ends)]
 
 
-def described(specs: Sequence[Spec]) -> dict[str, Any]:
+def make_task(specs: Sequence[Spec]) -> dict[str, Any]:
     """Return the task for a worker."""
     return {"specs": [spec.to_json() for spec in specs], "hashes": [spec.hash for spec in specs]}
 
 
-def opened(
+def read_task(
     task: Mapping[str, Any], say: Say, other: str, place: Callable[[Spec], Spec] = lambda spec: spec
 ) -> dict[int, Spec]:
     """Return the runs of a task by number, with their files placed by `place`.
@@ -79,7 +79,7 @@ def opened(
     return specs
 
 
-def into(store: Store, todo: Mapping[int, Spec], say: Say) -> None:
+def compute_into(store: Store, todo: Mapping[int, Spec], say: Say) -> None:
     """Run every spec that is neither claimed nor stored; write the results to the store."""
 
     def keep(i: int, spec: Spec, result: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
@@ -96,10 +96,10 @@ def into(store: Store, todo: Mapping[int, Spec], say: Say) -> None:
                     say(event="done", i=i)
                 else:
                     mine[i] = spec
-        work_on(mine, keep, say)
+        compute_all(mine, keep, say)
 
 
-def ready(threads: int) -> None:
+def prepare_worker(threads: int) -> None:
     """Prepare this process as a worker: set its threads and ignore warnings.
 
     The driver has already shown the warnings.
@@ -112,14 +112,14 @@ def ready(threads: int) -> None:
     warnings.simplefilter("ignore")
 
 
-def work_on(todo: Mapping[int, Spec], keep: Keep, say: Say) -> None:
+def compute_all(todo: Mapping[int, Spec], keep: Keep, say: Say) -> None:
     """Carry out these runs one after the other."""
     for i, spec in todo.items():
         with _reported(say, i):
-            _work_on_run(i, spec, keep, say)
+            _compute_one(i, spec, keep, say)
 
 
-def _work_on_run(i: int, spec: Spec, keep: Keep, say: Say) -> None:
+def _compute_one(i: int, spec: Spec, keep: Keep, say: Say) -> None:
     from evenclip.sweep.work import work
 
     result, weights = work(spec, lambda t: say(event="step", i=i, t=t))

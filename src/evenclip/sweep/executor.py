@@ -18,11 +18,11 @@ from evenclip.sweep.store import Store
 
 __all__ = [
     "TRIES",
+    "Assignment",
     "Executor",
     "Failure",
-    "InHand",
+    "ProgressDisplay",
     "RunsError",
-    "Show",
     "Silent",
     "Tries",
     "carry_out",
@@ -74,7 +74,7 @@ def _traces(failures: Sequence[Failure], store: Store) -> Path | None:
     return path
 
 
-class Show(Protocol):
+class ProgressDisplay(Protocol):
     """Receiver of progress events."""
 
     def planned(self, runs: int) -> None:
@@ -112,7 +112,9 @@ class Executor(Protocol):
     def check_device(self, device: str) -> None:
         """Raise a ValueError if runs on this device cannot be carried out."""
 
-    def carry_out(self, specs: Sequence[Spec], store: Store, show: Show) -> list[Failure]:
+    def carry_out(
+        self, specs: Sequence[Spec], store: Store, show: ProgressDisplay
+    ) -> list[Failure]:
         """Write the results of these missing runs to the store; return the failures."""
 
     def map_processes(self, work: Callable[[S], T], items: Sequence[S]) -> Iterator[tuple[int, T]]:
@@ -120,7 +122,7 @@ class Executor(Protocol):
 
 
 def carry_out(
-    specs: Sequence[Spec], store: Store, show: Show, executor: Executor
+    specs: Sequence[Spec], store: Store, show: ProgressDisplay, executor: Executor
 ) -> list[dict[str, Any]]:
     """Return the results of these runs in order, computing those that are not in the store.
 
@@ -137,7 +139,7 @@ def carry_out(
 
 
 @dataclass
-class InHand:
+class Assignment:
     """The unfinished runs of a worker by number in its bundle, and which of them have begun."""
 
     specs: dict[int, Spec]
@@ -151,24 +153,24 @@ class Tries:
     the others can still succeed. A run is therefore retried on its own.
     """
 
-    def __init__(self, store: Store, show: Show, most: int) -> None:
+    def __init__(self, store: Store, show: ProgressDisplay, most: int) -> None:
         self._store, self._show, self._most = store, show, most
         self._failed: Counter[str] = Counter()
         self.failures: list[Failure] = []
 
-    def heard(self, hand: InHand, event: Mapping[str, Any]) -> list[Spec]:
+    def process_event(self, assignment: Assignment, event: Mapping[str, Any]) -> list[Spec]:
         """Process an event of a worker (see `sweep.bundle`); return the runs to retry."""
         i = event["i"]
-        if i not in hand.specs:  # from a job that Slurm restarted, about a finished run
+        if i not in assignment.specs:  # from a job that Slurm restarted, about a finished run
             return []
-        spec = hand.specs[i]
-        if i not in hand.begun:  # a run's time starts with its first event
-            hand.begun.add(i)
+        spec = assignment.specs[i]
+        if i not in assignment.begun:  # a run's time starts with its first event
+            assignment.begun.add(i)
             self._show.started(spec)
         if event["event"] == "step":
             self._show.step(spec, event["t"])
             return []
-        del hand.specs[i]
+        del assignment.specs[i]
         if event["event"] == "busy":  # another command is computing it: retry later
             return [spec]
         if event["event"] == "failed":
@@ -176,21 +178,21 @@ class Tries:
         self._show.ended(spec, None)
         return []
 
-    def over(self, hand: InHand, why: str, trace: str = "") -> list[Spec]:
+    def end_assignment(self, assignment: Assignment, why: str, trace: str = "") -> list[Spec]:
         """Handle the end of a worker; return the runs to retry.
 
         Its unfinished runs failed, except those whose results are in the store.
         """
         retry = []
-        for spec in hand.specs.values():
+        for spec in assignment.specs.values():
             if self._store.has(spec):
                 self._show.ended(spec, None)
             else:
                 retry += self._count(Failure(spec, why, trace))
-        hand.specs.clear()
+        assignment.specs.clear()
         return retry
 
-    def there(self, specs: Sequence[Spec]) -> list[Spec]:
+    def missing(self, specs: Sequence[Spec]) -> list[Spec]:
         """Return the runs not in the store; another command has computed the others."""
         for spec in specs:
             if self._store.has(spec):

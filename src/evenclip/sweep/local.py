@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from evenclip import check
-from evenclip.sweep.bundle import bundles, described
-from evenclip.sweep.executor import Failure, InHand, Show, Tries
+from evenclip.sweep.bundle import bundles, make_task
+from evenclip.sweep.executor import Assignment, Failure, ProgressDisplay, Tries
 from evenclip.sweep.pool import map_processes
 from evenclip.sweep.process import Process, close, cores, end, start
 from evenclip.sweep.spec import Spec
@@ -56,7 +56,9 @@ class Local:
         if torch.device(device).type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"Device {device!r} is not available on this machine; use 'cpu'.")
 
-    def carry_out(self, specs: Sequence[Spec], store: Store, show: Show) -> list[Failure]:
+    def carry_out(
+        self, specs: Sequence[Spec], store: Store, show: ProgressDisplay
+    ) -> list[Failure]:
         """Carry out these runs; return the failures."""
         size = self.workers or cores()
         return _Pool(store, show, size).carry_out(bundles(specs, size))
@@ -69,7 +71,7 @@ class Local:
 class _Pool:
     """A pool of worker processes."""
 
-    def __init__(self, store: Store, show: Show, size: int) -> None:
+    def __init__(self, store: Store, show: ProgressDisplay, size: int) -> None:
         self._store, self._size = store, size
         self._tries = Tries(store, show, most=1)
         self._events: queue.Queue[tuple[_Worker, dict[str, Any]]] = queue.Queue()
@@ -82,14 +84,14 @@ class _Pool:
         try:
             for worker in workers:
                 self._next(worker, waiting)
-            while any(worker.hand.specs for worker in workers):
+            while any(worker.assignment.specs for worker in workers):
                 worker, event = self._events.get()
-                if not worker.hand.specs:
+                if not worker.assignment.specs:
                     continue
                 self._process(worker, event, waiting)
                 if event["event"] == "died" and waiting:
                     workers.append(worker := _Worker(self._events, start()))
-                if not worker.hand.specs:
+                if not worker.assignment.specs:
                     self._next(worker, waiting)
         finally:
             for worker in workers:
@@ -99,7 +101,7 @@ class _Pool:
     def _next(self, worker: _Worker, waiting: deque[Sequence[Spec]]) -> None:
         """Give the worker the next bundle, if there is one."""
         while waiting:
-            todo = self._tries.there(waiting.popleft())
+            todo = self._tries.missing(waiting.popleft())
             if todo:
                 worker.take(todo, self._store)
                 return
@@ -109,9 +111,9 @@ class _Pool:
     ) -> None:
         """Process an event of a worker."""
         if event["event"] == "died":
-            self._tries.over(worker.hand, event["why"])
+            self._tries.end_assignment(worker.assignment, event["why"])
             return
-        retry = self._tries.heard(worker.hand, event)
+        retry = self._tries.process_event(worker.assignment, event)
         if retry:
             waiting.append(retry)
             time.sleep(0.2)
@@ -123,7 +125,7 @@ class _Worker:
     def __init__(
         self, events: queue.Queue[tuple[_Worker, dict[str, Any]]], process: Process
     ) -> None:
-        self.hand, self._process = InHand({}), process
+        self.assignment, self._process = Assignment({}), process
         self._events, self._errors = events, deque[str](maxlen=20)
         self._readers = [
             threading.Thread(target=t, daemon=True) for t in (self._read_events, self._read_errors)
@@ -133,16 +135,16 @@ class _Worker:
 
     def take(self, specs: Sequence[Spec], store: Store) -> None:
         """Send the worker a bundle of runs."""
-        self.hand = InHand(dict(enumerate(specs)))
+        self.assignment = Assignment(dict(enumerate(specs)))
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it died; the reader reports that
-            task = described(specs) | {"root": str(store.root.resolve())}
+            task = make_task(specs) | {"root": str(store.root.resolve())}
             self._process.stdin.write(json.dumps(task) + "\n")
             self._process.stdin.flush()
 
     def stop(self) -> None:
         """End the process; kill it if it has unfinished runs."""
-        end(self._process, at_once=bool(self.hand.specs))
+        end(self._process, at_once=bool(self.assignment.specs))
         for thread in self._readers:
             thread.join()
         close(self._process)

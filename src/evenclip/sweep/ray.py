@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from evenclip import check
-from evenclip.sweep.bundle import bundles, described, opened, ready, work_on
-from evenclip.sweep.executor import TRIES, Failure, InHand, Show, Tries
+from evenclip.sweep.bundle import bundles, compute_all, make_task, prepare_worker, read_task
+from evenclip.sweep.executor import TRIES, Assignment, Failure, ProgressDisplay, Tries
 from evenclip.sweep.spec import Spec
 from evenclip.sweep.store import Store
 from evenclip.sweep.transfer import contents, unpacked
@@ -72,7 +72,9 @@ class Ray:
                 "--gpus-per-run, such as 0.2 for five runs per GPU."
             )
 
-    def carry_out(self, specs: Sequence[Spec], store: Store, show: Show) -> list[Failure]:
+    def carry_out(
+        self, specs: Sequence[Spec], store: Store, show: ProgressDisplay
+    ) -> list[Failure]:
         """Carry out these runs; return the failures."""
         with self._cluster() as ray:
             slots = self._slots(ray)
@@ -110,11 +112,11 @@ class Ray:
         task = ray.remote(_carry_out).options(
             num_cpus=self.cpus, num_gpus=self.gpus, max_retries=0, num_returns="streaming"
         )
-        pending = dict[Any, InHand]()
+        pending = dict[Any, Assignment]()
 
         def submit(bundle: Sequence[Spec]) -> None:
-            reference = task.remote(described(bundle), files, self.cpus)
-            pending[reference] = InHand(dict(enumerate(bundle)))
+            reference = task.remote(make_task(bundle), files, self.cpus)
+            pending[reference] = Assignment(dict(enumerate(bundle)))
 
         try:
             for bundle in work:
@@ -260,20 +262,20 @@ def _reachable(address: str) -> None:
 
 
 def _next_event(
-    ray: Any, task: Any, pending: dict[Any, InHand], tries: Tries, store: Store
+    ray: Any, task: Any, pending: dict[Any, Assignment], tries: Tries, store: Store
 ) -> list[Spec]:
     """Process the next event of a task; return the runs to retry."""
-    hand = pending[task]
+    assignment = pending[task]
     try:
         event = ray.get(next(task))
     except StopIteration:
-        return tries.over(pending.pop(task), "its task ended without a result")
+        return tries.end_assignment(pending.pop(task), "its task ended without a result")
     except ray.exceptions.RayError as error:
-        return tries.over(pending.pop(task), *_reason(ray, error))
-    if event["event"] == "found":
-        store.write(hand.specs[event["i"]], event["result"], _weights(event["weights"]))
+        return tries.end_assignment(pending.pop(task), *_reason(ray, error))
+    if event["event"] == "result":
+        store.write(assignment.specs[event["i"]], event["result"], _weights(event["weights"]))
         return []
-    return tries.heard(hand, event)
+    return tries.process_event(assignment, event)
 
 
 def _reason(ray: Any, error: Exception) -> tuple[str, str]:
@@ -299,7 +301,7 @@ def _weights(packed: bytes) -> dict[str, Any]:
 
 
 def _carry_out(task: Mapping[str, Any], files: Files, threads: int) -> Iterator[dict[str, Any]]:
-    """Carry out a bundle; yield its events, and {"event": "found", ...} with each result.
+    """Carry out a bundle; yield its events, and {"event": "result", ...} with each result.
 
     A separate thread computes the runs, so that events are sent meanwhile.
     """
@@ -325,21 +327,21 @@ def _work(task: Mapping[str, Any], files: Files, threads: int, say: Callable[...
     def keep(i: int, spec: Spec, result: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
         del spec
         packed = save({name: tensor.contiguous().cpu() for name, tensor in weights.items()})
-        say(event="found", i=i, result=dict(result), weights=packed)
+        say(event="result", i=i, result=dict(result), weights=packed)
 
-    ready(threads)
+    prepare_worker(threads)
     other = (
         "evenclip, torch, numpy, pandas or scikit-learn has another version on "
         f"{platform.node()}; install the same versions on every node of the Ray cluster"
     )
     with tempfile.TemporaryDirectory(prefix="evenclip-") as folder:
-        todo = opened(task, say, other, lambda spec: unpacked(spec, _sent(files), Path(folder)))
-        work_on(todo, keep, say)
+        todo = read_task(task, say, other, lambda spec: unpacked(spec, _sent(files), Path(folder)))
+        compute_all(todo, keep, say)
 
 
 def _once(work: Callable[[S], T], item: S, files: Files, threads: int) -> T:
     """Return work(item); if the item is a run, unpack its files first."""
-    ready(threads)
+    prepare_worker(threads)
     with tempfile.TemporaryDirectory(prefix="evenclip-") as folder:
         local: Any = unpacked(item, _sent(files), Path(folder)) if isinstance(item, Spec) else item
         return work(local)

@@ -15,18 +15,20 @@ from evenclip.sweep.pool import write_whole
 from evenclip.sweep.spec import Spec
 from evenclip.sweep.store import Store
 
-__all__ = ["LOOKS", "looks"]
+__all__ = ["MEASUREMENTS", "measure_risk"]
 
-LOOKS = 20
+MEASUREMENTS = 20
 """Approximate number of measurements of a run."""
 
 # Maximum number of samples per group.
 _SAMPLE = 1024
 
-Look = dict[str, Any]  # t; dir and mag by group, None if unknown
+Measurement = dict[str, Any]  # t; dir and mag by group, None if unknown
 
 
-def looks(specs: Sequence[Spec], store: Store, executor: Executor) -> list[list[Look]]:
+def measure_risk(
+    specs: Sequence[Spec], store: Store, executor: Executor
+) -> list[list[Measurement]]:
     """Return the measurements of every run, computing those that are not in the store."""
     folder = store.root / "risk"
     folder.mkdir(parents=True, exist_ok=True)
@@ -37,14 +39,14 @@ def looks(specs: Sequence[Spec], store: Store, executor: Executor) -> list[list[
     return [json.loads(path.read_text()) for path in paths]
 
 
-def _measure(spec: Spec) -> list[Look]:
+def _measure(spec: Spec) -> list[Measurement]:
     """Train a run and return its measurements."""
     from evenclip.audit import RiskTerms
     from evenclip.sweep.work import prepared
     from evenclip.training.fit import train
 
     _, run = prepared(spec)
-    every = max(1, run.settings.steps // LOOKS)
+    every = max(1, run.settings.steps // MEASUREMENTS)
     risk = RiskTerms(run.data, spec.lr, every=every, probes=0, sample=_SAMPLE, seed=spec.seed)
     return [
         {"t": record["t"]}

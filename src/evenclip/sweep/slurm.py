@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from evenclip import check
-from evenclip.sweep.bundle import bundles, described, into, opened, ready
-from evenclip.sweep.executor import TRIES, Failure, InHand, Show, Tries
+from evenclip.sweep.bundle import bundles, compute_into, make_task, prepare_worker, read_task
+from evenclip.sweep.executor import TRIES, Assignment, Failure, ProgressDisplay, Tries
 from evenclip.sweep.spec import Spec
 from evenclip.sweep.store import Store, default_root
 
@@ -78,7 +78,9 @@ class Slurm:
                 "--gpus-per-run 1."
             )
 
-    def carry_out(self, specs: Sequence[Spec], store: Store, show: Show) -> list[Failure]:
+    def carry_out(
+        self, specs: Sequence[Spec], store: Store, show: ProgressDisplay
+    ) -> list[Failure]:
         """Carry out these runs; return the failures."""
         work = bundles(specs, self.jobs)
         with _Site(self, store.root) as site:
@@ -121,10 +123,11 @@ def _sweep(
 
     def submit(bundles: Sequence[Sequence[Spec]]) -> None:
         logs = [
-            _EventFile(InHand(dict(enumerate(bundle))), site.path(".jsonl")) for bundle in bundles
+            _EventFile(Assignment(dict(enumerate(bundle))), site.path(".jsonl"))
+            for bundle in bundles
         ]
         tasks = [
-            (described(bundle) | {"root": root}, str(log.path), site.config.cpus)
+            (make_task(bundle) | {"root": root}, str(log.path), site.config.cpus)
             for bundle, log in zip(bundles, logs, strict=True)
         ]
         pending.update(zip(site.submit(_carry_out, tasks), logs, strict=True))
@@ -134,18 +137,18 @@ def _sweep(
         ended, retry = site.ended(list(pending)), list[Spec]()
         for job, log in list(pending.items()):
             for event in log.new_events():
-                unfinished = tries.heard(log.hand, event)
+                unfinished = tries.process_event(log.assignment, event)
                 if event["event"] == "busy":
                     later = time.monotonic() + _RETRY
                     busy.update({spec.hash: (spec, later) for spec in unfinished})
                 else:
                     retry += unfinished
             if job in ended:
-                retry += tries.over(pending.pop(job).hand, job.why, job.trace)
+                retry += tries.end_assignment(pending.pop(job).assignment, job.why, job.trace)
         for name, (spec, when) in list(busy.items()):
             if store.has(spec) or time.monotonic() > when:
                 del busy[name]
-                retry += tries.there([spec])
+                retry += tries.missing([spec])
         if retry:
             submit([[spec] for spec in retry])
     return tries.failures
@@ -155,7 +158,7 @@ def _sweep(
 class _EventFile:
     """The file of a job's events, and how far it was read."""
 
-    hand: InHand
+    assignment: Assignment
     path: Path
     read: int = 0
 
@@ -325,7 +328,7 @@ def _executor(config: Slurm, folder: Path) -> Any:
 
 def _carry_out(task: Mapping[str, Any], path: str, threads: int) -> None:
     """Carry out a bundle; write results to the store and events to the file."""
-    ready(threads)
+    prepare_worker(threads)
     other = (
         "evenclip, torch, numpy, pandas or scikit-learn has another version on "
         f"{platform.node()} than where the command was started; install the same versions"
@@ -336,9 +339,9 @@ def _carry_out(task: Mapping[str, Any], path: str, threads: int) -> None:
         def say(**event: Any) -> None:
             out.write(json.dumps(event) + "\n")
 
-        into(Store(task["root"]), opened(task, say, other), say)
+        compute_into(Store(task["root"]), read_task(task, say, other), say)
 
 
 def _once(work: Callable[[S], T], item: S, threads: int) -> T:
-    ready(threads)
+    prepare_worker(threads)
     return work(item)

@@ -19,9 +19,9 @@ def main() -> None:
     """Carry out tasks until the input ends."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # other output must not mix with the events
-    from evenclip.sweep.bundle import ready
+    from evenclip.sweep.bundle import prepare_worker
 
-    ready(int(os.environ.get("EVENCLIP_THREADS", "1")))
+    prepare_worker(int(os.environ.get("EVENCLIP_THREADS", "1")))
 
     def say(**event: Any) -> None:
         out.write(json.dumps(event) + "\n")
@@ -34,12 +34,12 @@ def main() -> None:
 
 def carry_out(task: dict[str, Any], say: Callable[..., None]) -> None:
     """Carry out one bundle and write its results to the store."""
-    from evenclip.sweep.bundle import into, opened
+    from evenclip.sweep.bundle import compute_into, read_task
     from evenclip.sweep.store import Store
 
-    into(
+    compute_into(
         Store(task["root"]),
-        opened(task, say, "the package changed while the command ran; start the command again"),
+        read_task(task, say, "the package changed while the command ran; start the command again"),
         say,
     )
 
