@@ -7,6 +7,7 @@ import json
 import pytest
 
 from evenclip.cli import main
+from evenclip.data import SOURCES
 from evenclip.report.page import page
 
 QUICK = ("toy", "--epochs", "1", "--model", "linear", "--lr", "0.1", "--workers", "1")
@@ -64,8 +65,8 @@ BAD = {
         "--group",
         "g",
     ),
-    "evenclip: There is no dataset 'adlut'; choose among adult, dutch, mnist, celeba, digits, "
-    "toy, or give a file.": ("adlut",),
+    f"evenclip: There is no dataset 'adlut'; choose among {', '.join(SOURCES)}, or give a table or "
+    "your own dataset (my_data.py:name).": ("adlut",),
     "evenclip: epsilon is 0.0; it must be a finite number above 0.": (*QUICK, "--epsilon", "0"),
     "evenclip: seeds is 0; it must be a whole number of at least 1.": (*QUICK, "--seeds", "0"),
     "evenclip: --rules is empty; give names separated by commas, or leave it out for all five.": (

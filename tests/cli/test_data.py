@@ -64,8 +64,8 @@ def test_json_has_everything(capsys, tmp_path):
     assert status == 0
     assert facts["data_directory"] == str(tmp_path)
     assert [dataset["name"] for dataset in facts["datasets"]] == list(SOURCES)
-    here = [dataset["here"] for dataset in facts["datasets"]]
-    assert here == [True, False, False, False, True, True]
+    here = {dataset["name"]: dataset["here"] for dataset in facts["datasets"]}
+    assert here == {name: not source.files for name, source in SOURCES.items()}
     mnist = facts["datasets"][2]
     assert mnist["pair"] == ["2", "8"]
     assert mnist["files"][0] == {

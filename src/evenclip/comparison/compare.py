@@ -67,8 +67,9 @@ def compare(
     costs each group.
 
     Args:
-        data: a name of the catalogue ("adult"); a CSV, TSV, Parquet or Feather file or a DataFrame,
-            with `target` and `group`; or `Splits` of our datasets.
+        data: a name of the catalogue ("adult"); your own dataset ("my_data.py:faces", a function
+            of the seed that returns `Splits`, or a `Source`); a CSV, TSV, Parquet or Feather file
+            or a DataFrame, with `target` and `group`; or `Splits`.
         rules: names, rules with their settings, or "file.py:Class"; all five unless given. The
             non-private reference is always trained.
         seeds: how many, from 0, or which.
@@ -113,7 +114,8 @@ def compare(
     check_groups(train, loaded.splits.test)
     plan = choose_protocol(described, train, rules, match)
     plan = adjusted(plan, epochs, batch_size, delta, lr, model, len(train))
-    plan, skipped = suited(*paced(plan, len(train), "name" in described), train)
+    named = "name" in described or "dataset" in described
+    plan, skipped = suited(*paced(plan, len(train), named), train)
     if epsilon is not None:
         check.positive(epsilon=epsilon)
         plan = calibrated(plan, epsilon, len(train))

@@ -14,10 +14,17 @@ from evenclip.comparison import protocol
 from evenclip.comparison.presets import PUBLISHED
 from evenclip.comparison.protocol import LEARNING_RATES, Method, Protocol
 from evenclip.comparison.result import REFERENCE
-from evenclip.data import SOURCES, Dataset
+from evenclip.data import Dataset
 from evenclip.rules import NO_EPSILON, RULES, NonPrivate, Rule
 from evenclip.sweep import Executor, ProgressDisplay, Spec, Store, carry_out
-from evenclip.sweep.describe import Loaded, describe_model, describe_rule, named_rule
+from evenclip.sweep.describe import (
+    Loaded,
+    default_model,
+    describe_model,
+    describe_rule,
+    find_source,
+    named_rule,
+)
 
 __all__ = [
     "adjusted",
@@ -41,11 +48,11 @@ def choose_protocol(
     described: Mapping[str, Any], train: Dataset, rules: Sequence[str | Rule] | None, match: bool
 ) -> Protocol:
     """The settings of every rule, reference first."""
-    name = described.get("name", "")
-    published, source = PUBLISHED.get(name), SOURCES.get(name)
+    published = PUBLISHED.get(described.get("name", ""))
     base = protocol.for_table(train.K) if published is None else published
-    if published is None and source is not None and source.model is not None:
-        base = replace(base, model=dict(source.model))
+    model = default_model(described, train) if published is None else None
+    if model is not None:
+        base = replace(base, model=model)
     base = (
         base.only([m.name for m in base.methods if m.rule.bounded])
         if rules is None
@@ -189,7 +196,7 @@ def choose_rates(
         pair: result["validation"]["overall"]["accuracy"]
         for pair, result in zip(pairs, carry_out(tries, store, show, executor), strict=True)
     }
-    source = SOURCES.get(described.get("name", ""))
+    source = find_source(described)
     return best_rates(accuracy, seeds, shared=source is not None and source.fixed_test)
 
 

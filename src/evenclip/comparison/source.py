@@ -9,7 +9,14 @@ from typing import Any
 
 from evenclip.data import SOURCES, Dataset, Source, Splits, data_directory
 from evenclip.sweep import Store
-from evenclip.sweep.describe import describe_file, file_sizes, save_splits
+from evenclip.sweep.describe import (
+    NO_DATASET,
+    describe_dataset,
+    describe_file,
+    file_sizes,
+    find_source,
+    save_splits,
+)
 
 __all__ = ["check_groups", "describe_data"]
 
@@ -25,10 +32,16 @@ def describe_data(
         data = _written(data, store.root / "data")
     if not isinstance(data, (str, os.PathLike)):
         raise TypeError(
-            f"data is of type {type(data).__name__}; give the name of a dataset, a file, a "
-            "DataFrame, or Splits."
+            f"data is of type {type(data).__name__}; give the name of a dataset, a file, "
+            "file.py:name for your own dataset, a DataFrame, or Splits."
         )
+    if ".py:" in str(data):
+        return _custom(str(data), target, group, options, data_dir)
     path = Path(data)
+    if path.suffix == ".py":
+        raise ValueError(
+            f"{path} is a Python file; name the dataset that it defines, as in {path}:name."
+        )
     if path.suffix or path.exists():
         return _table(path, target, group, options)
     return _named(str(data), target, group, options, data_dir)
@@ -40,28 +53,47 @@ def _named(
 ) -> dict[str, Any]:  # fmt: skip
     """A dataset of the catalogue as plain values."""
     if name not in SOURCES:
-        raise ValueError(
-            f"There is no dataset {name!r}; choose among {', '.join(SOURCES)}, or give a file."
-        )
+        raise ValueError(NO_DATASET.format(name, ", ".join(SOURCES)))
+    options = _chosen(SOURCES[name], name, target, group, options)
+    directory = data_directory(None if data_dir is None else Path(data_dir))
+    sizes = file_sizes({"name": name}, directory)  # of partial or other copies
+    where = {} if directory is None else {"directory": str(directory.resolve())}
+    return {"name": name, "options": options, "files": sizes, **where}
+
+
+def _custom(
+    given: str, target: str | None, group: str | Sequence[str] | None, options: dict[str, Any],
+    data_dir: str | os.PathLike[str] | None,
+) -> dict[str, Any]:  # fmt: skip
+    """A dataset of the user's own Python file as plain values."""
+    path, _, name = given.rpartition(":")
+    source = find_source({"dataset": name, **describe_file(path)})
+    assert source is not None
+    options = _chosen(source, given, target, group, options)
+    directory = data_directory(None if data_dir is None else Path(data_dir))
+    return describe_dataset(given, options, directory)
+
+
+def _chosen(
+    source: Source, label: str, target: str | None, group: str | Sequence[str] | None,
+    options: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """The options of a named or custom dataset, with the group; raise for those that it lacks."""
     if target is not None:
         raise ValueError(
-            f"{name!r} is a dataset of its own, whose target is fixed; leave --target out."
+            f"{label!r} is a dataset of its own, whose target is fixed; leave --target out."
         )
-    source = SOURCES[name]
     if group is not None:
         if not source.attributes or not isinstance(group, str):
-            raise ValueError(f"--group is {group}; {name} {_attributes(source)}")
-        options["group"] = group
+            raise ValueError(f"--group is {group}; {label} {_attributes(source)}")
+        options = {**options, "group": group}
     known = (*source.options, "group") if source.attributes else source.options
     for option in options:
         if option not in known:
             raise ValueError(
-                f"--{option.replace('_', '-')} is not for {name}; it is for {_owner(option)}."
+                f"--{option.replace('_', '-')} is not for {label}; it is for {_owner(option)}."
             )
-    directory = data_directory(None if data_dir is None else Path(data_dir))
-    sizes = file_sizes(name, directory)  # of partial or other copies
-    where = {} if directory is None else {"directory": str(directory.resolve())}
-    return {"name": name, "options": options, "files": sizes, **where}
+    return options
 
 
 def _attributes(source: Source) -> str:
@@ -129,7 +161,7 @@ def check_groups(train: Dataset, test: Dataset) -> None:
     if train.K < 2 or train.group is None:
         raise ValueError(
             "The data have one group only; a comparison needs at least two: choose another group "
-            "column."
+            "column, or give the data more groups."
         )
     if len(set(train.y.tolist())) < 2:
         raise ValueError("The training rows have one class only; there is nothing to predict.")

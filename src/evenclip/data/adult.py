@@ -36,17 +36,18 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from evenclip.data.dataset import Dataset, Splits
-from evenclip.data.disk import File
+from evenclip.data.disk import File, data_directory
 from evenclip.data.sample import balanced, cut, stream
+from evenclip.data.source import NUMBER, Source
 
-__all__ = ["FEATURES", "GROUPS", "adult"]
+__all__ = ["FEATURES", "GROUPS", "SOURCE", "adult"]
 
 ORIGIN = "https://archive.ics.uci.edu/dataset/2/adult"
 ORIGINALS = (
@@ -313,3 +314,32 @@ def _codes(column: str, values: NDArray[np.bytes_], names: Sequence[str]) -> NDA
         value = unknown[0].decode("latin1")
         raise ValueError(f"{column} has the value {value!r}, unknown in Adult; is this UCI's file?")
     return codes
+
+
+def _load(seed: int = 0, directory: str | Path | None = None, **options: Any) -> Splits:
+    """Load Adult from UCI's files if the directory has them, else from the packaged copy.
+
+    Both hold the same data.
+    """
+    place = data_directory(directory)
+    originals = all(file.find(place) for file in ORIGINALS)
+    return adult(seed, directory=place if originals else None, **options)
+
+
+SOURCE = Source(
+    name="adult",
+    load=_load,
+    title="Adult: income above 50,000 dollars, US census 1994",
+    rows=45_222,
+    groups=GROUPS["sex"],
+    licence="CC BY 4.0",
+    origin=ORIGIN,
+    uncovered=(
+        "The mean and the standard deviation that five features are scaled by are those of the "
+        "training records.",
+        "The probability of keeping a record, which balances the groups, is computed from the "
+        "sizes of the groups.",
+        NUMBER,
+    ),
+    attributes=tuple(GROUPS),
+)

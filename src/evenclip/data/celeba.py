@@ -35,7 +35,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -45,8 +45,9 @@ from evenclip import check
 from evenclip.data.dataset import Dataset, Splits
 from evenclip.data.disk import File, cache_directory
 from evenclip.data.sample import stream
+from evenclip.data.source import NUMBER, Source
 
-__all__ = ["celeba", "images_missing"]
+__all__ = ["SOURCE", "celeba", "images_missing"]
 
 IMAGES = 202_599
 ORIGIN = (
@@ -331,3 +332,31 @@ def _decoded(path: Path, side: int, name: str, content: bytes) -> NDArray[np.uin
             f"{name} in {path} cannot be decoded ({error}); get it again from {ORIGIN}."
         ) from None
     return np.asarray(image.resize((side, side), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+
+
+# --- catalogue ---
+
+
+def _load(seed: int = 0, directory: str | Path | None = None, **options: Any) -> Splits:
+    return celeba(seed, directory=directory, **options)
+
+
+def _incomplete(directory: Path) -> str | None:
+    """Return how many images a copy of CelebA lacks, as half a sentence; None if none."""
+    absent = images_missing(directory)
+    return f"{absent:,} of {IMAGES:,} images are missing" if absent > 0 else None
+
+
+SOURCE = Source(
+    name="celeba",
+    load=_load,
+    title="CelebA: faces labelled male, with and without eyeglasses",
+    rows=IMAGES,
+    groups=("no eyeglasses", "eyeglasses"),
+    licence="non-commercial research, no redistribution",
+    origin=ORIGIN,
+    files=(PICTURES, ATTRIBUTES, PARTITION),
+    uncovered=(NUMBER,),
+    incomplete=_incomplete,
+    options=("allow_partial", "side"),
+)

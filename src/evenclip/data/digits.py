@@ -17,14 +17,17 @@ to be downloaded.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from evenclip.data.dataset import Dataset, Splits
 from evenclip.data.sample import cut, stream, thinned
+from evenclip.data.source import NUMBER, Source
 
-__all__ = ["digits"]
+__all__ = ["SOURCE", "digits"]
 
 DIGITS = tuple("0123456789")
 RARE, KEPT = 8, 0.09  # as in MNIST
@@ -66,3 +69,23 @@ def _dataset(x: NDArray[np.float32], y: NDArray[np.int64]) -> Dataset:
     return Dataset(
         torch.from_numpy(x), classes, classes, group_names=DIGITS, class_names=DIGITS, name="digits"
     )
+
+
+def _load(seed: int = 0, directory: str | Path | None = None) -> Splits:
+    """Load the digits; scikit-learn holds them, so the directory is ignored."""
+    del directory
+    return digits(seed)
+
+
+SOURCE = Source(
+    name="digits",
+    load=_load,
+    title="Digits: small handwritten digits, with few eights",
+    rows=1_797,
+    groups=DIGITS,
+    licence="see origin; comes with scikit-learn",
+    origin="https://archive.ics.uci.edu/dataset/80 (UCI), through scikit-learn",
+    pair=("2", "8"),
+    uncovered=(NUMBER,),
+    model="cnn",
+)

@@ -31,8 +31,9 @@ from numpy.typing import NDArray
 from evenclip.data.dataset import Dataset, Splits
 from evenclip.data.disk import File
 from evenclip.data.sample import cut, stream
+from evenclip.data.source import NUMBER, Source
 
-__all__ = ["FEATURES", "dutch"]
+__all__ = ["FEATURES", "SOURCE", "dutch"]
 
 ORIGIN = "https://github.com/tailequy/fairness_dataset, folder Dutch_census"
 FILE = File(
@@ -113,3 +114,24 @@ def _columns(text: str) -> dict[str, NDArray[np.str_]]:
     return {
         name: np.array(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)
     }
+
+
+def _load(seed: int = 0, directory: str | Path | None = None) -> Splits:
+    return dutch(seed, directory=directory)
+
+
+SOURCE = Source(
+    name="dutch",
+    load=_load,
+    title="Dutch: high-level occupation, census of the Netherlands 2001",
+    rows=60_420,
+    groups=("Male", "Female"),
+    licence="none stated (Statistics Netherlands, IPUMS)",
+    origin=ORIGIN,
+    files=(FILE,),
+    uncovered=(
+        "The values of each category are those that the file has, training and test records "
+        "together.",
+        NUMBER,
+    ),
+)

@@ -30,8 +30,9 @@ from numpy.typing import NDArray
 from evenclip.data.dataset import Dataset, Splits
 from evenclip.data.disk import File
 from evenclip.data.sample import stream, thinned
+from evenclip.data.source import NUMBER, Source
 
-__all__ = ["mnist"]
+__all__ = ["SOURCE", "mnist"]
 
 ORIGIN = "http://yann.lecun.com/exdb/mnist/ or https://ossci-datasets.s3.amazonaws.com/mnist/"
 DIGITS = tuple("0123456789")
@@ -124,3 +125,21 @@ def _idx(content: bytes, path: Path) -> NDArray[np.uint8]:
         )
     # Copied, because tensors must not share read-only memory.
     return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape).copy()
+
+
+def _load(seed: int = 0, directory: str | Path | None = None) -> Splits:
+    return mnist(seed, directory=directory)
+
+
+SOURCE = Source(
+    name="mnist",
+    load=_load,
+    title="MNIST: handwritten digits, with few eights",
+    rows=70_000,
+    groups=DIGITS,
+    origin=ORIGIN,
+    files=tuple(FILES.values()),
+    pair=("2", "8"),
+    uncovered=(NUMBER,),
+    fixed_test=True,
+)

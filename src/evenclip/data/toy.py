@@ -26,6 +26,8 @@ training.
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,8 +36,9 @@ from numpy.typing import NDArray
 from evenclip import check
 from evenclip.data.dataset import Dataset, Splits
 from evenclip.data.sample import cut, stream
+from evenclip.data.source import Source
 
-__all__ = ["optimum", "toy"]
+__all__ = ["SOURCE", "optimum", "toy"]
 
 SEPARATION = (1.5, 0.75)
 
@@ -103,3 +106,20 @@ def _dataset(x: NDArray[np.float32], y: NDArray[np.int64], group: NDArray[np.int
         class_names=("no", "yes"),
         name="toy",
     )
+
+
+def _load(seed: int = 0, directory: str | Path | None = None, **options: Any) -> Splits:
+    """Generate the data; the directory is ignored."""
+    del directory
+    return toy(seed, **options)
+
+
+SOURCE = Source(
+    name="toy",
+    load=_load,
+    title="Toy: synthetic, with a best accuracy that is known exactly",
+    rows=2_000,
+    groups=("majority", "minority"),
+    licence="none needed",
+    origin="generated from the seed",
+)

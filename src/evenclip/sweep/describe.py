@@ -1,8 +1,9 @@
 """Convert data, models and rules to the plain values of a specification, and back.
 
-Data are a named dataset, a table, or splits that were given in memory:
+Data are a named dataset, a custom dataset, a table, or splits that were given in memory:
 
     {"name": "adult", "options": {...}, "directory": ...}
+    {"dataset": "faces", "path": "my_data.py", "sha256": ..., "options": {...}, "content": ...}
     {"table": true, "path": ..., "sha256": ..., "options": {...}, "test": {"path", "sha256"}}
     {"tensors": true, "path": ..., "sha256": ...}
 
@@ -18,18 +19,22 @@ A rule is a named rule or a custom class:
 
 With `rows` in the data, each split is sampled down to at most that many rows. With `hold_out`, this
 fraction of the training rows becomes the validation split, unless there is one.
+
+The `content` of a custom dataset is a digest of what it returned for seed 0, because its file may
+read others. Files of the user are run once per process; what they print goes to stderr.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import importlib.util
 import inspect
 import io
 import platform
 import sys
+import traceback
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -40,15 +45,20 @@ import torch
 from torch import Tensor, nn
 
 from evenclip import models
-from evenclip.data import Dataset, Splits
+from evenclip.data import SOURCES, Dataset, Source, Splits, data_directory
+from evenclip.data.source import check_splits, source_of
 from evenclip.rules import RULES, Rule
 
 __all__ = [
+    "NO_DATASET",
     "Loaded",
+    "default_model",
+    "describe_dataset",
     "describe_file",
     "describe_model",
     "describe_rule",
     "file_sizes",
+    "find_source",
     "load_data",
     "make_model",
     "make_rule",
@@ -58,6 +68,11 @@ __all__ = [
 ]
 
 STREAM = int.from_bytes(b"held out", "big")
+
+NO_DATASET = (
+    "There is no dataset {!r}; choose among {}, or give a table or your own dataset "
+    "(my_data.py:name)."
+)
 
 
 @dataclass(frozen=True)
@@ -99,33 +114,113 @@ def _load(description: Mapping[str, Any], seed: int) -> Loaded:
         return _tensors(description)
     if description.get("table"):
         return _table(description, seed)
-    from evenclip.data.catalogue import SOURCES, data_directory
-
-    name = description["name"]
-    if name not in SOURCES:
-        raise ValueError(
-            f"There is no dataset {name!r}; choose among {', '.join(SOURCES)}, or give a file."
-        )
-    source = SOURCES[name]
+    source = find_source(description)
+    if source is None:
+        raise ValueError(NO_DATASET.format(description["name"], ", ".join(SOURCES)))
     directory = data_directory(description.get("directory"))
-    splits = source.load(seed, directory=directory, **description.get("options", {}))
+    if "dataset" in description:
+        splits = _custom_splits(description, source, directory, seed)
+    else:
+        splits = source.load(seed, directory=directory, **description.get("options", {}))
     return Loaded(splits, source.pair, source.uncovered)
 
 
-def file_sizes(name: str, directory: str | Path | None) -> dict[str, int]:
-    """Return the size of each existing file of a named dataset.
+def find_source(description: Mapping[str, Any]) -> Source | None:
+    """Return the `Source` of a named or custom dataset; None for other data and unknown names."""
+    if "dataset" not in description:
+        return SOURCES.get(description.get("name", ""))
+    name, where = description["dataset"], _where(description)
+    module = _module(description)
+    if not name or not hasattr(module, name):
+        raise ValueError(
+            f"{Path(description['path']).name} has no dataset {name!r}; give file.py:name with a "
+            f"function of the seed or a Source, such as {_candidates(module)}."
+        )
+    return source_of(getattr(module, name), name, where)
+
+
+def _candidates(module: ModuleType) -> str:
+    """Return the names of up to five functions and sources that the module defines."""
+    own = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, Source)
+        or (inspect.isfunction(value) and value.__module__ == module.__name__)
+    ]
+    return ", ".join([name for name in own if not name.startswith("_")][:5]) or "faces(seed)"
+
+
+def file_sizes(
+    description: Mapping[str, Any], directory: str | Path | None = None
+) -> dict[str, int]:
+    """Return the size of each existing file of a named or custom dataset.
 
     The size of a file is its number of bytes, that of a folder its number of entries.
     """
-    from evenclip.data.catalogue import SOURCES, data_directory
-
-    root = data_directory(directory)
-    located = [(file.path, file.find(root)) for file in SOURCES[name].files]
+    source, root = find_source(description), data_directory(directory)
+    files = () if source is None else source.files
+    located = [(file.path, file.find(root)) for file in files]
     return {path: _size(location) for path, location in located if location is not None}
 
 
 def _size(path: Path) -> int:
     return sum(1 for _ in path.iterdir()) if path.is_dir() else path.stat().st_size
+
+
+def describe_dataset(
+    given: str, options: Mapping[str, Any], directory: Path | None
+) -> dict[str, Any]:
+    """Describe a custom dataset given as file.py:name; it is loaded once, with seed 0."""
+    path, _, name = given.rpartition(":")
+    description = {"dataset": name, "options": dict(options), **describe_file(path)}
+    if directory is not None:
+        description["directory"] = str(directory.resolve())
+    sizes = file_sizes(description, directory)
+    if sizes:
+        description["files"] = sizes
+    return {**description, "content": _digest(_load(description, 0).splits)}
+
+
+def _custom_splits(
+    description: Mapping[str, Any], source: Source, directory: Path | None, seed: int
+) -> Splits:
+    """Call the loader of a custom dataset and check what it returns."""
+    where = _where(description)
+    options = description.get("options", {})
+    returned = _call(
+        lambda: source.load(seed, directory=directory, **options), where, description["path"]
+    )
+    splits = check_splits(returned, source, where)
+    content = description.get("content")
+    if seed == 0 and content is not None and _digest(splits) != content:
+        raise ValueError(
+            f"{where} returned other data for seed 0 than before. It must return the same data "
+            "whenever it is called with the same seed: take every random number from a generator "
+            "with this seed, do not rely on the order of a set, and leave the files that it reads "
+            "unchanged during a comparison."
+        )
+    return splits
+
+
+def _where(description: Mapping[str, Any]) -> str:
+    """Return a custom dataset as the user named it, without the folder."""
+    return f"{Path(description['path']).name}:{description['dataset']}"
+
+
+def _digest(splits: Splits) -> str:
+    """Return the SHA-256 of all tensors and names."""
+    digest = hashlib.sha256()
+    for data in splits:
+        if data is None:
+            digest.update(b"no split")
+            continue
+        digest.update(repr((data.group_names, data.class_names, data.name)).encode())
+        for tensor in (data.x, data.y, data.group):
+            assert isinstance(tensor, Tensor)
+            digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+            plain = tensor.detach().cpu().contiguous().flatten()
+            digest.update(plain.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _table(description: Mapping[str, Any], seed: int) -> Loaded:
@@ -240,6 +335,16 @@ def describe_model(given: str) -> dict[str, Any]:
     )
 
 
+def default_model(description: Mapping[str, Any], data: Dataset) -> dict[str, Any] | None:
+    """Describe the default model of a named or custom dataset; None: that of tables."""
+    source = find_source(description)
+    if source is not None and source.model is not None:
+        return describe_model(source.model)
+    shape = list(data.x.shape[1:]) if isinstance(data.x, Tensor) else []
+    square = len(shape) == 3 and shape[1] == shape[2] >= 5  # as models.cnn needs
+    return describe_model("cnn") if "dataset" in description and square else None
+
+
 def make_model(description: Mapping[str, Any], data: Dataset, seed: int) -> nn.Module:
     """Create the model for these data, initialised from this seed."""
     x = data.take(torch.arange(1)).x
@@ -264,11 +369,8 @@ def _custom_model(description: Mapping[str, Any], x: Any, classes: int, seed: in
             f"{path} has no function {name!r}; give file.py:function, called as function(x, "
             "classes)."
         )
-    try:
-        with models.seeded(seed):
-            model = make(x, classes)
-    except Exception as error:
-        raise ValueError(f"{name} of {path} failed: {type(error).__name__}: {error}") from error
+    with models.seeded(seed):
+        model = _call(lambda: make(x, classes), f"{name} of {path}", path)
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"{name} of {path} returned {type(model).__name__}; it must return an nn.Module."
@@ -280,6 +382,11 @@ def _named_model(description: Mapping[str, Any], x: Any, classes: int, seed: int
     """Create one of the paper's networks."""
     assert isinstance(x, Tensor)
     name, options = description["name"], dict(description.get("options", {}))
+    if x.dtype != torch.float32:
+        raise ValueError(
+            f"The model {name} needs float32 features, but x is {x.dtype}; convert it with "
+            "x.float(), or give your own model."
+        )
     if name == "cnn":
         if x.ndim != 4 or x.shape[2] != x.shape[3]:
             raise ValueError(
@@ -377,23 +484,59 @@ def _check_content(description: Mapping[str, Any]) -> None:
 
 
 def _module(description: Mapping[str, Any]) -> ModuleType:
-    """Import the user's file as a module; the same content gives the same object.
+    """Run the user's file as a module; the same content gives the same object.
 
     The files that it imports are not compared.
     """
     name = f"evenclip_given_{description['sha256'][:16]}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, description["path"])
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    _check_content(description)
+    path = str(description["path"])
+    module = ModuleType(name)
+    module.__file__ = path
     sys.modules[name] = module  # dataclasses look up their module
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        # Compiled here: Python's cache of compiled files can miss a change within one second.
+        code = compile(Path(path).read_bytes(), path, "exec")
+        with contextlib.redirect_stdout(sys.stderr):
+            exec(code, vars(module))
+    except BaseException as error:
         del sys.modules[name]
+        if not isinstance(error, Exception | SystemExit):
+            raise
         raise ValueError(
-            f"{description['path']} cannot be loaded: {type(error).__name__}: {error}"
+            f"{path} cannot be loaded: {_reason(error, path)}{_neighbour(error, path)}"
         ) from error
     return module
+
+
+def _call(function: Callable[[], Any], what: str, path: str) -> Any:
+    """Call the user's function; its output goes to stderr, because stdout may be JSON."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            return function()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{what} failed: {_reason(error, path)}") from error
+
+
+def _reason(error: BaseException, path: str) -> str:
+    """Return the error with the line of the user's file where it was raised."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+    place = f" (line {lines[-1]})" if lines else ""
+    kind, text = type(error).__name__, f"{error}".removesuffix(".")
+    return f"{kind}: {text}{place}." if text else f"{kind}{place}."
+
+
+def _neighbour(error: BaseException, path: str) -> str:
+    """Return what to do if the user's file imports another file of its folder."""
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return ""
+    module = error.name.partition(".")[0]
+    folder = Path(path).parent
+    if not (folder / f"{module}.py").is_file() and not (folder / module).is_dir():
+        return ""
+    return (
+        f" Runs are named by the content of this one file, and only this file is sent to workers: "
+        f"move what it needs of {module} into it, or install {module} as a package."
+    )

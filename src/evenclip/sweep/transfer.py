@@ -47,7 +47,7 @@ def unpacked(spec: Spec, sent: Callable[[str], bytes | None], folder: Path) -> S
     data = local(spec.data)
     if data.get("test"):
         data["test"] = local(data["test"])
-    if "name" in data:
+    if "name" in data or "dataset" in data:
         data = _named(data)
     return replace(spec, data=data, model=local(spec.model), rule=local(spec.rule))
 
@@ -83,12 +83,12 @@ def _named(data: dict[str, Any]) -> dict[str, Any]:
     expected = data.get("files")
     if expected is None:
         return data
-    sizes = file_sizes(data["name"], data.get("directory"))
+    name, sizes = data.get("name") or data["dataset"], file_sizes(data, data.get("directory"))
     for path, size in expected.items():
         if sizes.get(path) != size:
             state = "does not exist" if path not in sizes else "has another size"
             raise ValueError(
-                f"{path} of the dataset {data['name']} {state} on {platform.node()}; put the same "
+                f"{path} of the dataset {name} {state} on {platform.node()}; put the same "
                 "files into the same folder there, or name their folder with EVENCLIP_DATA."
             )
     return data
