@@ -1,5 +1,4 @@
-"""Plant faults in a copy of the package, one at a time, and see that the tests named for each of
-them fail.
+"""Plant faults in a copy of the package, one at a time, and check that the tests of each fail.
 
     python tests/faults.py            all faults, two at a time
     python tests/faults.py NAME...    those whose name contains one of the words
@@ -33,7 +32,7 @@ FAILED = 1  # pytest's exit status when tests ran and some failed
 
 @dataclass(frozen=True)
 class Fault:
-    """One mistake that someone might make.
+    """One possible mistake in the package.
 
     Attributes:
         name: unique, for the command line.
@@ -53,7 +52,7 @@ class Fault:
 
 
 class NotPlanted(Exception):  # noqa: N818
-    """A fault whose file or text is not there exactly once."""
+    """The file or the text of a fault does not occur exactly once."""
 
 
 EVERY_RULE, DPSGD_F, ADAPT = (
@@ -440,7 +439,7 @@ GRADIENTS = (
     Fault(
         "shared-without-cross-terms",
         "Calls of a shared layer are measured apart, without their cross terms.",
-        "gradients/tape.py",
+        "gradients/per_sample.py",
         "            uses[full] = uses.get(full, 0) + 1\n",
         "            uses[full] = 1\n",
         (f"{MODELS}::test_gradients_are_those_of_each_sample_alone",),
@@ -457,7 +456,7 @@ GRADIENTS = (
     Fault(
         "norms-not-rounded-up",
         "Norms are not rounded up for the roundings of the sum.",
-        "gradients/tape.py",
+        "gradients/layout.py",
         "return 1 + 16 * max(self.roundoff, operands(self.blank))",
         "return 1.0",
         (f"{ROUNDING}::test_a_norm_is_never_too_small",),
@@ -549,17 +548,17 @@ LEDGER = (
     Fault(
         "accounting-rate",
         "The cost of a step is computed for half of its sampling rate.",
-        "mechanism/accounting.py",
-        "library.PoissonSampledDpEvent(part.q, gaussian)",
-        "library.PoissonSampledDpEvent(part.q / 2, gaussian)",
+        "mechanism/accountants.py",
+        "library.PoissonSampledDpEvent(kind.q, gaussian)",
+        "library.PoissonSampledDpEvent(kind.q / 2, gaussian)",
         (f"{ACCOUNTING}::test_the_published_epsilons_come_out",),
     ),
     Fault(
         "accounting-multiplier",
         "The cost of a step is computed for a multiplier that is a hundredth larger.",
-        "mechanism/accounting.py",
-        "gaussian = library.GaussianDpEvent(part.multiplier)",
-        "gaussian = library.GaussianDpEvent(1.01 * part.multiplier)",
+        "mechanism/accountants.py",
+        "gaussian = library.GaussianDpEvent(kind.multiplier)",
+        "gaussian = library.GaussianDpEvent(1.01 * kind.multiplier)",
         (
             f"{ACCOUNTING}::test_the_published_epsilons_come_out",
             f"{ACCOUNTING}::test_opacus_agrees",
@@ -568,15 +567,15 @@ LEDGER = (
     Fault(
         "accounting-one-step",
         "Steps that are alike are counted once.",
-        "mechanism/accounting.py",
-        "return library.SelfComposedDpEvent(step, part.steps)",
+        "mechanism/accountants.py",
+        "return library.SelfComposedDpEvent(step, kind.steps)",
         "return library.SelfComposedDpEvent(step, 1)",
         (f"{ACCOUNTING}::test_the_published_epsilons_come_out",),
     ),
     Fault(
         "accounting-lost-delta",
         "What double precision loses of δ is not taken off.",
-        "mechanism/accounting.py",
+        "mechanism/accountants.py",
         "accountant.get_epsilon(delta - lost)",
         "accountant.get_epsilon(delta)",
         (f"{ACCOUNTING}::test_pld_stays_above_the_exact_value_at_a_tiny_delta",),
@@ -584,7 +583,7 @@ LEDGER = (
     Fault(
         "accounting-coarse-grid",
         "The grid of losses is ten times too coarse.",
-        "mechanism/accounting.py",
+        "mechanism/accountants.py",
         "    return max(min([by_variance, *by_order]), ",
         "    return max(10 * min([by_variance, *by_order]), ",
         (
@@ -595,17 +594,17 @@ LEDGER = (
     Fault(
         "accounting-rounds-up",
         "Nearly equal multipliers are rounded up to the largest of them.",
-        "mechanism/accounting.py",
-        "_Part(some[0].q, some[0].multiplier, ",
-        "_Part(some[0].q, some[-1].multiplier, ",
+        "mechanism/accountants.py",
+        "StepKind(some[0].q, some[0].multiplier, ",
+        "StepKind(some[0].q, some[-1].multiplier, ",
         (f"{ACCOUNTING}::test_a_ledger_of_many_multipliers_is_bounded_quickly_and_closely",),
     ),
     Fault(
         "accounting-without-amplification",
         "Without amplification the steps' precisions are not added up.",
         "mechanism/accounting.py",
-        "math.sqrt(sum(part.steps * part.multiplier**-2 for part in _parts(ledger)))",
-        "math.sqrt(sum(part.multiplier**-2 for part in _parts(ledger)))",
+        "math.sqrt(sum(kind.steps * kind.multiplier**-2 for kind in step_kinds(ledger)))",
+        "math.sqrt(sum(kind.multiplier**-2 for kind in step_kinds(ledger)))",
         (f"{ACCOUNTING}::test_without_sampling_it_is_the_gaussian_mechanism",),
     ),
     Fault(
@@ -685,7 +684,7 @@ SAMPLES = (
     ),
     Fault(
         "divides-by-batch",
-        "Sums are divided by the size of the batch, which tells it.",
+        "Sums are divided by the size of the batch, which reveals it.",
         "mechanism/sampling.py",
         "        del batch\n        return self._B\n",
         "        return float(len(batch))\n",
@@ -720,7 +719,7 @@ NOISE = (
     ),
     Fault(
         "noise-sizes-share",
-        "Release of two sizes share their noise.",
+        "Releases of two sizes share their noise.",
         "mechanism/noise.py",
         "            counter = np.array([t * blocks, self._stream, size, 0], dtype=np.uint64)\n",
         "            counter = np.array([t * blocks, self._stream, 0, 0], dtype=np.uint64)\n",
@@ -744,7 +743,7 @@ HELD = "mechanism/mechanism.py"  # the file that holds rules to their bounds
 BOUNDS = (
     Fault(
         "bounds-no-clamp",
-        "A weight above the bound is let through.",
+        "A weight above the bound is not clamped.",
         HELD,
         "held = torch.where(clamped, raw.sign() * (S / lengths), raw)",
         "held = raw",
@@ -763,7 +762,7 @@ BOUNDS = (
     ),
     Fault(
         "bounds-long-statistic",
-        "A statistic longer than 1 is let through.",
+        "A statistic longer than 1 is not shortened.",
         HELD,
         "            each = each / torch.linalg.vector_norm(each, dim=1, "
         "keepdim=True).clamp(min=1.0)\n",
@@ -779,8 +778,8 @@ BOUNDS = (
         (f"{EVERY_RULE}::test_what_is_not_kept_contributes_exactly_nothing",),
     ),
     Fault(
-        "bounds-batch-to-strangers",
-        "Custom rules are handed the whole batch.",
+        "bounds-batch-to-custom-rules",
+        "Custom rules receive the whole batch.",
         HELD,
         "        if self._at_once:\n",
         "        if True:\n",
@@ -850,7 +849,7 @@ STATEMENT = (
     ),
     Fault(
         "checkpoint-in-place",
-        "A checkpoint is written where it will be looked for before it is whole.",
+        "A checkpoint is visible before it is complete.",
         "checkpoint.py",
         'scratch = directory / f".writing-{os.getpid()}-{step}"',
         'scratch = directory / f"step-{step:08d}"',
@@ -872,7 +871,7 @@ STATEMENT = (
 TABLES = (
     Fault(
         "encoder-unbounded",
-        "A stray number is not held within its bound.",
+        "A number outside its range is not clipped.",
         "data/columns.py",
         "scaled = np.clip((values - centre) / scale, -bound, bound)",
         "scaled = np.clip((values - centre) / scale, -1000 * bound, 1000 * bound)",
@@ -888,7 +887,7 @@ TABLES = (
     ),
     Fault(
         "encoder-rare-categories",
-        "A category of a single person has an indicator of its own.",
+        "A category of a single person has its own indicator.",
         "data/encoder.py",
         "least = max(RARE_ROWS, math.ceil(RARE_SHARE * len(series)))",
         "least = 1",
@@ -1026,7 +1025,7 @@ AUDIT = (
     ),
     Fault(
         "metrics-rate",
-        "The true positive rate is taken over everyone.",
+        "The true positive rate is computed over all samples.",
         "audit/metrics.py",
         '"tpr": _percent(selected[some.y == 1]),',
         '"tpr": _percent(selected & (some.y == 1)),',
@@ -1124,7 +1123,7 @@ RANKS = (
     ),
     Fault(
         "ranks-same-records",
-        "Ranks with records of their own may have the same ones.",
+        "Ranks with different records may have the same ones.",
         "distributed/ranks.py",
         '        if twice is not None:\n            raise ValueError(\n                f"Ranks ',
         '        if False:\n            raise ValueError(\n                f"Ranks ',
@@ -1187,7 +1186,7 @@ CORE = (
         (ALGORITHM_2,),
     ),
     Fault(
-        "step-believes-counts-first",
+        "step-with-undeclared-counts-first",
         "A rule that clips with its count without declaring it is not refused.",
         HELD,
         "if self.rule.counts_first or now is state:",
@@ -1196,8 +1195,8 @@ CORE = (
     ),
     Fault(
         "step-counts-filling",
-        "Rows that only fill a chunk up are counted and summed.",
-        "training/step.py",
+        "Padding rows are counted and summed.",
+        "training/passes.py",
         "return self.chunk.real if self.finite is None else self.finite",
         "return self.finite",
         (ALGORITHM_2,),
@@ -1205,7 +1204,7 @@ CORE = (
     Fault(
         "step-keeps-what-is-not-finite",
         "A sample without a finite gradient is not masked out.",
-        "training/step.py",
+        "training/passes.py",
         "gradients, norms = gradients.masked(finite), torch.where(finite, norms, 0.0)",
         "norms = torch.where(finite, norms, 0.0)",
         (NOT_FINITE, "audit/test_not_finite.py"),
@@ -1213,7 +1212,7 @@ CORE = (
     Fault(
         "step-other-masks-in-the-second-pass",
         "Dropout draws anew in the second pass over the chunks.",
-        "training/step.py",
+        "training/passes.py",
         "    torch.default_generator.manual_seed(chunk.seed)\n",
         "",
         ("training/test_performance.py::test_a_second_pass_over_the_chunks_draws_the_same_masks",),
@@ -1251,8 +1250,8 @@ CORE = (
         (f"{STEP}::test_a_step_that_is_interrupted_is_in_the_ledger", EVERY_RULE),
     ),
     Fault(
-        "mechanism-believes-the-rule",
-        "The ledger has what a rule says of its noise.",
+        "mechanism-rereads-multipliers",
+        "The ledger has another multiplier than the noise, because it is read twice.",
         HELD,
         'return self.noise if self.rule.bounded else self.noise | {"gradient": 0.0}',
         "return self.rule.multipliers(self.t)",
@@ -1268,7 +1267,7 @@ CORE = (
     ),
     Fault(
         "mechanism-counts-without-noise-multiplier",
-        "A rule that counts and has no sigma_count is let through.",
+        "A rule with a statistic but no sigma_count is accepted.",
         HELD,
         "if missing is not None:",
         "if False:",
@@ -1324,7 +1323,7 @@ CORE = (
     ),
     Fault(
         "graph-takes-another-B",
-        "A batch that is divided by another number takes the graph.",
+        "A batch with another divisor takes the graph.",
         "training/graph.py",
         " or self._B != B",
         "",
@@ -1350,7 +1349,7 @@ CORE = (
     ),
     Fault(
         "opacus-clips-with-another-bound",
-        "A rule that clips with this step's count is let into Opacus's loop.",
+        "A rule that clips with this step's count is accepted in Opacus's loop.",
         "opacus/clipping.py",
         "if not torch.equal(now, state):",
         "if False:",
@@ -1358,7 +1357,7 @@ CORE = (
     ),
     Fault(
         "opacus-Z-stands-still",
-        "The rule's state does not move.",
+        "The rule's state is not updated.",
         "opacus/clipping.py",
         "self.state, self._count = following, None",
         "self._count = None",
@@ -1404,9 +1403,9 @@ CUSTOM_RULES = (
     ),
     Fault(
         "step-without-recording",
-        "A step outside of listening() trains on noise alone.",
+        "A step outside listening() trains on noise only.",
         "training/run.py",
-        "        if not self._is_listening:\n",
+        "        if not self._is_recording:\n",
         "        if False:\n",
         (CUSTOM,),
     ),
@@ -1467,7 +1466,7 @@ def planted(fault: Fault, root: Path) -> None:
 
 
 def run_tests(fault: Fault, source: Path) -> tuple[int, str]:
-    """Exit status and output of the fault's tests, on the package in `source`."""
+    """Return the exit status and the output of the fault's tests, on the package in `source`."""
     places = [(ROOT / "tests" / test).as_posix() for test in fault.tests]
     options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
     options += [f"--rootdir={ROOT}", "-c", str(ROOT / "pyproject.toml")]
@@ -1486,28 +1485,28 @@ def run_tests(fault: Fault, source: Path) -> tuple[int, str]:
 
 
 def verdict(fault: Fault) -> tuple[str, str]:
-    """'caught', 'missed' or 'broken', and why."""
+    """Return 'caught', 'missed' or 'broken', and the reason."""
     with tempfile.TemporaryDirectory(prefix="evenclip-fault-") as folder:
         source = Path(folder) / "src"
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
         try:
             planted(fault, source)
-            status, said = run_tests(fault, source)
+            status, output = run_tests(fault, source)
         except NotPlanted as error:
             return "broken", str(error)
         except subprocess.TimeoutExpired:
             return "broken", f"its tests took more than {TIMEOUT:g} s"
-    last = said.strip().splitlines()[-1] if said.strip() else ""
+    last = output.strip().splitlines()[-1] if output.strip() else ""
     if status == 0:
         return "missed", f"its tests pass ({last})"
-    failed = re.findall(r"^FAILED (\S+)", said, re.MULTILINE)
-    if status != FAILED or not failed or re.search(r"^ERROR ", said, re.MULTILINE):
+    failed = re.findall(r"^FAILED (\S+)", output, re.MULTILINE)
+    if status != FAILED or not failed or re.search(r"^ERROR ", output, re.MULTILINE):
         return "broken", f"its tests do not run: {last}"
     return "caught", failed[0].removeprefix("tests/")
 
 
 def main() -> None:
-    """Plant them and say what became of each."""
+    """Plant the faults and print whether each is caught."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="only faults whose name contains one of these")
     parser.add_argument("--list", action="store_true", help="list the faults and end")
@@ -1528,9 +1527,9 @@ def main() -> None:
         return
     verdicts = []
     with ThreadPoolExecutor(given.at_once) as pool:
-        for fault, (found, why) in zip(chosen, pool.map(verdict, chosen), strict=True):
-            verdicts.append(found)
-            print(f"{found:7} {fault.name:36} {why}", flush=True)
+        for fault, (outcome, reason) in zip(chosen, pool.map(verdict, chosen), strict=True):
+            verdicts.append(outcome)
+            print(f"{outcome:7} {fault.name:36} {reason}", flush=True)
     broken = f", {verdicts.count('broken')} broken" if "broken" in verdicts else ""
     print(f"{verdicts.count('caught')} caught, {verdicts.count('missed')} missed{broken}")
     sys.exit(verdicts.count("caught") < len(verdicts))

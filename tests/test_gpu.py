@@ -170,7 +170,7 @@ def test_a_norm_is_never_too_small(device, name, wiggle, precision):
         try:
             with plan(
                 model, against, torch.randn(3, *inputs, device=device), delta[:3]
-            ).listening() as tape:
+            ).recording() as tape:
                 found = tape(a, delta)
                 norms, added = found.norms(), found.per_sample().double().norm(dim=1)
         finally:

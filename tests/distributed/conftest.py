@@ -1,4 +1,4 @@
-"""Two teams of ranks, for all tests in here."""
+"""Two teams of ranks for all tests of this folder."""
 
 import sys
 from pathlib import Path
@@ -26,5 +26,5 @@ def four():
 
 @pytest.fixture(params=[2, 4], ids=["two ranks", "four ranks"])
 def team(request):
-    """Each of them."""
+    """Each of the teams."""
     return request.getfixturevalue({2: "two", 4: "four"}[request.param])

@@ -1,4 +1,4 @@
-"""What the ranks of the tests do; with ranks None, the same in one process."""
+"""Tasks that the tests run on every rank; with ranks=None they run in a single process."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ RULES = {
 
 
 class Stop(Exception):  # noqa: N818
-    """Training was interrupted on purpose."""
+    """The training was interrupted on purpose."""
 
 
 def data(kind: str, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(x, y, group): three classes, three groups."""
+    """Return (x, y, group) with three classes and three groups."""
     random = torch.Generator().manual_seed(5)
     shape = (5,) if kind == "mlp" else (1, 7, 7)
     x = torch.randn(n, *shape, generator=random, dtype=torch.float64)
@@ -46,7 +46,7 @@ def data(kind: str, n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Items(torch.utils.data.Dataset):
-    """The same, item by item."""
+    """The same data as a map-style dataset."""
 
     def __init__(self, columns: tuple[Tensor, ...]) -> None:
         self._columns = columns
@@ -59,7 +59,7 @@ class Items(torch.utils.data.Dataset):
 
 
 def network(kind: str, seed: int = 0, dropout: float = 0.0) -> nn.Module:
-    """A small one for these data."""
+    """Return a small network for these data."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if kind == "mlp":
@@ -76,14 +76,12 @@ def network(kind: str, seed: int = 0, dropout: float = 0.0) -> nn.Module:
 
 
 def vector(model: nn.Module) -> Tensor:
-    """All parameters."""
+    """Return all parameters as one vector."""
     return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
 
 class Watch:
-    """An observer: what each step was clipped with and how many samples this rank saw; may cause
-    trouble.
-    """
+    """An observer that records thresholds and numbers of samples, and may cause a failure."""
 
     def __init__(
         self, ranks: Ranks | None, trouble: str = "", at: int = -1, who: int | None = None
@@ -94,7 +92,7 @@ class Watch:
         self._trouble, self._at = trouble, at
 
     def __call__(self, step: evenclip.Step) -> None:
-        """Look, and fall over where that is the plan."""
+        """Record the step; fail in the planned step."""
         self.now.append(step.public.now.flatten().tolist())
         self.sizes.append(len(step.losses))
         if step.t != self._at or not self._mine:
@@ -154,7 +152,7 @@ def train(
             if streamed
             else evenclip.data.Dataset(*columns, names)
         )
-        found = evenclip.fit(
+        result = evenclip.fit(
             network(kind, seed=rank if own_model else 0, dropout=dropout),
             named,
             rule=rule,
@@ -164,26 +162,26 @@ def train(
             **given,
         )
     return {
-        "vector": vector(found.model),
-        "state": found.state,
-        "trace": found.trace,
-        "ledger": found.ledger.to_json(),
-        "settings": found.settings,
+        "vector": vector(result.model),
+        "state": result.state,
+        "trace": result.trace,
+        "ledger": result.ledger.to_json(),
+        "settings": result.settings,
         "now": watch.now,
         "sizes": watch.sizes,
     }
 
 
 def epsilon(ranks: Ranks | None, rule: Any) -> float | None:
-    """Of a run of one epoch."""
-    found = evenclip.fit(
+    """Return ε of a run of one epoch."""
+    result = evenclip.fit(
         network("mlp"), data("mlp", 60), rule=rule, batch_size=12, seed=7, ranks=ranks
     )
-    return found.epsilon()
+    return result.epsilon()
 
 
 def train_with_seeds(ranks: Ranks, seeds: list[int]) -> dict[str, Any]:
-    """Train, each rank from its own seed."""
+    """Train, with a different seed on each rank."""
     return train(ranks, RULES["dpsgd"], seed=seeds[ranks.rank])
 
 
@@ -198,13 +196,13 @@ def dropout_seeds(ranks: Ranks) -> list[int]:
 
 
 def shares(ranks: Ranks, batch: Tensor, own: int) -> Tensor:
-    """This rank's part of a batch, as numbers of records."""
+    """Return this rank's part of a batch, as indices of records."""
     rows = ranks.rows(own)
     return ranks.share(batch, rows) + (rows.first if ranks.local else 0)
 
 
 def noise(ranks: Ranks, rule: Any) -> Tensor:
-    """What the first step of a run adds to the clipped sum of all ranks."""
+    """Return what the first step of a run adds to the clipped sum of all ranks."""
     run = evenclip.prepare(
         wide(), data("mlp", 40)[:2], rule=rule, batch_size=8, seed=1, ranks=ranks
     )
@@ -214,7 +212,7 @@ def noise(ranks: Ranks, rule: Any) -> Tensor:
 
 
 class Fixed:
-    """A sampler that draws what it is told."""
+    """A sampler that returns given batches."""
 
     q: float | None = 0.5
 
@@ -222,17 +220,17 @@ class Fixed:
         self._batch = batch
 
     def next(self) -> Tensor:
-        """The batch."""
+        """Return the batch."""
         return self._batch
 
     def expected_size(self, batch: Tensor) -> float:
-        """Public."""
+        """Return a constant."""
         del batch
         return 4.0
 
 
 def clipped_sums(ranks: Ranks, rule: Any, x: Tensor, without: int) -> tuple[Tensor, Tensor, float]:
-    """Σ γ_i g_i over all ranks, with all records and without one of them, and S."""
+    """Return Σ γ_i g_i over all ranks with all records and without one, and S."""
     n = len(x)
     sums, S = [], 0.0
     for batch in (
@@ -250,7 +248,7 @@ def clipped_sums(ranks: Ranks, rule: Any, x: Tensor, without: int) -> tuple[Tens
 
 
 def progress(ranks: Ranks) -> str:
-    """What a rank shows while it trains."""
+    """Return what a rank prints during training."""
     import io
     from contextlib import redirect_stderr
 
@@ -260,7 +258,7 @@ def progress(ranks: Ranks) -> str:
 
 
 def wide() -> nn.Module:
-    """24,000 parameters that start at 0."""
+    """Return a model of 24,000 parameters that are 0."""
     model = nn.Linear(5, 4000).double()
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
@@ -268,7 +266,7 @@ def wide() -> nn.Module:
 
 
 def single_noise(rule: Any) -> Tensor:
-    """What the first step of a run of one process adds to the clipped sum."""
+    """Return what the first step of a single process adds to the clipped sum."""
     run = evenclip.prepare(wide(), data("mlp", 40)[:2], rule=rule, batch_size=8, seed=1)
     with run.listening():
         step = run.step()
@@ -276,7 +274,7 @@ def single_noise(rule: Any) -> Tensor:
 
 
 def sharded_noise(ranks: Ranks, rule: Any) -> Tensor:
-    """The same of all ranks' pieces, put together."""
+    """Return the noise of all ranks' pieces, joined."""
     run = evenclip.prepare(
         wide(), data("mlp", 40)[:2], rule=rule, batch_size=8, seed=1, ranks=ranks
     )
@@ -287,7 +285,7 @@ def sharded_noise(ranks: Ranks, rule: Any) -> Tensor:
 
 
 def uncuttable(ranks: Ranks, what: str) -> None:
-    """Try to train in pieces what cannot be."""
+    """Try to shard an unsuitable model."""
     x, y, _ = data("mlp", 12)
     model, optimizer = network("mlp"), torch.optim.SGD
     if what == "recurrent":
@@ -309,6 +307,6 @@ def uncuttable(ranks: Ranks, what: str) -> None:
 class Last(nn.Module):
     """The last output of a recurrent layer."""
 
-    def forward(self, found: Any) -> Tensor:
-        """[sample, feature]"""
-        return found[0][:, -1]
+    def forward(self, outputs: Any) -> Tensor:
+        """Return [sample, feature]."""
+        return outputs[0][:, -1]

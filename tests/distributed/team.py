@@ -1,6 +1,4 @@
-"""A team of ranks that do one task after the other: starting a process costs seconds, a task
-milliseconds.
-"""
+"""A team of ranks that run one task after the other, because starting a process takes seconds."""
 
 from __future__ import annotations
 
@@ -24,14 +22,14 @@ PRELOADED = [
 
 
 class Failed(NamedTuple):
-    """A task that raised on a rank."""
+    """An error that a task raised on a rank."""
 
     kind: str
-    said: str
+    message: str
 
 
 class Team:
-    """`world` processes that have found each other; call it with a function of `tasks` and its
+    """`world` connected processes; call it with a function of `tasks` and its
     arguments.
 
     local and sharded among them are those of `Ranks`; backend is that of a process group that is
@@ -61,7 +59,7 @@ class Team:
             self._pipes.append(ours)
 
     def __call__(self, task: Callable[..., Any], *given: Any, **named: Any) -> list[Any]:
-        """What each rank returns; a `Failed` where it raised, None where it died."""
+        """Return the result of each rank: `Failed` if it raised, None if it died."""
         self.send(task, *given, **named)
         return [self.answer(rank) for rank in range(self.world)]
 
@@ -71,14 +69,14 @@ class Team:
             pipe.send((task, given, named))
 
     def answer(self, rank: int) -> Any:
-        """What one rank returns."""
+        """Return the result of one rank."""
         try:
             return self._pipes[rank].recv()
         except EOFError:
             return None
 
     def close(self) -> None:
-        """End every rank; each has answered or never will."""
+        """End every rank."""
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             process.kill()
             process.join()
@@ -86,7 +84,7 @@ class Team:
 
 
 def _work(pipe: Any, place: dict[str, Any], timeout: float, backend: str | None) -> None:
-    """A rank: does what comes until nothing does."""
+    """Run tasks on a rank until the pipe ends."""
     os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)
     multiprocessing.current_process()._config["daemon"] = (
@@ -94,7 +92,7 @@ def _work(pipe: Any, place: dict[str, Any], timeout: float, backend: str | None)
     )
     from evenclip.distributed.ranks import Ranks
 
-    if backend is not None:  # somebody's own process group, which is taken as it is
+    if backend is not None:  # an existing process group, which `Ranks` uses
         torch.distributed.init_process_group(backend)
     made: dict[tuple[Any, ...], Ranks] = {}
     while True:
@@ -106,7 +104,7 @@ def _work(pipe: Any, place: dict[str, Any], timeout: float, backend: str | None)
             options = tuple(named.pop(name, False) for name in ("local", "sharded"))
             if options not in made:
                 made[options] = Ranks(local=options[0], sharded=options[1], timeout=timeout)
-            found = task(made[options], *given, **named)
+            outcome = task(made[options], *given, **named)
         except (Exception, KeyboardInterrupt) as error:
-            found = Failed(type(error).__name__, str(error))
-        pipe.send(found)
+            outcome = Failed(type(error).__name__, str(error))
+        pipe.send(outcome)

@@ -1,6 +1,4 @@
-"""Several ranks train what one process trains: the same batches, the same noise, once, and the same
-ledger.
-"""
+"""Several ranks train the same model as one process: the same batches, noise and ledger."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from evenclip.distributed.ranks import RankError, Ranks
 from evenclip.rules import FairLens
 from evenclip.training.checkpoint import latest
 
-# Without noise a difference between clipped sums cannot hide; σ must be above 0, and 1e-40 changes
+# Without noise, a difference between clipped sums is visible; σ must be above 0, and 1e-40 changes
 # no number.
 EVERY = RULES | {"dpsgd-f, σ = 0": replace(RULES["dpsgd-f"], sigma=1e-40)}
 
@@ -31,7 +29,7 @@ def alone(name: str, kind: str = "mlp", **given):
 
 
 def close(a, b) -> bool:
-    """Numbers, or anything made of them, that differ by rounding only."""
+    """Return whether nested values are equal up to rounding."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(close(a[name], b[name]) for name in a)
     if isinstance(a, list):
@@ -41,11 +39,11 @@ def close(a, b) -> bool:
     return a == pytest.approx(b, rel=1e-9, abs=1e-12)
 
 
-def is_as_alone(found, expected) -> bool:
-    """Everything that is not a rank's own."""
-    same = all(found[name] == expected[name] for name in ("ledger", "settings"))  # and so ε
+def is_as_alone(result, expected) -> bool:
+    """Return whether a result equals that of a single process."""
+    same = all(result[name] == expected[name] for name in ("ledger", "settings"))  # and so ε
     return same and all(
-        close(found[name], expected[name]) for name in ("vector", "state", "trace", "now")
+        close(result[name], expected[name]) for name in ("vector", "state", "trace", "now")
     )
 
 
@@ -53,15 +51,15 @@ def is_as_alone(found, expected) -> bool:
 
 
 def check_same_model(team, name, kind):
-    found = team(tasks.train, EVERY[name], kind)
-    assert is_as_alone(found[0], alone(name, kind))
-    assert not torch.equal(found[0]["vector"], tasks.vector(tasks.network(kind)))
-    for other in found[1:]:  # to the last bit
-        assert torch.equal(other["vector"], found[0]["vector"])
-        assert other["now"] == found[0]["now"]
-        assert other["state"].equal(found[0]["state"])
-        assert other["trace"] == found[0]["trace"]
-        assert other["ledger"] == found[0]["ledger"]
+    results = team(tasks.train, EVERY[name], kind)
+    assert is_as_alone(results[0], alone(name, kind))
+    assert not torch.equal(results[0]["vector"], tasks.vector(tasks.network(kind)))
+    for other in results[1:]:  # to the last bit
+        assert torch.equal(other["vector"], results[0]["vector"])
+        assert other["now"] == results[0]["now"]
+        assert other["state"].equal(results[0]["state"])
+        assert other["trace"] == results[0]["trace"]
+        assert other["ledger"] == results[0]["ledger"]
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -71,7 +69,7 @@ def test_two_ranks_train_the_model_that_one_process_trains(two, name):
 
 @pytest.mark.parametrize("name", ["non-private", "dpsgd-f", "dpsgd-global-adapt"])
 def test_four_ranks_train_the_model_that_one_process_trains(four, name):
-    """A rule without noise, one that counts before it clips, one that counts afterwards."""
+    """A rule without noise, one that counts before clipping, and one that counts afterwards."""
     check_same_model(four, name, "cnn")
 
 
@@ -86,38 +84,38 @@ def test_with_chunks_and_any_optimizer(two, optimizer):
 
 
 def test_epsilon_is_that_of_one_process(two):
-    found, expected = (
+    results, expected = (
         two(tasks.epsilon, RULES["dpsgd-global-adapt"]),
         tasks.epsilon(None, RULES["dpsgd-global-adapt"]),
     )
-    assert found == [expected, expected]
+    assert results == [expected, expected]
 
 
 def test_a_step_that_would_be_compiled_is_taken_plainly(two):
-    found = two(tasks.train, RULES["dpsgd"], performance=evenclip.Performance(compile=True))
-    assert is_as_alone(found[0], alone("dpsgd"))
+    results = two(tasks.train, RULES["dpsgd"], performance=evenclip.Performance(compile=True))
+    assert is_as_alone(results[0], alone("dpsgd"))
 
 
 def test_every_rank_computes_a_part_of_the_batch(team):
-    found = team(tasks.train, RULES["dpsgd"])
+    results = team(tasks.train, RULES["dpsgd"])
     whole = alone("dpsgd")["sizes"]
-    assert [sum(sizes) for sizes in zip(*(rank["sizes"] for rank in found), strict=True)] == whole
+    assert [sum(sizes) for sizes in zip(*(rank["sizes"] for rank in results), strict=True)] == whole
     assert all(
         max(sizes) - min(sizes) <= 1
-        for sizes in zip(*(rank["sizes"] for rank in found), strict=True)
+        for sizes in zip(*(rank["sizes"] for rank in results), strict=True)
     )
 
 
 def test_ranks_without_a_sample_take_the_step_all_the_same(team):
-    """Batches of 0, 1 or 2 of 6 records."""
-    found = team(tasks.train, RULES["dpsgd-global-adapt"], n=6, batch_size=1, epochs=4)
+    """Batches have 0, 1 or 2 of 6 records."""
+    results = team(tasks.train, RULES["dpsgd-global-adapt"], n=6, batch_size=1, epochs=4)
     expected = alone("dpsgd-global-adapt", n=6, batch_size=1, epochs=4)
-    assert is_as_alone(found[0], expected)
-    assert [len(rank["sizes"]) for rank in found] == [24] * team.world
-    sizes = list(zip(*(rank["sizes"] for rank in found), strict=True))
+    assert is_as_alone(results[0], expected)
+    assert [len(rank["sizes"]) for rank in results] == [24] * team.world
+    sizes = list(zip(*(rank["sizes"] for rank in results), strict=True))
     assert any(sum(each) == 0 for each in sizes)  # an empty batch
-    assert any(sum(each) > 0 and 0 in each for each in sizes)  # a part without anybody
-    assert sum(row["empty_batches"] for row in found[0]["trace"]) == sum(
+    assert any(sum(each) > 0 and 0 in each for each in sizes)  # an empty part
+    assert sum(row["empty_batches"] for row in results[0]["trace"]) == sum(
         sum(each) == 0 for each in sizes
     )
 
@@ -125,11 +123,11 @@ def test_ranks_without_a_sample_take_the_step_all_the_same(team):
 @pytest.mark.parametrize("readers", [0, 1])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_each_rank_reads_its_part_of_data_that_are_not_in_memory(two, sharded, readers):
-    """The second batches are small: a part is empty at times."""
+    """The second batches are small, so that some parts are empty."""
     for more in ({}, {"n": 6, "batch_size": 1, "epochs": 4}):
         performance = evenclip.Performance(readers=readers)
         given = {"one_stream": True, **more}
-        found = two(
+        results = two(
             tasks.train,
             RULES["dpsgd-global-adapt"],
             streamed=True,
@@ -137,7 +135,9 @@ def test_each_rank_reads_its_part_of_data_that_are_not_in_memory(two, sharded, r
             performance=performance,
             **given,
         )
-        assert is_as_alone(found[0], tasks.train(None, RULES["dpsgd-global-adapt"], **given)), found
+        assert is_as_alone(results[0], tasks.train(None, RULES["dpsgd-global-adapt"], **given)), (
+            results
+        )
 
 
 def test_without_a_seed_the_ranks_agree_on_one(two):
@@ -156,16 +156,16 @@ def test_with_dropout_the_ranks_agree_and_drop_different_units(two):
     assert len({seed for rank in seeds for seed in rank}) == sum(len(rank) for rank in seeds) == 4
 
 
-# --- records of their own -----------------------------------------------------------------------
+# --- different records on each rank -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_ranks_with_records_of_their_own_train_on_the_union(two, name):
-    found = two(tasks.train, RULES[name], local=True, cut=[0, 17, 60], one_stream=True)
+    results = two(tasks.train, RULES[name], local=True, cut=[0, 17, 60], one_stream=True)
     expected = alone(name, one_stream=True)
-    assert is_as_alone(found[0], expected)
-    assert found[0]["settings"].n == 60
-    assert torch.equal(found[0]["vector"], found[1]["vector"])
+    assert is_as_alone(results[0], expected)
+    assert results[0]["settings"].n == 60
+    assert torch.equal(results[0]["vector"], results[1]["vector"])
 
 
 def test_the_parts_of_a_batch_are_the_batch(team):
@@ -176,8 +176,8 @@ def test_the_parts_of_a_batch_are_the_batch(team):
 
 
 def test_records_of_their_own_are_nobody_elses(two):
-    found = two(tasks.train, RULES["dpsgd"], local=True)
-    assert [rank.said for rank in found] == [
+    results = two(tasks.train, RULES["dpsgd"], local=True)
+    assert [rank.message for rank in results] == [
         "Ranks 0 and 1 were given the same data, and local=True: every record would count twice, "
         "and ε would be wrong. Give each rank different records, or leave local out."
     ] * 2
@@ -187,8 +187,8 @@ def test_records_of_their_own_are_nobody_elses(two):
 
 
 def is_right(noise: torch.Tensor, std: float) -> bool:
-    """Whether these are independent N(0, std²) numbers: mean square, mean, and correlation of
-    neighbours.
+    """Return whether these are independent N(0, std²) numbers, by mean square, mean, and
+    correlation of neighbours.
     """
     z, n = noise / std, len(noise)
     square = abs(float((z**2).mean()) - 1) < 5 * (2 / n) ** 0.5
@@ -201,11 +201,11 @@ def is_right(noise: torch.Tensor, std: float) -> bool:
 
 @pytest.mark.parametrize("name", ["dpsgd", "dpsgd-global-adapt"])
 def test_every_number_gets_its_noise_once(team, name):
-    found = team(tasks.noise, RULES[name])
-    assert len(found[0]) == 24_000
-    assert all(torch.equal(other, found[0]) for other in found)
-    assert is_right(found[0], 0.7 * RULES[name].sigma)
-    assert torch.allclose(found[0], tasks.single_noise(RULES[name]), atol=1e-9)
+    results = team(tasks.noise, RULES[name])
+    assert len(results[0]) == 24_000
+    assert all(torch.equal(other, results[0]) for other in results)
+    assert is_right(results[0], 0.7 * RULES[name].sigma)
+    assert torch.allclose(results[0], tasks.single_noise(RULES[name]), atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["dpsgd", "dpsgd-global", "dpsgd-global-adapt"])
@@ -219,15 +219,15 @@ def test_one_record_moves_the_sum_by_at_most_its_sensitivity(two, name):
     )
     def check(rows, without):
         x = torch.tensor(rows, dtype=torch.float64)
-        found = two(tasks.clipped_sums, EVERY[name], x, without % len(rows))
-        (all_of_them, but_one, S), other = found
+        results = two(tasks.clipped_sums, EVERY[name], x, without % len(rows))
+        (all_of_them, but_one, S), other = results
         assert torch.equal(all_of_them, other[0])
         assert float((all_of_them - but_one).norm()) <= S * (1 + 1e-9)
 
     check()
 
 
-# --- checkpoints and trouble --------------------------------------------------------------------
+# --- checkpoints and failures --------------------------------------------------------------------
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(two, four, tmp_path):
@@ -241,10 +241,10 @@ def test_a_run_goes_on_with_another_number_of_ranks(two, four, tmp_path):
     assert latest(tmp_path).name == "step-00000003"
     stopped = four(tasks.train, RULES[name], epochs=4, trouble=("stop", 13), **given)
     assert [rank.kind for rank in stopped] == ["Stop"] * 4
-    found = tasks.train(None, RULES[name], epochs=4, **given)
+    result = tasks.train(None, RULES[name], epochs=4, **given)
     expected = alone(name, epochs=4)
-    assert is_as_alone(found | {"now": expected["now"]}, expected)
-    assert close(found["now"], expected["now"][12:])
+    assert is_as_alone(result | {"now": expected["now"]}, expected)
+    assert close(result["now"], expected["now"][12:])
 
 
 def test_a_killed_rank_ends_the_others_with_a_sentence_and_the_run_goes_on(two, tmp_path):
@@ -252,30 +252,28 @@ def test_a_killed_rank_ends_the_others_with_a_sentence_and_the_run_goes_on(two, 
         RULES["dpsgd-global-adapt"],
         {"checkpoint": tmp_path, "resume": True, "checkpoint_every": 2},
     )
-    doomed = Team(
-        2, timeout=3600.0
-    )  # the survivor does not wait for so long: the test's own limit is shorter
+    doomed = Team(2, timeout=3600.0)  # longer than the time limit of the test
     try:
         survivor, dead = doomed(tasks.train, rule, trouble=("kill", 7, 1), **given)
     finally:
         doomed.close()
     assert dead is None
     assert survivor.kind == "RankError"
-    assert survivor.said.startswith(
+    assert survivor.message.startswith(
         "Rank 0 cannot reach the others: one has ended (see its error message) or did not answer "
         "for 3600 s. Start the same command again with resume=True to continue from the last "
         "checkpoint; the number of ranks may change. "
     )
-    assert survivor.said.count("cannot reach") == 1
+    assert survivor.message.count("cannot reach") == 1
     assert latest(tmp_path).name == "step-00000006"  # in the middle of an epoch
-    found, expected = two(tasks.train, rule, **given), two(tasks.train, rule)
-    assert torch.equal(found[0]["vector"], expected[0]["vector"])
-    assert found[0]["ledger"] == expected[0]["ledger"]
+    results, expected = two(tasks.train, rule, **given), two(tasks.train, rule)
+    assert torch.equal(results[0]["vector"], expected[0]["vector"])
+    assert results[0]["ledger"] == expected[0]["ledger"]
 
 
 def test_a_rank_that_does_not_answer_ends_the_others():
-    """However slow the machine is: rank 1 stays silent, and every wait of rank 0 ends in the same
-    sentence.
+    """On a machine of any speed: rank 1 stays silent, and every wait of rank 0 ends in the same
+    error.
     """
     team = Team(2, timeout=1.0)
     try:
@@ -284,12 +282,12 @@ def test_a_rank_that_does_not_answer_ends_the_others():
     finally:
         team.close()
     assert waiting.kind == "RankError"
-    assert "or did not answer for 1 s" in waiting.said
+    assert "or did not answer for 1 s" in waiting.message
 
 
 def test_an_interrupt_of_one_rank_stops_all_after_the_same_step(two, tmp_path):
-    found = two(tasks.train, RULES["dpsgd"], trouble=("interrupt", 3, 1), checkpoint=tmp_path)
-    assert [rank.kind for rank in found] == ["KeyboardInterrupt"] * 2
+    results = two(tasks.train, RULES["dpsgd"], trouble=("interrupt", 3, 1), checkpoint=tmp_path)
+    assert [rank.kind for rank in results] == ["KeyboardInterrupt"] * 2
     assert latest(tmp_path).name == "step-00000008"
     assert is_as_alone(
         two(tasks.train, RULES["dpsgd"], checkpoint=tmp_path, resume=True)[0] | {"now": []},
@@ -298,8 +296,8 @@ def test_an_interrupt_of_one_rank_stops_all_after_the_same_step(two, tmp_path):
 
 
 def test_ranks_that_drift_apart_are_found(two):
-    found = two(tasks.train, RULES["dpsgd"], trouble=("drift", 2, 1))
-    assert [rank.said for rank in found] == [
+    results = two(tasks.train, RULES["dpsgd"], trouble=("drift", 2, 1))
+    assert [rank.message for rank in results] == [
         "After step 5 rank 1 has other parameters than rank 0, so they no longer train one model. "
         "Either the model was changed on one of them, or the machines compute differently. "
         "Continue from the last checkpoint with resume=True, on machines of the same kind."
@@ -316,7 +314,7 @@ def test_only_rank_0_shows_progress(two):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "difference"),
     [
         ({"own": {"lr": [0.1, 0.2]}}, "lr 0.2 instead of 0.1"),
         ({"own": {"seed": [1, 2]}}, "another seed"),
@@ -325,15 +323,15 @@ def test_only_rank_0_shows_progress(two):
     ],
     ids=["learning rate", "seed", "steps", "model"],
 )
-def test_ranks_with_other_arguments_are_refused(two, given, said):
+def test_ranks_with_other_arguments_are_refused(two, given, difference):
     if "seed" in given.get("own", {}):
-        found = two(tasks.train_with_seeds, given["own"]["seed"])
+        results = two(tasks.train_with_seeds, given["own"]["seed"])
     else:
-        found = two(tasks.train, RULES["dpsgd"], **given)
-    assert [(rank.kind, rank.said) for rank in found] == [
+        results = two(tasks.train, RULES["dpsgd"], **given)
+    assert [(rank.kind, rank.message) for rank in results] == [
         (
             "ValueError",
-            f"Rank 1 was given {said}: all ranks train one model, so give each the arguments of "
+            f"Rank 1 was given {difference}: all ranks train one model, so give each the arguments of "
             "rank 0; create the model from the same seed on every rank, or load it from the same "
             "file.",
         )
@@ -341,16 +339,16 @@ def test_ranks_with_other_arguments_are_refused(two, given, said):
 
 
 def test_ranks_with_other_data_are_refused(two):
-    found = two(tasks.train, RULES["dpsgd"], cut=[0, 30, 60])
-    assert [rank.said for rank in found] == [
+    results = two(tasks.train, RULES["dpsgd"], cut=[0, 30, 60])
+    assert [rank.message for rank in results] == [
         "Rank 1 was given other data than rank 0; give every rank the same data, or pass "
         "ranks=Ranks(local=True) if the ranks have different records."
     ] * 2
 
 
 def test_a_rule_that_needs_the_whole_batch_is_refused(two):
-    found = two(tasks.train, FairLens())
-    assert [rank.said for rank in found] == [
+    results = two(tasks.train, FairLens())
+    assert [rank.message for rank in results] == [
         "fairlens needs the whole batch at once; train it in one process, without ranks."
     ] * 2
 

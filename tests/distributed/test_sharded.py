@@ -1,4 +1,4 @@
-"""A model in pieces is the model that one process trains; noise is added once, by the owner."""
+"""A sharded model equals that of a single process; the owner of each number adds its noise once."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from evenclip.mechanism.noise import Noise
 from evenclip.training.checkpoint import latest
 
 
-def same(found, expected) -> bool:
-    """All that does not depend on how it was computed."""
-    exact = all(found[name] == expected[name] for name in ("ledger", "settings"))
-    return exact and torch.allclose(found["vector"], expected["vector"], rtol=1e-9, atol=1e-12)
+def same(result, expected) -> bool:
+    """Return whether two results are equal up to rounding."""
+    exact = all(result[name] == expected[name] for name in ("ledger", "settings"))
+    return exact and torch.allclose(result["vector"], expected["vector"], rtol=1e-9, atol=1e-12)
 
 
 def check_same_model(team, name, kind):
-    found = team(tasks.train, RULES[name], kind, sharded=True)
+    results = team(tasks.train, RULES[name], kind, sharded=True)
     expected = tasks.train(None, RULES[name], kind)
-    assert same(found[0], expected)
-    for other in found[1:]:
-        assert torch.equal(other["vector"], found[0]["vector"])
-        assert other["now"] == found[0]["now"]
-        assert other["trace"] == found[0]["trace"]
-        assert other["ledger"] == found[0]["ledger"]
+    assert same(results[0], expected)
+    for other in results[1:]:
+        assert torch.equal(other["vector"], results[0]["vector"])
+        assert other["now"] == results[0]["now"]
+        assert other["trace"] == results[0]["trace"]
+        assert other["ledger"] == results[0]["ledger"]
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -49,7 +49,7 @@ def test_four_pieces_are_the_model_that_one_process_trains(four, name):
 
 @pytest.mark.parametrize("optimizer", [Adam, partial(SGD, momentum=0.9)], ids=["Adam", "momentum"])
 def test_it_goes_on_with_another_number_of_ranks_whole_or_in_pieces(two, four, tmp_path, optimizer):
-    """Two in pieces, four in pieces, two with the whole model, one."""
+    """Two ranks in pieces, four in pieces, two with the whole model, one."""
     rule = RULES["dpsgd-f"]
     given = {
         "checkpoint": tmp_path,
@@ -62,34 +62,34 @@ def test_it_goes_on_with_another_number_of_ranks_whole_or_in_pieces(two, four, t
         stopped = team(tasks.train, rule, trouble=("stop", at), sharded=sharded, **given)
         assert [rank.kind for rank in stopped] == ["Stop"] * team.world
     assert latest(tmp_path).name == "step-00000012"
-    found, expected = (
+    results, expected = (
         tasks.train(None, rule, **given),
         tasks.train(None, rule, epochs=4, optimizer=optimizer),
     )
-    assert same(found, expected)
+    assert same(results, expected)
 
 
 def test_ranks_without_a_sample_pass_with_the_others(team):
     given = {"n": 6, "batch_size": 1, "epochs": 4}
-    found = team(tasks.train, RULES["dpsgd-global-adapt"], sharded=True, **given)
-    assert same(found[0], tasks.train(None, RULES["dpsgd-global-adapt"], **given))
+    results = team(tasks.train, RULES["dpsgd-global-adapt"], sharded=True, **given)
+    assert same(results[0], tasks.train(None, RULES["dpsgd-global-adapt"], **given))
     assert any(
         sum(sizes) > 0 and 0 in sizes
-        for sizes in zip(*(rank["sizes"] for rank in found), strict=True)
+        for sizes in zip(*(rank["sizes"] for rank in results), strict=True)
     )
 
 
 def test_in_chunks_and_with_records_of_their_own(two):
     given = {"performance": evenclip.Performance(chunk=2), "one_stream": True}
-    found = two(tasks.train, RULES["dpsgd-f"], local=True, sharded=True, cut=[0, 10, 60], **given)
-    assert same(found[0], tasks.train(None, RULES["dpsgd-f"], **given))
+    results = two(tasks.train, RULES["dpsgd-f"], local=True, sharded=True, cut=[0, 10, 60], **given)
+    assert same(results[0], tasks.train(None, RULES["dpsgd-f"], **given))
 
 
 # --- noise --------------------------------------------------------------------------------------
 
 
 def test_every_number_gets_its_noise_from_its_owner(team):
-    """The pieces of the ranks, joined, are N(0, σ²S²) and those of a single process."""
+    """The joined pieces are N(0, σ²S²) and equal those of a single process."""
     noise, *_ = team(tasks.sharded_noise, RULES["dpsgd"], sharded=True)
     z, n = noise / (0.7 * 0.8), len(noise)
     assert abs(float((z**2).mean()) - 1) < 5 * (2 / n) ** 0.5
@@ -113,7 +113,7 @@ def test_a_part_of_the_noise_is_a_part_of_the_noise(dtype, size):
 
 
 def test_a_part_in_the_tail_takes_the_further_bits():
-    """Among two million pairs some have u < 2⁻²⁰, and so a radius above √(40 ln 2)."""
+    """Among two million pairs some have u < 2⁻²⁰, hence a radius above √(40 ln 2)."""
     noise, size = Noise(np.random.SeedSequence(0)), 2**22
     whole = noise.normal(0, size)[0]
     radius = torch.hypot(*whole.view(2, -1))  # [pair]
@@ -141,7 +141,7 @@ def test_pieces_cut_a_vector_as_torch_cuts_parameters(world):
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "reason"),
     [
         (
             "recurrent",
@@ -154,7 +154,10 @@ def test_pieces_cut_a_vector_as_torch_cuts_parameters(world):
         ),
     ],
 )
-def test_what_cannot_be_cut_is_refused(two, what, said):
-    found = two(tasks.uncuttable, what, sharded=True)
-    assert [rank.kind for rank in found] == ["ValueError"] * 2
-    assert all(said in rank.said and "leave sharded out of Ranks()" in rank.said for rank in found)
+def test_what_cannot_be_cut_is_refused(two, what, reason):
+    results = two(tasks.uncuttable, what, sharded=True)
+    assert [rank.kind for rank in results] == ["ValueError"] * 2
+    assert all(
+        reason in rank.message and "leave sharded out of Ranks()" in rank.message
+        for rank in results
+    )

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from evenclip.gradients import Tape, plan
 from evenclip.gradients import tape as module
-from evenclip.gradients.tape import _Blocks
+from evenclip.gradients.per_sample import Blocks
 
 N, CLASSES = 5, 3
 
@@ -154,9 +154,9 @@ def taken(made, numbers, tokens, monkeypatch):
 @pytest.mark.parametrize("name", MODELS)
 def test_in_every_kind_of_graph(name, rows, taken, alone, same):
     model, tape, x, y = taken(name, rows)
-    with tape.listening():
+    with tape.recording():
         gradients = tape(x, y)
-    assert isinstance(gradients, _Blocks)
+    assert isinstance(gradients, Blocks)
     assert max(gradients._sizes) <= rows
     assert sum(gradients._sizes) == N
     same(gradients, alone(model, F.cross_entropy, x, y))
@@ -166,22 +166,22 @@ def test_in_every_kind_of_graph(name, rows, taken, alone, same):
 def test_masked(name, taken, alone, same):
     model, tape, x, y = taken(name, 2)
     keep = torch.tensor([True, False, True, True, False])
-    with tape.listening():
+    with tape.recording():
         gradients = tape(x, y).masked(keep)
-    assert isinstance(gradients, _Blocks)
+    assert isinstance(gradients, Blocks)
     same(gradients, torch.where(keep.unsqueeze(1), alone(model, F.cross_entropy, x, y), 0.0))
 
 
 def test_blocks_are_of_nearly_equal_size(taken):
     _, tape, x, y = taken("one layer", 4)
-    with tape.listening():
+    with tape.recording():
         assert tape(x, y)._sizes == [3, 2]
 
 
 def test_where_it_fits_a_batch_passes_whole(taken):
     _, tape, x, y = taken("one layer", N)
-    with tape.listening():
-        assert not isinstance(tape(x, y), _Blocks)
+    with tape.recording():
+        assert not isinstance(tape(x, y), Blocks)
 
 
 def test_a_model_of_many_parameters_passes_in_larger_blocks(made, numbers, tokens, monkeypatch):
@@ -210,9 +210,9 @@ def test_inputs_by_name_and_in_tuples_are_cut_alike(
     model = made(0, Two)
     for x in ((a, b), {"b": b, "a": a}):
         tape = plan(model, F.cross_entropy, x, y)
-        with tape.listening():
+        with tape.recording():
             gradients = tape(x, y)
-        assert isinstance(gradients, _Blocks)
+        assert isinstance(gradients, Blocks)
         same(gradients, alone(model, F.cross_entropy, x, y))
 
 
@@ -237,7 +237,7 @@ def test_a_layer_that_nothing_goes_into_or_comes_out_of(made, numbers, tokens, a
 
     model, x, y = made(0, Model), numbers(1, N, 4), tokens(2, CLASSES, N)
     tape = plan(model, F.cross_entropy, x, y)
-    with tape.listening():
+    with tape.recording():
         same(tape(x, y), alone(model, F.cross_entropy, x, y))
 
 
@@ -254,12 +254,12 @@ def test_nothing_large_is_kept(taken):
         output.register_hook(lambda delta: seen.append(weakref.ref(delta)))
 
     handles = [m.register_forward_hook(record) for m in model if isinstance(m, nn.Conv2d)]
-    with tape.listening():
+    with tape.recording():
         gradients = tape(batch, y)
     for handle in handles:
         handle.remove()
     gc.collect()
-    assert isinstance(gradients, _Blocks)
+    assert isinstance(gradients, Blocks)
     assert len(seen) == 10
     assert not alive
     assert not [ref() for ref in seen if ref() is not None]

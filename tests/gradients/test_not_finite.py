@@ -143,7 +143,7 @@ def check_left_out(tape, x, y, bad, numbers):
     broken = x.clone()
     broken[BAD[0]] = bad
     broken[BAD[1]].view(-1)[0] = bad
-    with tape.listening():
+    with tape.recording():
         clean, masked = tape(x, y), tape(broken, y).masked(keep)
     weights = numbers(5, N)
     torch.testing.assert_close(masked.weighted_sum(weights), clean.weighted_sum(weights * keep))
@@ -159,7 +159,7 @@ def test_what_is_masked_twice_stays_masked(planned):
     tape, x, y = planned("own layer")
     x[0], x[1] = 0.0, math.nan
     first, second = torch.arange(N) != 0, torch.arange(N) != 1
-    with tape.listening():
+    with tape.recording():
         gradients = tape(x, y).masked(first).masked(second)
     assert gradients.norms()[:2].tolist() == [0.0, 0.0]
     assert gradients.weighted_sum(torch.ones(N)).isfinite().all()
@@ -168,7 +168,7 @@ def test_what_is_masked_twice_stays_masked(planned):
 @pytest.mark.parametrize("name", [nn.Linear, "own layer", "as a whole"], ids=str)
 def test_a_batch_with_nothing_kept(name, planned):
     tape, x, y = planned(name)
-    with tape.listening():
+    with tape.recording():
         gradients = tape(x * math.nan, y).masked(torch.zeros(N, dtype=torch.bool))
     assert not gradients.norms().any()
     assert torch.equal(gradients.weighted_sum(torch.ones(N)), tape.layout.join({}))
@@ -183,7 +183,7 @@ def test_a_model_can_be_planned_on_samples_of_which_one_is_not_finite(
     x[row] = math.nan
     tape, others = plan(model, F.cross_entropy, x, y), torch.arange(3) != row
     assert isinstance(tape, Tape)
-    with tape.listening():
+    with tape.recording():
         same(tape(x[others], y[others]), alone(model, F.cross_entropy, x[others], y[others]))
 
 

@@ -460,7 +460,7 @@ def test_nothing_is_left_behind_after_an_error_in_the_model(numbers, tokens):
     before = Snapshot(model)
     with (
         pytest.raises(RuntimeError, match="shapes cannot be multiplied"),
-        plan(model, F.cross_entropy, x, y).listening() as tape,
+        plan(model, F.cross_entropy, x, y).recording() as tape,
     ):
         tape(x[:, :1], y)
     before.assert_same(Snapshot(model))

@@ -98,7 +98,7 @@ def cancelling(numbers, tokens):
 def test_a_norm_is_never_too_small(name, dtype, data, tapes, cancelling):
     a, delta, weight = cancelling(name, data)
     a = a.to(dtype) if a.is_floating_point() else a
-    with tapes(name, dtype).listening() as tape:
+    with tapes(name, dtype).recording() as tape:
         gradients = tape(a, delta.to(dtype))
     for indicator, norm in zip(
         weight * torch.eye(len(a), dtype=torch.float64), gradients.norms(), strict=True
@@ -109,8 +109,8 @@ def test_a_norm_is_never_too_small(name, dtype, data, tapes, cancelling):
 @pytest.mark.parametrize("name", [name for name in LAYERS if "Conv" in name])
 def test_the_cases_take_the_way_they_say(name, tapes, numbers):
     _, inputs, outputs, _ = LAYERS[name]
-    with tapes(name, torch.float64).listening() as tape:
-        (part,) = tape(numbers(0, 2, *inputs), numbers(1, 2, *outputs)).parts
+    with tapes(name, torch.float64).recording() as tape:
+        (part,) = tape(numbers(0, 2, *inputs), numbers(1, 2, *outputs)).gradients
     assert isinstance(part.gradient, convolution.LargeConvolution if "large" in name else Formed)
 
 
@@ -122,7 +122,7 @@ def test_a_norm_is_hardly_too_large_where_nothing_cancels(name, tapes, numbers, 
         if "Embedding" in name
         else numbers(0, 3, *inputs).float()
     )
-    with tapes(name, torch.float32).listening() as tape:
+    with tapes(name, torch.float32).recording() as tape:
         gradients = tape(a, numbers(1, 3, *outputs).float())
     exact = gradients.per_sample().double().norm(dim=1)
     assert (gradients.norms() <= exact * 1.001).all()
@@ -137,7 +137,7 @@ def test_a_thousand_positions_are_no_reason_to_give_the_layer_up(numbers):
 def test_a_loss_in_float64_does_not_hide_that_the_model_is_in_float32(numbers):
     model = nn.Linear(1, 1, bias=False)
     a, delta = numbers(0, 500, 1).float(), numbers(1, 500, 1)
-    with plan(model, lambda output, y: against(output.double(), y), a, delta).listening() as tape:
+    with plan(model, lambda output, y: against(output.double(), y), a, delta).recording() as tape:
         gradients = tape(a, delta)
     added = torch.stack(
         [gradients.weighted_sum(unit) for unit in torch.eye(500, dtype=torch.float64)]
@@ -168,7 +168,7 @@ def test_the_gram_form_in_float32_is_too_small_and_ours_is_not(numbers):
 @pytest.mark.parametrize(("precision", "unit"), [("high", 2.0**-11), ("medium", 2.0**-8)])
 def test_products_of_fewer_bits_are_accounted_for(precision, unit, tapes, numbers):
     a, delta = numbers(0, 3, 50, 4).float(), numbers(1, 3, 50, 4).float()
-    with tapes("Linear, weight only", torch.float32).listening() as tape:
+    with tapes("Linear, weight only", torch.float32).recording() as tape:
         gradients, sizes = tape(a, delta), (a.norm(dim=2) * delta.norm(dim=2)).sum(dim=1)
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(precision)
@@ -256,7 +256,7 @@ def test_quick_norms_of_a_model_mix_both_ways(numbers):
         nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5, bias=False), nn.LayerNorm(5), nn.Linear(5, 3)
     )
     x, y = numbers(0, 7, 4).float(), numbers(1, 7, 3).float()
-    with plan(model, against, x, y).listening() as tape:
+    with plan(model, against, x, y).recording() as tape:
         gradients = tape(x, y)
     torch.testing.assert_close(gradients.norms(quick=True), gradients.norms(), rtol=1e-5, atol=0)
     assert (gradients.norms(quick=True) >= gradients.per_sample().double().norm(dim=1)).all()

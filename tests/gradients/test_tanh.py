@@ -122,7 +122,7 @@ def test_how_many_samples_there_are_does_not_show(width, calls, monkeypatch):
     model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, CLASSES))
     x, y = torch.randn(600, 5), torch.randint(CLASSES, (600,))
     taken = set()
-    with plan(model, F.cross_entropy, x[:3], y[:3]).listening() as tape:
+    with plan(model, F.cross_entropy, x[:3], y[:3]).recording() as tape:
         for n in (1, 2, 63, 64, 65, 127, 128, 129, 600):
             calls.clear()
             tape(x[:n], y[:n])
@@ -133,7 +133,7 @@ def test_how_many_samples_there_are_does_not_show(width, calls, monkeypatch):
 def test_every_samples_gradient(calls, batch, made, alone):
     model, (x, y) = made(0, mlp), batch
     exact = alone(model, F.cross_entropy, x.double(), y)
-    with plan(model.float(), F.cross_entropy, x, y).listening() as tape:
+    with plan(model.float(), F.cross_entropy, x, y).recording() as tape:
         calls.clear()  # the calls made by `plan`
         gradients = tape(x, y)
     assert calls == [(N, 8), (N, 8)]
@@ -146,7 +146,7 @@ def test_every_samples_gradient(calls, batch, made, alone):
 def test_small_ones_are_left_to_torch(calls, batch, made, monkeypatch):
     monkeypatch.setattr(module, "_FEW", 9)
     x, y = batch
-    with plan(made(0, mlp).float(), F.cross_entropy, x, y).listening() as tape:
+    with plan(made(0, mlp).float(), F.cross_entropy, x, y).recording() as tape:
         tape(x, y)
     assert calls == []
 
@@ -155,7 +155,7 @@ def test_nobody_else_sees_it(calls, batch, made):
     """The model is called by an observer, traced, mapped, and called after training."""
     model, (x, y) = made(0, mlp).float(), batch
     own = model(x)
-    with plan(model, F.cross_entropy, x, y).listening() as tape:
+    with plan(model, F.cross_entropy, x, y).recording() as tape:
         tape(x, y)
         calls.clear()
         assert torch.equal(model(x), own)
@@ -169,7 +169,7 @@ def test_nobody_else_sees_it(calls, batch, made):
 
 def test_also_after_a_pass_that_failed(calls, batch, made):
     model, (x, y) = made(0, mlp).float(), batch
-    with plan(model, F.cross_entropy, x, y).listening() as tape:
+    with plan(model, F.cross_entropy, x, y).recording() as tape:
         with pytest.raises(RuntimeError):
             tape(x[:, :4], y)
         calls.clear()
@@ -192,7 +192,7 @@ def test_a_forward_of_somebodys_own_is_called(calls, batch, made):
     model, (x, y) = made(0, build).float(), batch
     replaced = vars(model[3])["forward"]
     losses = F.cross_entropy(model(x), y, reduction="none")
-    with plan(model, F.cross_entropy, x, y).listening() as tape:
+    with plan(model, F.cross_entropy, x, y).recording() as tape:
         assert torch.allclose(tape(x, y).losses, losses)
     assert vars(model[3])["forward"] is replaced
     assert calls == []
@@ -282,7 +282,7 @@ def test_inside_other_things(build, calls, batch, made, alone, monkeypatch):
     assert isinstance(tape, Tape)
     assert calls == []
     monkeypatch.setattr(module, "_FEW", 0)
-    with tape.listening():
+    with tape.recording():
         gradients = tape(x, y).per_sample().double()
     assert calls
     assert torch.allclose(gradients, exact, rtol=1e-4, atol=1e-6)

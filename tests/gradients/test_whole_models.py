@@ -446,7 +446,7 @@ def test_gradients_are_those_of_each_sample_alone(name, case, alone, same):
         model, x, y, kind = case(name, n=n)
         tape = plan(model, F.cross_entropy, x, y)
         assert isinstance(tape, kind)
-        with tape.listening():
+        with tape.recording():
             same(tape(x, y), alone(model, F.cross_entropy, x, y))
 
 
@@ -468,7 +468,7 @@ def test_float32_agrees_with_float64_to_rounding(name, case, alone, same):
 )
 def test_one_plan_serves_batches_of_any_size(name, case, alone, same):
     model, x, y, _ = case(name, n=7)
-    with plan(model, F.cross_entropy, x, y).listening() as tape:
+    with plan(model, F.cross_entropy, x, y).recording() as tape:
         for n in (1, 2, 7):
             same(tape(x[:n], y[:n]), alone(model, F.cross_entropy, x[:n], y[:n]))
 
@@ -482,7 +482,7 @@ def test_one_plan_serves_sequences_of_any_length(name, length, case, made, numbe
     if "positions" in name:
         model.positions = made(0, lambda: nn.Embedding(8, D))
     longer = numbers(7, N, *(() if name == "own layer" else (length,)), D)
-    with plan(model, F.cross_entropy, x, y).listening() as tape:
+    with plan(model, F.cross_entropy, x, y).recording() as tape:
         same(tape(longer, y), alone(model, F.cross_entropy, longer, y))
 
 
@@ -506,7 +506,7 @@ def test_samples_that_go_different_ways(signs, made, numbers, tokens, alone, sam
     model, x, y = made(0, Routed), numbers(1, N, D), tokens(2, CLASSES, N)
     x[:, 0] = torch.tensor(signs) * x[:, 0].abs()
     same(per_sample_gradients(model, F.cross_entropy, x, y), alone(model, F.cross_entropy, x, y))
-    with plan(model, F.cross_entropy, x, y).listening() as tape:
+    with plan(model, F.cross_entropy, x, y).recording() as tape:
         same(tape(-x, y), alone(model, F.cross_entropy, -x, y))
 
 
@@ -526,7 +526,7 @@ class Selected(nn.Module):
 def test_a_batch_unlike_the_one_of_the_plan_is_an_error_and_not_a_mistake(made, numbers, tokens):
     model, x, y = made(0, Selected), numbers(1, N, T, D), tokens(2, CLASSES, N)
     mask = torch.ones(N, T, dtype=torch.bool)
-    with plan(model, F.cross_entropy, (x, mask), y).listening() as tape:
+    with plan(model, F.cross_entropy, (x, mask), y).recording() as tape:
         mask = mask.clone()
         mask[0, 0] = False
         with pytest.raises(
@@ -541,7 +541,7 @@ def test_a_batch_unlike_the_one_of_the_plan_is_an_error_and_not_a_mistake(made, 
 )
 def test_a_batch_of_nobody(name, case):
     model, x, y, _ = case(name)
-    with plan(model, F.cross_entropy, x, y).listening() as tape:
+    with plan(model, F.cross_entropy, x, y).recording() as tape:
         gradients = tape(x[:0], y[:0])
     assert gradients.norms().shape == (0,)
     assert torch.equal(gradients.weighted_sum(torch.ones(0)), tape.layout.join({}))
@@ -590,7 +590,7 @@ def test_dropout_between_layers_keeps_its_masks(numbers, tokens, made, same):
     )
     x, y = numbers(1, N, D), tokens(2, 3, N)
     tape = plan(model, F.cross_entropy, x, y)
-    with torch.random.fork_rng(devices=[]), tape.listening():
+    with torch.random.fork_rng(devices=[]), tape.recording():
         expected = one_forward_pass(model, F.cross_entropy, x, y, seed=7)
         torch.manual_seed(7)
         same(tape(x, y), expected)
@@ -612,7 +612,7 @@ def test_dropout_inside_a_unit_is_differentiated_with_the_masks_of_its_losses(
     model, x, y = made(0, RANDOM[name]), numbers(1, N, T, D), tokens(2, 3, N)
     tape = plan(model, F.cross_entropy, x, y)
     assert isinstance(tape, WholeTape)
-    with torch.random.fork_rng(devices=[]), tape.listening():
+    with torch.random.fork_rng(devices=[]), tape.recording():
         along = numbers(3, tape.layout.size)
         torch.manual_seed(7)
         gradients = tape(x, y)
@@ -652,7 +652,7 @@ def test_a_layer_that_was_skipped_in_the_plan_does_not_go_untrained_in_silence(
     numbers, tokens, made
 ):
     model, x, y = made(0, SometimesSkipped), numbers(1, N, D), tokens(2, CLASSES, N)
-    with torch.random.fork_rng(devices=[]), plan(model, F.cross_entropy, x, y).listening() as tape:
+    with torch.random.fork_rng(devices=[]), plan(model, F.cross_entropy, x, y).recording() as tape:
         torch.manual_seed(0)
         tape(x, y)
         torch.manual_seed(1)

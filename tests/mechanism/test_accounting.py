@@ -1,5 +1,5 @@
-"""ε against other routes: published numbers, Opacus, quadrature and convolution of the definition,
-closed forms.
+"""ε compared with published numbers, Opacus, quadrature, convolution of the definition, and closed
+forms.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from scipy.optimize import brentq
 from scipy.special import logsumexp
 from scipy.stats import norm
 
-from evenclip.mechanism import accounting
+from evenclip.mechanism import accountants, accounting
 from evenclip.mechanism.accounting import (
     curve,
     epsilon,
@@ -39,7 +39,7 @@ PUBLISHED = {
     "celeba": (636, 0.8, 30, 2.493, 2.03, 2.515),
 }
 
-# Where RDP looks for the best one, but for four beyond.
+# The orders among which RDP takes the best, except four larger ones.
 ORDERS = [1 + k / 10 for k in range(1, 100)] + list(range(11, 64))
 
 
@@ -64,7 +64,7 @@ def test_the_published_epsilons_come_out(name):
 # Another library
 
 
-# Opacus' own search for a domain says which order was best.
+# Opacus warns about the optimal order while it determines a domain.
 @pytest.mark.filterwarnings("ignore:Optimal order is the")
 @pytest.mark.parametrize(
     ("q", "sigma", "steps"), [(1 / 92, 1.0, 1840), (0.02, 3.0, 500), (0.1, 5.0, 3000)]
@@ -99,7 +99,7 @@ def log_densities(x, q, sigma):
 
 
 def renyi_by_quadrature(q, sigma, alpha):
-    """The larger of D_α(P‖Q) and D_α(Q‖P), by the trapezoidal rule."""
+    """Return the larger of D_α(P‖Q) and D_α(Q‖P), by the trapezoidal rule."""
     x = np.linspace(-alpha - 30 * sigma, alpha + 30 * sigma, 20_001)
     log_p, log_q = log_densities(x, q, sigma)
     directions = [(log_p, log_q), (log_q, log_p)]
@@ -125,12 +125,14 @@ def test_rdp_is_the_renyi_divergence_of_the_definition(q, sigma, steps, delta):
 
 
 def where_loss_is(loss, q, sigma):
-    """The x with ln P/Q = loss; it grows with x."""
+    """Return the x at which ln P/Q equals the loss; it increases with the loss."""
     return sigma**2 * math.log1p(math.expm1(loss) / q) + 0.5
 
 
 def one_step_delta(epsilon, q, sigma):
-    """The larger hockey-stick divergence of both directions, from the x at which the loss is ε."""
+    """Return the larger hockey-stick divergence of both directions, integrated from the x at which
+    the loss is ε.
+    """
     x = where_loss_is(epsilon, q, sigma)
     p_above = (1 - q) * norm.sf(x, 0, sigma) + q * norm.sf(x, 1, sigma)
     removed = p_above - math.exp(epsilon) * norm.sf(x, 0, sigma)
@@ -157,13 +159,13 @@ def test_pld_of_one_step_is_the_hockey_stick_divergence(q, sigma, delta):
         assert computed <= 1e-8
         return
     exact = brentq(lambda e: one_step_delta(e, q, sigma) - delta, 1e-9, 200, xtol=1e-13)
-    # Where ε all but vanishes the grid's error is a fraction of the loss's spread instead.
+    # If ε is nearly 0, the error of the grid is a fraction of the standard deviation of the loss.
     assert exact * (1 - 1e-9) <= computed <= exact * (1 + 2e-4) + 1e-6
 
 
 def rounded_loss(q, sigma, h, add):
-    """(lowest value, masses) of the loss of one step rounded down to multiples of h; a tail of
-    1e-20 is left out.
+    """Return (lowest value, masses) of the loss of one step, rounded down to multiples of h; a tail
+    of 1e-20 is omitted.
     """
     edges = np.linspace(-10 * sigma, 1 + 10 * sigma, 400_001)
     mass = np.diff(norm.cdf(edges, 0, sigma))
@@ -179,8 +181,8 @@ def excess_delta(epsilon, losses, masses, delta):
 
 
 def epsilon_by_convolution(q, sigma, steps, delta, h):
-    """ε of the composition with every loss rounded down to a multiple of h: too small, by at most
-    steps·h.
+    """Return ε of the composition with every loss rounded down to a multiple of h; it is too small
+    by at most steps·h.
     """
     answers = []
     for add in (False, True):
@@ -248,7 +250,7 @@ def test_without_amplification_survives_a_huge_and_a_tiny_cost():
     assert epsilon_without_amplification(ledger_of(0.01, 1, gradient=1e9), 1e-6) == 0.0
 
 
-# An upper bound in double precision, too
+# An upper bound, also in double precision
 
 
 def test_pld_stays_above_the_exact_value_at_a_tiny_delta():
@@ -259,7 +261,7 @@ def test_pld_stays_above_the_exact_value_at_a_tiny_delta():
     for delta, slack in ((1e-6, 2e-4), (1e-9, 2e-3), (1.1 * smallest_delta(ledger), 0.1)):
         exact = gaussian_epsilon(math.sqrt(steps) / sigma, delta)
         assert exact <= epsilon(ledger, delta) <= exact * (1 + slack)
-    # What rounding may have lost counts as lost.
+    # The δ that rounding may lose is subtracted.
     lost = smallest_delta(ledger)
     assert epsilon(ledger, 2 * lost) >= gaussian_epsilon(math.sqrt(steps) / sigma, lost)
 
@@ -392,7 +394,7 @@ def test_orders_left_out_by_rdp_are_not_worth_a_message(caplog):
     assert not caplog.records
 
 
-# In print
+# Formatted values
 
 
 @given(value=st.floats(1e-6, 1e9), digits=st.integers(1, 8))
@@ -401,7 +403,7 @@ def test_a_printed_number_is_never_below_its_value(value, digits):
     assert Fraction(value) <= printed <= Fraction(value) * (1 + Fraction(10, 10**digits))
 
 
-# Mistakes
+# Errors
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-6, math.nan])
@@ -422,20 +424,22 @@ def test_an_unknown_accountant_is_refused():
 
 
 def test_a_ledger_of_many_multipliers_is_bounded_quickly_and_closely(monkeypatch):
-    """Noise that changes with every step: rounded down to few multipliers, ε only grows."""
+    """If the noise changes with every step, multipliers are rounded down to a few values, so that ε
+    only grows.
+    """
     steps = 60
     ledger = Ledger([Entry(0.02, (("gradient", 1.5 - t / steps),), 1) for t in range(steps)])
-    assert len(accounting._few_parts(ledger)) <= accounting._MOST_KINDS
-    assert sum(part.steps for part in accounting._few_parts(ledger)) == steps
+    assert len(accountants.few_kinds(ledger)) <= accountants._MOST_KINDS
+    assert sum(kind.steps for kind in accountants.few_kinds(ledger)) == steps
     bounds = {name: epsilon(ledger, 1e-5, name) for name in ("rdp", "pld")}
-    monkeypatch.setattr(accounting, "_MOST_KINDS", steps)
+    monkeypatch.setattr(accountants, "_MOST_KINDS", steps)
     for name, bound in bounds.items():
         exact = epsilon(ledger, 1e-5, name)
         assert exact <= bound <= 1.04 * exact
     two_rates = [Entry(0.02, (("gradient", 1.0 + t / 99),), 1) for t in range(40)]
     two_rates += [Entry(0.5, (("gradient", 9.0 + t / 99),), 1) for t in range(40)]
-    monkeypatch.setattr(accounting, "_MOST_KINDS", 4)
-    kinds = accounting._few_parts(Ledger(two_rates))
+    monkeypatch.setattr(accountants, "_MOST_KINDS", 4)
+    kinds = accountants.few_kinds(Ledger(two_rates))
     assert [sum(part.steps for part in kinds if part.q == q) for q in (0.02, 0.5)] == [40, 40]
 
 
@@ -467,29 +471,29 @@ def test_every_public_name_is_documented():
 
 
 def test_what_was_asked_before_is_not_computed_again_and_nothing_else_is_answered(monkeypatch):
-    """A step more, another rate, multiplier, δ or accountant is another question."""
-    asked, accountant = [], dp_accounting.pld.PLDAccountant
+    """Another number of steps, rate, multiplier, δ or accountant is computed again."""
+    composed, accountant = [], dp_accounting.pld.PLDAccountant
     compose = accountant.compose
     monkeypatch.setattr(
-        accountant, "compose", lambda self, *event: asked.append(event) or compose(self, *event)
+        accountant, "compose", lambda self, *event: composed.append(event) or compose(self, *event)
     )
-    first = Ledger([Entry(0.01037, (("gradient", 1.1),), 100)])  # no other test asks for this rate
+    first = Ledger([Entry(0.01037, (("gradient", 1.1),), 100)])  # no other test uses this rate
     again = Ledger(
         [Entry(0.01037, (("gradient", 1.1),), 60), Entry(0.01037, (("gradient", 1.1),), 40)]
     )
     known = epsilon(first, 1e-5)
-    count = len(asked)
+    count = len(composed)
     assert epsilon(again, 1e-5) == known
-    assert len(asked) == count > 0
+    assert len(composed) == count > 0
     others = [Entry(0.01037, (("gradient", 1.1),), 101), Entry(0.011, (("gradient", 1.1),), 100)]
     others += [
         Entry(0.01037, (("gradient", 1.0),), 100),
         Entry(0.01037, (("gradient", 1.1), ("count", 9.0)), 100),
     ]
-    found = [
+    epsilons = [
         known,
         *(epsilon(Ledger([entry]), 1e-5) for entry in others),
         epsilon(first, 1e-6),
         epsilon(first, 1e-5, "rdp"),
     ]
-    assert len({*found}) == 7
+    assert len({*epsilons}) == 7

@@ -1,4 +1,4 @@
-"""Calibration: the noise found reaches the target ε, and never exceeds it."""
+"""Calibration: the computed noise reaches the target ε, and never exceeds it."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -92,7 +92,7 @@ def test_a_count_that_costs_too_much_is_refused():
 
 @dataclass(frozen=True)
 class Decays(Rule):
-    """DPSGD whose noise falls linearly from 1.5σ to 0.5σ."""
+    """DPSGD whose noise decreases linearly from 1.5σ to 0.5σ."""
 
     name: ClassVar[str] = "decays"
     sigma: float = 1.0
@@ -109,7 +109,7 @@ class Decays(Rule):
 
 
 class DecaysBySteps(Decays):
-    """Its noise does not follow sigma."""
+    """Its noise is not proportional to sigma."""
 
     def multipliers(self, t=0):
         return {"gradient": 1.5 - t / self.steps}

@@ -1,4 +1,4 @@
-"""A custom rule cannot move its own bound, and its mistakes are sentences."""
+"""A custom rule cannot change its own bound, and its errors have clear messages."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class Shrinks(Custom):
 
 class ShrinksLater(Custom):
     def weight(self, norm, group, now):
-        found = (now / norm).clamp(max=1.0)
+        weight = (now / norm).clamp(max=1.0)
         now.mul_(0.1)
-        return found
+        return weight
 
 
 class ShrinksItsBound(Custom):
@@ -241,7 +241,7 @@ def test_a_run_resumes_with_the_dtype_that_its_state_had(tmp_path):
 
 
 class Disguised(Custom):
-    """Says that it lives in the package and may be given whole batches."""
+    """Claims a module of the package, so that it would receive whole batches."""
 
     __module__ = "evenclip.rules.disguised"
     elementwise: ClassVar[bool] = True

@@ -28,12 +28,14 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from evenclip.gradients.tape import Layout, PerSample, Whole
+from evenclip.gradients import Layout, PerSample
+from evenclip.gradients.per_sample import Whole
 from evenclip.mechanism import Mechanism, accounting
 from evenclip.mechanism.noise import Noise
 from evenclip.mechanism.release import Ledger, Release
 from evenclip.rules import DPSGD, DPSGDF, Constants, DPSGDGlobal, DPSGDGlobalAdapt, Rule
-from evenclip.training.step import Chunk, step
+from evenclip.training.passes import Chunk
+from evenclip.training.step import step
 
 DRAWS, BLOCK = 100_000, 5_000
 DELTA = 1e-2
@@ -42,12 +44,12 @@ D = 16  # parameters
 
 Transcript = dict[
     str, Tensor
-]  # what is public, for many draws: "gradient" [draw, D], "now" [draw, ...]
+]  # the public values of many draws: "gradient" [draw, D], "now" [draw, ...]
 Score = Callable[[Transcript], Tensor]  # [draw]; larger means "the record was in"
 
 
 class GivenGradients:
-    """A tape for a model whose per-sample gradients are given as its input."""
+    """A tape of a model whose per-sample gradients are its input."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Identity()
@@ -61,25 +63,25 @@ class GivenGradients:
 
 @dataclass(frozen=True)
 class World:
-    """A batch, by its gradients and groups."""
+    """The gradients and groups of a batch."""
 
     gradients: Tensor  # [sample, D]
     group: Tensor  # [sample]
 
 
 def record(size: float, axis: int = 0) -> Tensor:
-    """A gradient of this length along an axis."""
+    """Return a gradient of this length along an axis."""
     return size * torch.eye(D, dtype=torch.float64)[axis]
 
 
 def world(*rows: tuple[Tensor, int]) -> World:
-    """A batch of (gradient, group)."""
+    """Return a batch from pairs (gradient, group)."""
     return World(torch.stack([g for g, _ in rows]), torch.tensor([k for _, k in rows]))
 
 
 @dataclass
 class OneStep:
-    """One step, as training takes it; a fault replaces one of its parts."""
+    """One training step; a planted fault replaces one of its parts."""
 
     rule: Rule
     groups: int = 1
@@ -97,7 +99,7 @@ class OneStep:
         self.ledger.write(1.0, self.mechanism.multipliers)
 
     def __call__(self, world: World, noise: Tensor) -> Transcript:
-        """What a step makes public, for each row of noise [draw, counts + D]."""
+        """Return the public values of a step for each row of noise [draw, counts + D]."""
         return torch.func.vmap(lambda drawn: self._once(world, drawn))(noise)
 
     def _once(self, world: World, drawn: Tensor) -> Transcript:
@@ -110,7 +112,7 @@ class OneStep:
         return {"gradient": public.gradient, "now": public.now}
 
     def draw(self, world: World, seed: int) -> Transcript:
-        """Many steps with fresh noise."""
+        """Compute many steps with fresh noise."""
         noise = Noise(np.random.SeedSequence(seed))
         width = self.counts + D
         blocks = [
@@ -121,19 +123,19 @@ class OneStep:
 
     @property
     def claim(self) -> float:
-        """ε of one step on a whole batch (q = 1), as the ledger has it."""
+        """Return ε of one step on a whole batch (q = 1), from the ledger."""
         claimed = accounting.epsilon(self.ledger, DELTA)
         assert claimed is not None
         return claimed
 
 
 def lower_bound(scores_in: Tensor, scores_out: Tensor) -> float:
-    """A lower bound on ε that holds with probability 1 − 10⁻⁶: the test is chosen on one half,
-    judged on the other.
+    """Return a lower bound on ε that holds with probability 1 − 10⁻⁶. The test is chosen on one
+    half of the draws and evaluated on the other.
     """
     half = len(scores_in) // 2
     best, chosen = -math.inf, (1.0, 1.0, math.inf)
-    # Either world may be the conspicuous one, by a high score or by a low one.
+    # High or low scores may be more frequent, in either world.
     for world, tail in itertools.product((1.0, -1.0), repeat=2):
         a, b = _oriented(scores_in[:half], scores_out[:half], world, tail)
         a, b = a.sort().values, b.sort().values
@@ -150,7 +152,7 @@ def lower_bound(scores_in: Tensor, scores_out: Tensor) -> float:
 def _oriented(
     scores_in: Tensor, scores_out: Tensor, world: float, tail: float
 ) -> tuple[Tensor, Tensor]:
-    """The conspicuous world first, high scores conspicuous."""
+    """Return the two worlds so that high scores are more frequent in the first one."""
     return (
         (tail * scores_in, tail * scores_out)
         if world > 0
@@ -159,24 +161,26 @@ def _oriented(
 
 
 def _bound(hits: int, alarms: int, n: int) -> float:
-    """ln((TPR − δ)/FPR) with Clopper–Pearson bounds, half of the doubt each."""
+    """Return ln((TPR − δ)/FPR) with Clopper–Pearson bounds, each with half of the error
+    probability.
+    """
     tpr = stats.beta.ppf(DOUBT / 2, hits, n - hits + 1) if hits else 0.0
     fpr = stats.beta.ppf(1 - DOUBT / 2, alarms + 1, n - alarms) if alarms < n else 1.0
     return math.log((tpr - DELTA) / fpr) if tpr > DELTA else -math.inf
 
 
 def along_the_record(seen: Transcript) -> Tensor:
-    """How far the gradient points where the record points."""
+    """Return the component of the gradient in the record's direction."""
     return seen["gradient"][:, 0]
 
 
 def spread(seen: Transcript) -> Tensor:
-    """The size of the noise, in directions where there is nothing else."""
+    """Return the size of the noise in directions without gradients."""
     return torch.linalg.vector_norm(seen["gradient"][:, 2:], dim=1)
 
 
 def spread_for_its_bounds(seen: Transcript) -> Tensor:
-    """The size of the noise, measured in the public bound that it claims to be scaled by."""
+    """Return the size of the noise relative to the public bound that it is scaled to."""
     return spread(seen) / seen["now"].amax(dim=1)
 
 
@@ -196,7 +200,7 @@ SOUND = {
 
 
 def audit(mechanism: OneStep, worlds: tuple[World, World], score: Score) -> float:
-    """The attacker's lower bound on the ε of one step."""
+    """Return the attacker's lower bound on the ε of one step."""
     present, absent = worlds
     return lower_bound(
         score(mechanism.draw(present, seed=1)), score(mechanism.draw(absent, seed=2))
@@ -230,7 +234,7 @@ def test_the_claim_of_one_step_is_that_of_the_gaussian_mechanism():
 
 
 class NoiseForC0(Release):
-    """The algorithm box of DPSGD-F: noise σC0, though the sensitivity is max C_k."""
+    """The algorithm box of DPSGD-F: noise σC0, although the sensitivity is max C_k."""
 
     def __call__(self, name, value, *, sensitivity, multiplier):
         return super().__call__(name, value, sensitivity=1.0, multiplier=multiplier)

@@ -1,9 +1,9 @@
-"""Noise: its words, its distribution, its tail, and that no number is ever used twice.
+"""Noise: its random words, its distribution, its tail, and that no number is used twice.
 
-A tail of 2e-9 cannot be counted in seconds, so it is reached by another road: prepared words stand
-in for Philox's, with u in the first 2⁻²⁴ of the unit interval only. Whatever lies beyond √(48 ln 2)
-= 5.77 standard deviations comes from there (24-bit uniforms have a single number in it), so rare
-events are 2²⁴ times as frequent as they are without.
+An event of probability 2e-9 is too rare to be counted, so the tail is tested with prepared words
+instead of those of Philox: u lies in the first 2⁻²⁴ of the unit interval. All numbers beyond √(48
+ln 2) = 5.77 standard deviations come from there (24-bit uniforms have only one number in it), so
+rare events are 2²⁴ times as frequent as without preparation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def by_numpy(noise, t, size, dtype=torch.float32, steps=1):
 
 
 def in_parts(noise, t, size, dtype=torch.float32, steps=1):
-    """As several ranks draw them: each a range of the numbers."""
+    """Draw in ranges of the numbers, as several ranks do."""
     cut = size // 3
     return torch.stack(
         [
@@ -42,7 +42,7 @@ def in_parts(noise, t, size, dtype=torch.float32, steps=1):
     )
 
 
-over_roads = pytest.mark.parametrize("road", [by_numpy])
+over_draws = pytest.mark.parametrize("draw", [by_numpy])
 over_dtypes = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64], ids=["float32", "float64"]
 )
@@ -56,7 +56,7 @@ SOME_T = [0, 1, 12_345, 2**40]
 TAIL, FLAT = (
     2**12,
     2**32 - 2**24,
-)  # the words, by their lower 32 bits, that are no plain u in float32: below, from here
+)  # lower 32 bits of the words whose u is computed in another way in float32: below, and from here
 
 
 # Words
@@ -70,8 +70,8 @@ def unsigned(words):
 
 
 def philox(key, t, size, blocks, stream):
-    """The words of step t by numpy, which adds 1 to the counter before it draws.  # [4 · blocks],
-    uint64
+    """Return the words of step t by numpy, which increments the counter before it draws.  # [4 ·
+    blocks], uint64
     """
     counter = np.array([t * blocks, stream, size, 0], dtype=np.uint64)
     return np.random.Philox(key=unsigned(key), counter=counter).random_raw(4 * blocks)
@@ -124,17 +124,17 @@ def test_words_of_a_run_are_those_of_its_key_whatever_was_drawn_before(key, draw
     noise.set_state(torch.tensor(key))
     for t, steps, size, blocks in draws:
         for stream in (0, 1):
-            found = noise._words[stream].of(t, steps, size, blocks)
-            assert found.shape == (steps, 4 * blocks)
+            words = noise._words[stream].of(t, steps, size, blocks)
+            assert words.shape == (steps, 4 * blocks)
             for s in range(steps):
-                assert np.array_equal(found[s], philox(key, t + s, size, blocks, stream))
+                assert np.array_equal(words[s], philox(key, t + s, size, blocks, stream))
 
 
 # Numbers: their distribution
 # -----------------------------------------------------------------------------------------
 
 MANY = 1_000_000
-CHANCE = 1e-5  # of a false alarm, for each of about a hundred tests
+CHANCE = 1e-5  # probability of a false alarm, for each of about a hundred tests
 DRAWS = [
     (torch.float32, 100_000),
     (torch.float64, 100_000),
@@ -152,7 +152,7 @@ DRAWS += [
 
 @pytest.fixture(scope="module", params=DRAWS, ids=[f"{d}-{s}"[6:] for d, s in DRAWS])
 def draws(request):
-    """A million numbers of steps of this size, all in one call.  # [step, size], float64"""
+    """Return a million numbers of steps of this size, from one call.  # [step, size], float64"""
     dtype, size = request.param
     return seeded(11).normal(5, size, dtype, MANY // size).double().numpy()
 
@@ -163,16 +163,16 @@ def many(draws):
 
 
 def halves(draws):
-    """The first and the second numbers of the pairs that Box–Muller makes; an odd size has one
-    without a second.
+    """Return the first and the second numbers of the Box–Muller pairs; with an odd size, one number
+    has no second.
     """
     half = (draws.shape[1] + 1) // 2
     return draws[:, : draws.shape[1] - half].ravel(), draws[:, half:].ravel()
 
 
 def uncorrelated(a, b):
-    """No correlation between a and b, their squares, their signs or their sizes, to 4.5 standard
-    errors.
+    """Assert that a and b, their squares, signs and absolute values are uncorrelated, to 4.5
+    standard errors.
     """
     for view in (np.asarray, np.square, np.sign, np.abs, lambda v: v * v * v):
         assert abs(np.corrcoef(view(a), view(b))[0, 1]) < 4.5 / math.sqrt(len(a))
@@ -223,22 +223,22 @@ def test_seeds_are_independent():
         uncorrelated(one, other)
 
 
-@over_roads
+@over_draws
 @over_dtypes
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("steps", [1, 4])
-def test_sizes(road, dtype, size, steps):
-    found = road(seeded(1), 3, size, dtype, steps)
-    assert found.shape == (steps, size)
-    assert found.dtype == dtype
-    assert len(found.unique()) >= 0.999 * steps * size  # float32 repeats a few
+def test_sizes(draw, dtype, size, steps):
+    numbers = draw(seeded(1), 3, size, dtype, steps)
+    assert numbers.shape == (steps, size)
+    assert numbers.dtype == dtype
+    assert len(numbers.unique()) >= 0.999 * steps * size  # float32 repeats a few
 
 
-@over_roads
-def test_half_precision_is_rounded_at_the_end(road):
-    found = road(seeded(1), 3, 9, torch.bfloat16)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, road(seeded(1), 3, 9, torch.float32).bfloat16())
+@over_draws
+def test_half_precision_is_rounded_at_the_end(draw):
+    numbers = draw(seeded(1), 3, 9, torch.bfloat16)
+    assert numbers.dtype == torch.bfloat16
+    assert torch.equal(numbers, draw(seeded(1), 3, 9, torch.float32).bfloat16())
 
 
 def test_more_than_five_standard_deviations_by_plain_counting():
@@ -248,13 +248,13 @@ def test_more_than_five_standard_deviations_by_plain_counting():
     assert low <= beyond <= high
 
 
-# Numbers: two roads to the same
+# Numbers: two ways to compute them
 # --------------------------------------------------------------------------------------
 
 
 def by_hand(word, extra, dtype):
-    """The pair of a word and of 32 bits more for its u, in float32 only in the tail; the radius to
-    thirty digits.
+    """Return the pair for a word and 32 further bits of u (in float32 only in the tail), with a
+    radius of thirty digits.
     """
     low = word % 2**32
     more = extra + 1 if dtype == torch.float64 or low < TAIL else 2**31 if low >= FLAT else 0
@@ -265,11 +265,11 @@ def by_hand(word, extra, dtype):
     return radius * math.cos(math.tau * turn), radius * math.sin(math.tau * turn)
 
 
-@over_roads
+@over_draws
 @over_dtypes
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("t", SOME_T)
-def test_every_number_is_that_of_its_bits(road, dtype, size, t):
+def test_every_number_is_that_of_its_bits(draw, dtype, size, t):
     noise, half = seeded(2), (size + 1) // 2
     words, extra = (
         philox(noise.key, t, size, -(-half // each), stream) for each, stream in ((4, 0), (8, 1))
@@ -281,16 +281,14 @@ def test_every_number_is_that_of_its_bits(road, dtype, size, t):
     expected = torch.tensor([z for z, _ in pairs] + [z for _, z in pairs], dtype=torch.float64)[
         :size
     ]
-    found = road(noise, t, size, dtype)[0]
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=ROUNDING[dtype])
+    numbers = draw(noise, t, size, dtype)[0]
+    torch.testing.assert_close(numbers.double(), expected, rtol=0, atol=ROUNDING[dtype])
 
 
-@over_roads
+@over_draws
 @over_dtypes
-def test_where_u_lies_in_the_tail_its_further_bits_count(road, dtype):
-    """One pair in 2²⁰: of eight million the seven or so that take more bits, against a calculation
-    by hand.
-    """
+def test_where_u_lies_in_the_tail_its_further_bits_count(draw, dtype):
+    """Of eight million pairs about seven use further bits; compare them with a calculation by hand."""
     noise, pairs = seeded(0), 1024
     words = philox(noise.key, 0, 2 * pairs, 8000 * pairs // 4, 0)
     where = np.nonzero((words & 0xFFFFFFFF) < TAIL)[0]
@@ -298,11 +296,11 @@ def test_where_u_lies_in_the_tail_its_further_bits_count(road, dtype):
     for t, j in (divmod(int(i), pairs) for i in where):
         extra = int(philox(noise.key, t, 2 * pairs, pairs // 8, 1).view("<u4")[j])
         word = int(words[t * pairs + j])
-        found = road(noise, t, 2 * pairs, dtype)[0].double()[[j, pairs + j]]
+        numbers = draw(noise, t, 2 * pairs, dtype)[0].double()[[j, pairs + j]]
         expected = torch.tensor(by_hand(word, extra, dtype), dtype=torch.float64)
-        torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDING[dtype])
+        torch.testing.assert_close(numbers, expected, rtol=0, atol=ROUNDING[dtype])
         other = torch.tensor(by_hand(word, extra ^ 2**31, dtype), dtype=torch.float64)
-        assert (found - other).abs().max() > 3 * ROUNDING[dtype]  # the comparison can tell
+        assert (numbers - other).abs().max() > 3 * ROUNDING[dtype]  # the comparison detects it
 
 
 # Any step at any time
@@ -403,46 +401,46 @@ def test_ahead_forgets_what_it_has_drawn_when_it_becomes_another(dtype, sizes):
     assert all(torch.equal(ahead.of(t)["gradient"], row) for t, row in drawn.items())
 
 
-@over_roads
-def test_state_restores_the_stream(road):
+@over_draws
+def test_state_restores_the_stream(draw):
     noise = seeded(3)
     state = noise.state()
     assert state.dtype == torch.int64
     kept = state.clone()
     expected = [
-        road(noise, t, size, dtype) for t in SOME_T for size in (1, 9) for dtype in ROUNDING
+        draw(noise, t, size, dtype) for t in SOME_T for size in (1, 9) for dtype in ROUNDING
     ]
     other = seeded(99)
     other.normal(2, 5)
     other.set_state(state)
     assert torch.equal(
         by_numpy(other, 3, 5), by_numpy(seeded(3), 3, 5)
-    )  # where the other one would have gone on
-    found = [road(other, t, size, dtype) for t in SOME_T for size in (1, 9) for dtype in ROUNDING]
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    )  # the position of the other one
+    numbers = [draw(other, t, size, dtype) for t in SOME_T for size in (1, 9) for dtype in ROUNDING]
+    assert all(torch.equal(a, b) for a, b in zip(numbers, expected, strict=True))
     assert torch.equal(other.state(), noise.state())
     assert torch.equal(state, kept)  # drawing changes nothing
 
 
-@over_roads
+@over_draws
 @pytest.mark.parametrize(
     "of", [lambda noise: noise, lambda noise: Ahead(noise, {"all": 9}, torch.float32, "cpu")]
 )
-def test_a_state_is_a_copy(road, of):
-    """Neither who has taken one nor who has given one can change the noise with it."""
+def test_a_state_is_a_copy(draw, of):
+    """A state cannot change the noise that it was taken from, or that it was given to."""
     fresh, noise, other = seeded(3), seeded(3), seeded(4)
-    expected = [road(fresh, t, 9) for t in range(6)]
-    assert torch.equal(road(noise, 0, 9), expected[0])
+    expected = [draw(fresh, t, 9) for t in range(6)]
+    assert torch.equal(draw(noise, 0, 9), expected[0])
     taken = of(noise).state()
     given = taken.clone()
     of(other).set_state(given)
-    assert torch.equal(road(other, 0, 9), expected[0])
+    assert torch.equal(draw(other, 0, 9), expected[0])
     taken.zero_()
     given.zero_()
     for one in (noise, other):
         assert all(
-            torch.equal(road(one, t, 9), expected[t]) for t in (1, 2, 5, 4, 0)
-        )  # going on, and jumping
+            torch.equal(draw(one, t, 9), expected[t]) for t in (1, 2, 5, 4, 0)
+        )  # in order, and out of order
         assert torch.equal(of(one).state(), fresh.key)
         assert fresh.key.all()
 
@@ -489,7 +487,7 @@ FAULTS_OF_SIZES = {
 
 
 def plant(fault, monkeypatch):
-    """Words from elsewhere."""
+    """Replace the words."""
 
     def of(self, t, steps, size, blocks):
         return np.stack([fault(self._key, t + s, size, blocks, self._stream) for s in range(steps)])
@@ -497,20 +495,18 @@ def plant(fault, monkeypatch):
     monkeypatch.setattr(module._Words, "of", of)
 
 
-def check_nothing_twice(road, sizes, monkeypatch):
-    """Of several runs, all words that the numbers are made of differ, and so do the numbers, over
-    streams and sizes.
-    """
+def check_nothing_twice(draw, sizes, monkeypatch):
+    """Assert that all words and all numbers differ, over several runs, streams and sizes."""
     seen, of = [], module._Words.of
 
-    def heard(found):
-        seen.append(unsigned(found).ravel())
-        return found
+    def recorded(words):
+        seen.append(unsigned(words).ravel())
+        return words
 
     with monkeypatch.context() as patch:
-        patch.setattr(module._Words, "of", lambda *given: heard(of(*given)))
-        found = [
-            road(noise, t, size, torch.float64, 4).ravel()
+        patch.setattr(module._Words, "of", lambda *given: recorded(of(*given)))
+        numbers = [
+            draw(noise, t, size, torch.float64, 4).ravel()
             for noise in map(seeded, range(4))
             for t in range(0, 40, 4)
             for size in sizes
@@ -520,41 +516,41 @@ def check_nothing_twice(road, sizes, monkeypatch):
         (size + 1) // 2 for size in sizes
     )  # a word and a half for each pair
     assert len(np.unique(every)) == len(every)
-    assert len(torch.cat(found).unique()) == 4 * 40 * sum(sizes)
+    assert len(torch.cat(numbers).unique()) == 4 * 40 * sum(sizes)
 
 
-@over_roads
+@over_draws
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 16, 17, 65, 1001])
-def test_no_word_and_no_number_is_used_twice(road, size, monkeypatch):
-    check_nothing_twice(road, [size], monkeypatch)
+def test_no_word_and_no_number_is_used_twice(draw, size, monkeypatch):
+    check_nothing_twice(draw, [size], monkeypatch)
 
 
-@over_roads
+@over_draws
 @pytest.mark.parametrize(
     "sizes", [[1, 2, 7, 8, 9, 16, 17], [8, 1001, 1002]], ids=["neighbours", "far apart"]
 )
-def test_two_sizes_under_one_key_share_nothing(road, sizes, monkeypatch):
-    check_nothing_twice(road, sizes, monkeypatch)
+def test_two_sizes_under_one_key_share_nothing(draw, sizes, monkeypatch):
+    check_nothing_twice(draw, sizes, monkeypatch)
 
 
-@over_roads
+@over_draws
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_used_twice_is_seen(road, fault, monkeypatch):
+def test_what_is_used_twice_is_seen(draw, fault, monkeypatch):
     plant(philox, monkeypatch)
-    check_nothing_twice(road, [65], monkeypatch)
+    check_nothing_twice(draw, [65], monkeypatch)
     plant(FAULTS[fault], monkeypatch)
     with pytest.raises(AssertionError):
-        check_nothing_twice(road, [65], monkeypatch)
+        check_nothing_twice(draw, [65], monkeypatch)
 
 
-@over_roads
+@over_draws
 @pytest.mark.parametrize("fault", FAULTS_OF_SIZES)
-def test_what_two_sizes_share_is_seen(road, fault, monkeypatch):
+def test_what_two_sizes_share_is_seen(draw, fault, monkeypatch):
     plant(FAULTS_OF_SIZES[fault], monkeypatch)
     for size in (64, 65, 66):
-        check_nothing_twice(road, [size], monkeypatch)  # unnoticed
+        check_nothing_twice(draw, [size], monkeypatch)  # unnoticed
     with pytest.raises(AssertionError):
-        check_nothing_twice(road, [64, 65, 66], monkeypatch)
+        check_nothing_twice(draw, [64, 65, 66], monkeypatch)
 
 
 @over_dtypes
@@ -563,27 +559,25 @@ def test_sizes_that_take_turns_do_not_go_on_where_the_other_one_stopped(dtype):
     for t in range(12):
         for size in ((7,), (8,), (7, 8), (8, 7))[
             t % 4
-        ]:  # of one block each, so that the counters meet
+        ]:  # one block each, so that the counters are consecutive
             assert torch.equal(noise.normal(t, size, dtype), seeded(8).normal(t, size, dtype))
 
 
 def test_steps_of_any_size_follow_each_other_without_overlap(monkeypatch):
-    """The counters themselves: step t has blocks t·b + 1 … (t + 1)·b, and b blocks are enough for
-    its pairs.
-    """
+    """Step t has the counters t·b + 1 … (t + 1)·b, and b blocks are enough for its pairs."""
     for size in range(1, 70):
-        asked = []
+        calls = []
         with monkeypatch.context() as patch:
             patch.setattr(
                 module._Words,
                 "of",
-                lambda self, t, steps, size, blocks, asked=asked: (
-                    asked.append((self._stream, t, steps, size, blocks))
+                lambda self, t, steps, size, blocks, calls=calls: (
+                    calls.append((self._stream, t, steps, size, blocks))
                     or np.full((steps, 4 * blocks), 2**40, np.uint64)
                 ),
             )
             seeded(0).normal(3, size, torch.float64, 2)
-        (zero, one) = asked
+        (zero, one) = calls
         half = (size + 1) // 2
         assert zero == (0, 3, 2, size, -(-half // 4))
         assert one == (1, 3, 2, size, -(-half // 8))
@@ -598,8 +592,8 @@ FIRST = math.sqrt(48 * math.log(2))  # the radius at which the last END begins, 
 
 @pytest.fixture
 def feed(monkeypatch):
-    """Prepared bits in place of Philox's: for each step and pair 64 of u, of which 0 means 2⁻⁶⁴,
-    and 32 of the turn.
+    """Replace the bits of Philox: for each step and pair, 64 bits of u, where 0 means 2⁻⁶⁴, and 32
+    bits of the angle.
     """
 
     def prepare(u, turns):
@@ -627,7 +621,7 @@ def feed(monkeypatch):
 
 
 class TwentyFourBits(Noise):
-    """The planted fault: Box–Muller on 24-bit uniforms, as `torch.randn` has it."""
+    """The planted fault: Box–Muller on 24-bit uniforms, as in `torch.randn`."""
 
     def normal(self, t, size, dtype=torch.float32, steps=1):
         half = (size + 1) // 2
@@ -638,32 +632,32 @@ class TwentyFourBits(Noise):
         return torch.cat([radius * angle.cos(), radius * angle.sin()], dim=1)[:, :size].to(dtype)
 
 
-def check_tail(road, noise, dtype, size, feed):
-    """The distribution beyond 5.77 standard deviations, given that the radius lies there."""
+def check_tail(draw, noise, dtype, size, feed):
+    """Test the distribution beyond 5.77 standard deviations, given that the radius lies there."""
     pairs, random = 400_000, np.random.default_rng(1)
     shape = (2 * pairs // size, size // 2)
     feed(
         random.integers(0, 2**40, shape, dtype=np.uint64),
         random.integers(0, 2**32, shape, dtype=np.uint64),
     )
-    z = road(noise, 0, size, dtype, shape[0]).double().numpy()
+    z = draw(noise, 0, size, dtype, shape[0]).double().numpy()
     r = np.hypot(*halves(z))
     # r² − FIRST² is exponential with mean 2, as everywhere
     assert stats.kstest(r**2 - FIRST**2, "expon", args=(0, 2)).pvalue > CHANCE
     for rho in (6.0, 6.5, 7.0, 7.5):
         expected = pairs * math.exp(-(rho**2) / 2) / END
         assert abs(np.sum(r > rho) - expected) < 4.5 * math.sqrt(expected), rho
-    for x in (6.0, 6.5, 7.0):  # who is beyond 6 has a radius beyond 6, so all of them are here
+    for x in (6.0, 6.5, 7.0):  # a number beyond 6 has a radius beyond 6, so this counts all of them
         expected = 2 * pairs * 2 * stats.norm.sf(x) / END
         assert abs(np.sum(np.abs(z) > x) - expected) < 4.5 * math.sqrt(expected), x
         assert abs(np.sum(z > x) - expected / 2) < 4.5 * math.sqrt(expected / 2), x
 
 
-@over_roads
+@over_draws
 @over_dtypes
 @pytest.mark.parametrize("size", [1000, 100_000])
-def test_beyond_six_standard_deviations_the_rates_are_right(road, dtype, size, feed):
-    check_tail(road, seeded(0), dtype, size, feed)
+def test_beyond_six_standard_deviations_the_rates_are_right(draw, dtype, size, feed):
+    check_tail(draw, seeded(0), dtype, size, feed)
 
 
 def test_uniforms_of_24_bits_would_fail(feed):
@@ -681,41 +675,41 @@ def add_half(self, u, t, size):
 
 
 @pytest.mark.parametrize(
-    ("road", "name", "fault"),
+    ("draw", "name", "fault"),
     [
         (by_numpy, "Noise._refine", add_half),  # 32 bits: ends at √(66 ln 2) = 6.76
-        (by_numpy, "_TAIL", 1),  # refined too late: 6.66 and nothing for a while before it
+        (by_numpy, "_TAIL", 1),  # refined too late: 6.66, and a gap before it
         (by_numpy, "Noise._refinement", lambda *_: 0.5),
     ],
 )
-def test_uniforms_of_32_bits_would_fail(road, name, fault, feed, monkeypatch):
+def test_uniforms_of_32_bits_would_fail(draw, name, fault, feed, monkeypatch):
     owner, _, name = name.rpartition(".")
     monkeypatch.setattr(getattr(module, owner) if owner else module, name, fault)
-    assert stats.kstest(road(seeded(0), 0, MANY)[0].numpy(), "norm").pvalue > CHANCE  # unnoticed
+    assert stats.kstest(draw(seeded(0), 0, MANY)[0].numpy(), "norm").pvalue > CHANCE  # unnoticed
     with pytest.raises(AssertionError):
-        check_tail(road, seeded(0), torch.float32, 1000, feed)
+        check_tail(draw, seeded(0), torch.float32, 1000, feed)
 
 
-def radii(road, u, dtype, feed):
-    """The radius of each u, [pair] or [step, pair], by its 64 bits: the first numbers of pairs that
-    lie at angle 0.
+def radii(draw, u, dtype, feed):
+    """Return the radius for each u, given as 64 bits: the first numbers of pairs at angle 0.  #
+    [pair] or [step, pair]
     """
     u = np.asarray(u, np.uint64)
     feed(u, np.zeros_like(u))
     steps, pairs = np.atleast_2d(u).shape
-    found = road(seeded(0), 0, 2 * pairs, dtype, steps)
-    assert not found[:, pairs:].any()  # sin 0
-    return found[:, :pairs].numpy().reshape(u.shape)
+    numbers = draw(seeded(0), 0, 2 * pairs, dtype, steps)
+    assert not numbers[:, pairs:].any()  # sin 0
+    return numbers[:, :pairs].numpy().reshape(u.shape)
 
 
-def beyond(road, rho, dtype, feed):
-    """Of the 2⁶⁴ values of u, how many give a radius larger than each rho: radii fall as u grows,
-    so by bisection.
+def beyond(draw, rho, dtype, feed):
+    """Return how many of the 2⁶⁴ values of u give a radius larger than each rho, by bisection:
+    radii decrease with u.
     """
     low, high = [0] * len(rho), [2**64] * len(rho)  # all below `low` do, none from `high` on
     for _ in range(65):
         middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
-        larger = radii(road, [min(m, 2**64 - 1) for m in middle], dtype, feed) > rho
+        larger = radii(draw, [min(m, 2**64 - 1) for m in middle], dtype, feed) > rho
         for i, (m, yes) in enumerate(zip(middle, larger, strict=True)):
             if low[i] < high[i]:
                 low[i], high[i] = (m + 1, high[i]) if yes else (low[i], m)
@@ -723,7 +717,7 @@ def beyond(road, rho, dtype, feed):
 
 
 def share(rho):
-    """exp(−ρ²/2) in units of 2⁻⁶⁴, to forty digits."""
+    """Return exp(−ρ²/2) in units of 2⁻⁶⁴, to forty digits."""
     with localcontext(prec=40):
         return (-(Decimal(float(rho)) ** 2) / 2).exp() * 2**64
 
@@ -734,11 +728,11 @@ SMALL = math.sqrt(
 )  # the radius at which it is taken from 1 − u in float32, 0.0885
 
 
-@over_roads
+@over_draws
 @over_dtypes
-def test_the_share_of_words_beyond_a_radius_is_that_of_the_normal(road, dtype, feed):
-    """P(r > ρ) is right to 2⁻⁶⁴ and the rounding of r; inside the switch, in float32, to 2⁻³² and
-    rounding.
+def test_the_share_of_words_beyond_a_radius_is_that_of_the_normal(draw, dtype, feed):
+    """P(r > ρ) is correct up to 2⁻⁶⁴ and the rounding of r; below the switch, in float32, up to
+    2⁻³² and rounding.
     """
     near = np.array(
         [-1e-1, -1e-2, -1e-3, -1e-4, -2e-5, -1e-5, 0, 1e-5, 2e-5, 1e-4, 1e-3, 1e-2, 1e-1]
@@ -748,113 +742,113 @@ def test_the_share_of_words_beyond_a_radius_is_that_of_the_normal(road, dtype, f
         [*small, 1.0, 3.0, 5.0, *(SWITCH + near), 6.0, 7.0, 8.0, 8.5, 9.0, 9.3, 9.4], str(dtype)[6:]
     )
     unit = {torch.float32: 2.0**-23, torch.float64: 2.0**-52}[dtype]
-    for radius, found in zip(rho.tolist(), beyond(road, rho, dtype, feed), strict=True):
+    for radius, numbers in zip(rho.tolist(), beyond(draw, rho, dtype, feed), strict=True):
         expected = share(radius)
         # r to 1.5 units, and u to 1: its logarithm is at least that wrong, unless it is taken from
         # 1 − u
         of_u = 0 if dtype == torch.float32 and radius < SMALL - 1e-6 else 1
         rounding = float(expected) * unit * (1.5 * radius**2 + of_u)
         bits = 2**32 if dtype == torch.float32 and radius < SWITCH else 1
-        assert abs(float(found - expected)) <= bits + rounding, radius
+        assert abs(float(numbers - expected)) <= bits + rounding, radius
 
 
-@over_roads
+@over_draws
 @over_dtypes
-def test_radii_fall_without_a_gap_across_the_switch(road, dtype, feed):
+def test_radii_fall_without_a_gap_across_the_switch(draw, dtype, feed):
     switch = 2**44
     u = [
         switch + k
         for k in (-(2**33), -(2**32) - 1, -(2**32), -(2**31), -2, -1, 0, 1, 2**32 - 1, 2**32, 2**33)
     ]
-    found = radii(road, u, dtype, feed).astype(float)
+    numbers = radii(draw, u, dtype, feed).astype(float)
     expected = [math.sqrt(2 * (64 * math.log(2) - math.log(k + 1))) for k in u]
-    assert (np.diff(found) <= 0).all()
+    assert (np.diff(numbers) <= 0).all()
     # inside, float32 leaves out the last 32 bits: du = 2⁻³² moves r by du/(u·r) = 2⁻¹²/5.27
     np.testing.assert_allclose(
-        found[:6], expected[:6], rtol={torch.float32: 2e-7, torch.float64: 4e-16}[dtype]
+        numbers[:6], expected[:6], rtol={torch.float32: 2e-7, torch.float64: 4e-16}[dtype]
     )
     np.testing.assert_allclose(
-        found, expected, rtol=0, atol={torch.float32: 4.7e-5, torch.float64: 2e-15}[dtype]
+        numbers, expected, rtol=0, atol={torch.float32: 4.7e-5, torch.float64: 2e-15}[dtype]
     )
-    assert found[5] == pytest.approx(SWITCH, rel=2e-7)
+    assert numbers[5] == pytest.approx(SWITCH, rel=2e-7)
 
 
-@over_roads
+@over_draws
 @over_dtypes
-def test_the_largest_radii(road, dtype, feed):
-    """At u = k·2⁻⁶⁴, −ln u = 64 ln 2 − ln k: the largest number is 9.42, and its neighbours differ."""
+def test_the_largest_radii(draw, dtype, feed):
+    """At u = k·2⁻⁶⁴, −ln u = 64 ln 2 − ln k: the largest number is 9.42, and the next ones differ."""
     k = np.arange(1, 1001)
-    found = radii(road, k - 1, dtype, feed)
+    numbers = radii(draw, k - 1, dtype, feed)
     expected = np.sqrt(2 * (64 * math.log(2) - np.log(k)))
     np.testing.assert_allclose(
-        found, expected, rtol={torch.float32: 2e-7, torch.float64: 4e-16}[dtype]
+        numbers, expected, rtol={torch.float32: 2e-7, torch.float64: 4e-16}[dtype]
     )
-    assert found[0] == pytest.approx(math.sqrt(2 * 64 * math.log(2)), rel=2e-7)
-    assert round(float(found[0]), 2) == 9.42
-    assert len(np.unique(found)) == 1000
+    assert numbers[0] == pytest.approx(math.sqrt(2 * 64 * math.log(2)), rel=2e-7)
+    assert round(float(numbers[0]), 2) == 9.42
+    assert len(np.unique(numbers)) == 1000
 
 
-@over_roads
+@over_draws
 @pytest.mark.parametrize(("dtype", "words"), [(torch.float32, 0), (torch.float64, 2**10 + 1)])
-def test_how_often_there_is_no_noise_at_all(road, dtype, words, feed):
-    """Where u rounds to 1, both numbers of the pair are 0: never in float32, once in 2⁵⁴ pairs in
+def test_how_often_there_is_no_noise_at_all(draw, dtype, words, feed):
+    """If u rounds to 1, both numbers of the pair are 0: never in float32, once in 2⁵⁴ pairs in
     float64.
     """
-    (some,) = beyond(road, np.zeros(1), dtype, feed)
+    (some,) = beyond(draw, np.zeros(1), dtype, feed)
     assert 2**64 - some == words
 
 
-def check_small_radii(road, feed):
-    """In float32, all 2²⁴ words whose u is taken from 1 − u: r > 0, falling, and exact up to
-    rounding.
+def check_small_radii(draw, feed):
+    """In float32, for all 2²⁴ words whose u is computed from 1 − u: r > 0, decreasing, and exact up
+    to rounding.
     """
     last = np.float32(0)
     for first in range(
         2**32 - 2**20, FLAT - 1, -(2**20)
     ):  # from the end on, where u is nearest to 1
         low = np.arange(first, first + 2**20, dtype=np.uint64)
-        found = radii(road, low << np.uint64(32), torch.float32, feed)
-        assert found.min() > 0
-        assert found[-1] == 2.0**-16 or last  # 1.5e-5, the smallest: u = 1 − 2⁻³³
-        falls = -np.diff(found, append=last)
+        numbers = radii(draw, low << np.uint64(32), torch.float32, feed)
+        assert numbers.min() > 0
+        assert numbers[-1] == 2.0**-16 or last  # 1.5e-5, the smallest: u = 1 − 2⁻³³
+        falls = -np.diff(numbers, append=last)
         assert (
             (falls >= 0).all() if last else (falls > 0).all()
-        )  # the first of them float32 can tell apart
+        )  # the first that float32 distinguishes
         exact = np.sqrt(-2 * np.log1p((low.astype(float) + 0.5 - 2.0**32) * 2.0**-32))
-        assert np.abs(found / exact - 1).max() < 1.5 * 2.0**-23
-        last = found[0]
+        assert np.abs(numbers / exact - 1).max() < 1.5 * 2.0**-23
+        last = numbers[0]
 
 
-@over_roads
-def test_every_small_radius(road, feed):
-    check_small_radii(road, feed)
+@over_draws
+def test_every_small_radius(draw, feed):
+    check_small_radii(draw, feed)
 
 
-@over_roads
+@over_draws
 @pytest.mark.parametrize("flat", [2**32, 2**32 - 2**16], ids=["never", "too late"])
-def test_small_radii_by_the_logarithm_of_u_would_fail(road, flat, feed, monkeypatch):
+def test_small_radii_by_the_logarithm_of_u_would_fail(draw, flat, feed, monkeypatch):
     monkeypatch.setattr(module, "_FLAT", flat)
-    assert stats.kstest(road(seeded(0), 0, MANY)[0].numpy(), "norm").pvalue > CHANCE  # unnoticed
+    assert stats.kstest(draw(seeded(0), 0, MANY)[0].numpy(), "norm").pvalue > CHANCE  # unnoticed
     with pytest.raises(AssertionError):
-        check_small_radii(road, feed)
+        check_small_radii(draw, feed)
 
 
-@over_roads
-def test_radii_fall_without_a_gap_to_where_they_are_small(road, feed):
+@over_draws
+def test_radii_fall_without_a_gap_to_where_they_are_small(draw, feed):
     low = np.arange(FLAT - 2**16, FLAT + 2**16, dtype=np.uint64)
-    found = radii(road, low << np.uint64(32), torch.float32, feed).astype(float)
-    grain = 2.0**-24 / SMALL  # in r, of float32 numbers just below 1: a plain u is one of them
-    assert (np.diff(found) <= 0).all()
-    assert -np.diff(found).min() < 1.1 * grain
+    numbers = radii(draw, low << np.uint64(32), torch.float32, feed).astype(float)
+    grain = 2.0**-24 / SMALL  # the spacing in r of float32 numbers just below 1
+    assert (np.diff(numbers) <= 0).all()
+    assert -np.diff(numbers).min() < 1.1 * grain
     exact = np.sqrt(-2 * np.log((low.astype(float) + 0.5) * 2.0**-32))
-    assert np.abs(found - exact)[: 2**16].max() < 0.55 * grain
-    assert np.abs(found - exact)[2**16 :].max() < 1.5 * 2.0**-23 * SMALL
-    assert found[2**16] == pytest.approx(SMALL, rel=2e-7)
+    assert np.abs(numbers - exact)[: 2**16].max() < 0.55 * grain
+    assert np.abs(numbers - exact)[2**16 :].max() < 1.5 * 2.0**-23 * SMALL
+    assert numbers[2**16] == pytest.approx(SMALL, rel=2e-7)
 
 
-@over_roads
+@over_draws
 @over_dtypes
-def test_no_word_gives_an_infinite_number(road, dtype, feed):
+def test_no_word_gives_an_infinite_number(draw, dtype, feed):
     ends = [
         0,
         1,
@@ -872,13 +866,13 @@ def test_no_word_gives_an_infinite_number(road, dtype, feed):
     u, angle = np.array(list(itertools.product(ends, turns)), np.uint64).T
     feed(u, angle)
     for size in (2 * len(u), 2 * len(u) - 1):
-        found = road(seeded(0), 0, size, dtype)
-        assert found.isfinite().all()
-        assert float(found.abs().max()) == pytest.approx(math.sqrt(128 * math.log(2)), rel=2e-7)
+        numbers = draw(seeded(0), 0, size, dtype)
+        assert numbers.isfinite().all()
+        assert float(numbers.abs().max()) == pytest.approx(math.sqrt(128 * math.log(2)), rel=2e-7)
 
 
 def test_randn_of_torch_ends_at_5_77():
-    """Why there is a class of our own: torch's float32 normals are Box–Muller on multiples of 2⁻²⁴."""
+    """The reason for our own noise: torch's float32 normals are Box–Muller on multiples of 2⁻²⁴."""
     uniforms = torch.rand(16_000, generator=torch.Generator().manual_seed(0))
     assert torch.equal((uniforms * 2**24).round() / 2**24, uniforms)
     normals = torch.randn(16_000, generator=torch.Generator().manual_seed(0)).view(-1, 2, 8)

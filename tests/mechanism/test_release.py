@@ -1,4 +1,4 @@
-"""Release and the ledger they write."""
+"""Releases, and the ledger that records them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def test_a_release_adds_exactly_sensitivity_times_multiplier_times_noise(sensiti
         torch.tensor([1.0, -2.0, 8.0, 0.25], dtype=dtype),
     )
     release = Release({"count": torch.zeros(1), "gradient": noise})
-    found = release("gradient", value, sensitivity=sensitivity, multiplier=6.0)
-    assert found.tolist() == [
+    released = release("gradient", value, sensitivity=sensitivity, multiplier=6.0)
+    assert released.tolist() == [
         [6.0, -2.0],
         [24.0, -0.25],
     ]  # value + 3·noise, in powers of two: no rounding
-    assert found.dtype == dtype
+    assert released.dtype == dtype
 
 
 def test_each_name_is_released_once():
@@ -82,15 +82,15 @@ def test_multiplier_0_is_in_clear_and_the_ledger_says_so():
 
 
 def test_released_values_have_the_spread_that_the_ledger_claims():
-    """Standard deviation ÷ sensitivity over 200,000 releases of one number is the multiplier in the
-    ledger.
+    """Over 200,000 releases of one number, standard deviation ÷ sensitivity equals the multiplier
+    in the ledger.
     """
     noise, n = Noise(np.random.SeedSequence(0)), 200_000
     release = Release({"gradient": noise.normal(0, n, torch.float64)[0]})
-    found = release(
+    released = release(
         "gradient", torch.full((n,), 7.0, dtype=torch.float64), sensitivity=0.3, multiplier=2.5
     )
-    spread = float((found - 7.0).std()) / 0.3
+    spread = float((released - 7.0).std()) / 0.3
     assert abs(spread / 2.5 - 1) < 4 / math.sqrt(2 * n)
 
 
@@ -143,7 +143,7 @@ def test_json_round_trip(steps):
 
 @pytest.mark.parametrize("number", [int, np.float32, np.float64, np.int64])
 def test_every_number_becomes_a_float_of_python(number):
-    """dp-accounting 0.6 silently drops others from composed events."""
+    """dp-accounting 0.6 silently drops other types from composed events."""
     ledger = Ledger()
     ledger.write(number(1), {"count": number(4), "gradient": number(3)})
     read = Ledger.from_json(
@@ -198,8 +198,8 @@ def test_joint_multiplier_forgets_order_and_nesting(several, random):
 @given(SEVERAL)
 @settings(derandomize=True, deadline=None, database=None)
 def test_joint_multiplier_is_that_of_the_best_estimate(several):
-    """Of all x + m_j·N_j, weighed by their precisions, comes the estimate of x of least variance:
-    the joint m².
+    """The precision-weighted mean of all x + m_j·N_j has the smallest variance: the square of the
+    joint multiplier.
     """
     variances = np.square(several)
     shares = (1 / variances) / np.sum(1 / variances)
@@ -218,7 +218,7 @@ def test_joint_multiplier_at_the_ends():
 
 
 def test_a_value_without_a_bound_has_its_noise_and_is_in_clear_for_the_ledger():
-    """Whatever noise it is given: one record may move it by more than what the noise is scaled to."""
+    """One record may change it by more than the noise is scaled to, so no noise makes it private."""
     mechanism = Mechanism(FairLens(C0=2.0, sigma=3.0), Constants(groups=2))
     noisy = mechanism.publish(torch.zeros(3), 2.0, 1.0, Release({"gradient": torch.ones(3)}))
     assert noisy.tolist() == [6.0, 6.0, 6.0]

@@ -1,6 +1,4 @@
-"""Batches: the distribution that amplification by sampling assumes, and nothing lost on the way
-into chunks.
-"""
+"""Batches have the distribution that amplification by sampling assumes."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ def shuffled(n, size, seed=0):
 
 
 def memberships(sampler, n, draws):
-    """Who was in which batch.  # [draw, record], 0 or 1"""
-    found = np.zeros((draws, n))
-    for row in found:
+    """Return which records are in which batch.  # [draw, record], 0 or 1"""
+    in_batch = np.zeros((draws, n))
+    for row in in_batch:
         row[sampler.next().numpy()] = 1
-    return found
+    return in_batch
 
 
 # Poisson
@@ -37,9 +35,7 @@ def memberships(sampler, n, draws):
 
 
 def test_every_set_of_records_has_its_own_probability():
-    """The whole distribution at once: each of the 2⁵ subsets of five records, with probability q^k
-    (1 − q)^(5 − k).
-    """
+    """Each of the 2⁵ subsets of five records has probability q^k (1 − q)^(5 − k)."""
     n, q, draws = 5, 0.3, 40_000
     sampler = poisson(n, q)
     seen = Counter(sum(1 << i for i in sampler.next().tolist()) for _ in range(draws))
@@ -67,17 +63,17 @@ def drawn(request):
 
 
 def test_each_record_is_in_a_batch_with_probability_q(drawn):
-    n, q, draws, found = drawn
-    z = (found.sum(axis=0) - draws * q) / math.sqrt(draws * q * (1 - q))
+    n, q, draws, in_batch = drawn
+    z = (in_batch.sum(axis=0) - draws * q) / math.sqrt(draws * q * (1 - q))
     assert np.abs(z).max() < 5
     assert 1e-3 < stats.chi2.cdf(np.sum(z**2), n) < 1 - 1e-3
 
 
 def test_records_are_independent_in_pairs(drawn):
-    _, q, draws, found = drawn
-    centred = (found[:, :250] - q) / math.sqrt(q * (1 - q))
+    _, q, draws, in_batch = drawn
+    centred = (in_batch[:, :250] - q) / math.sqrt(q * (1 - q))
     correlation = (centred.T @ centred / draws)[np.triu_indices(250, 1)] * math.sqrt(draws)
-    together = (found[:, :250].T.astype(float) @ found[:, :250])[
+    together = (in_batch[:, :250].T.astype(float) @ in_batch[:, :250])[
         np.triu_indices(250, 1)
     ]  # of 31,125 pairs
     low, high = stats.binom.interval(1 - 1e-3 / len(together), draws, q**2)
@@ -88,19 +84,19 @@ def test_records_are_independent_in_pairs(drawn):
 
 
 def test_batches_are_independent_of_each_other(drawn):
-    _, q, draws, found = drawn
-    centred = (found - q) / math.sqrt(q * (1 - q))
+    _, q, draws, in_batch = drawn
+    centred = (in_batch - q) / math.sqrt(q * (1 - q))
     assert abs(np.mean(centred[1:] * centred[:-1])) * math.sqrt(centred[1:].size) < 4
-    sizes = found.sum(axis=1)
+    sizes = in_batch.sum(axis=1)
     assert abs(np.corrcoef(sizes[1:], sizes[:-1])[0, 1]) * math.sqrt(draws) < 4
 
 
 def test_batch_sizes_are_binomial(drawn):
-    n, q, draws, found = drawn
+    n, q, draws, in_batch = drawn
     cuts = np.unique(
         stats.binom.ppf(np.linspace(0, 1, 13)[1:-1], n, q)
     )  # bins of about the same probability
-    observed = np.bincount(np.searchsorted(cuts, found.sum(axis=1)), minlength=len(cuts) + 1)
+    observed = np.bincount(np.searchsorted(cuts, in_batch.sum(axis=1)), minlength=len(cuts) + 1)
     probabilities = np.diff([0.0, *stats.binom.cdf(cuts, n, q), 1.0])
     assert stats.chisquare(observed, draws * probabilities).pvalue > 1e-3
 
@@ -207,7 +203,7 @@ def test_shuffled_seed_is_a_stream():
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 4, 5, 9])
 def test_shuffled_resumes_in_the_middle_of_an_epoch(steps):
-    sampler = shuffled(10, 3, seed=1)  # four batches an epoch
+    sampler = shuffled(10, 3, seed=1)  # four batches per epoch
     for _ in range(steps):
         sampler.next()
     state = sampler.state()
@@ -216,4 +212,4 @@ def test_shuffled_resumes_in_the_middle_of_an_epoch(steps):
     other.next()
     other.set_state(state)
     assert [other.next().tolist() for _ in range(9)] == ahead
-    assert "order" in state  # reading a state leaves it whole
+    assert "order" in state  # reading the state does not change it

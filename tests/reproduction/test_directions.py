@@ -35,7 +35,7 @@ def gradients():
     model = mlp(4, 2, (5,), seed=0).double()
     run = prepare(model, (x, y), rule=MagnitudeOnly(C0=0.3), batch_size=20, steps=1, seed=0)
     batch = run.batches.sampler.next()
-    with (tape := plan(model, cross_entropy, x, y)).listening():
+    with (tape := plan(model, cross_entropy, x, y)).recording():
         found = tape(x[batch], y[batch])
         weights = DPSGD(C0=0.3).weight(found.norms(), torch.zeros(len(batch)), torch.zeros(0))
         return found.weighted_sum(torch.ones_like(weights)), found.weighted_sum(weights)

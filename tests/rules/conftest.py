@@ -1,6 +1,4 @@
-"""What the tests of the rules share: norms worth trying, and one step on gradients that are simply
-given.
-"""
+"""Fixtures of the rule tests: norms to test with, and one step on given gradients."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ from evenclip.rules import Constants
 
 @pytest.fixture(scope="session")
 def norms_around():
-    """Thresholds -> norms: 0, tiny, huge, each threshold and its two neighbours, and 200 ordinary
-    ones.
-    """
+    """Thresholds -> norms: 0, tiny, huge, each threshold and its two neighbours, and 200 others."""
 
     def norms(*thresholds):
         beside = [
@@ -35,9 +31,7 @@ def norms_around():
 
 @pytest.fixture(scope="session")
 def take_step():
-    """One step by the mechanism: count, observe, clip, release, divide by B. Gradients are given:
-    [sample, 3].
-    """
+    """Compute one step of the mechanism on given gradients [sample, 3]."""
 
     def step(rule, gradients, group, state, B, noise):
         mechanism, release = Mechanism(rule, Constants(groups=3)), Release(noise)
@@ -55,7 +49,7 @@ def take_step():
 
 @pytest.fixture(scope="session")
 def batch():
-    """40 gradients of very different lengths in three dimensions, one of them 0, and groups 0, 1,
+    """Return 40 gradients of different lengths in three dimensions, one of them 0, and groups 0, 1,
     2.
     """
     random = np.random.default_rng(1)

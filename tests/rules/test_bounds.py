@@ -1,4 +1,4 @@
-"""The guard where a rule claims no bound at all: its weights are numbers all the same."""
+"""The mechanism for a rule without a bound: its weights are finite numbers."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +12,7 @@ from evenclip.rules import DPSGD
 
 @dataclass(frozen=True)
 class Boundless(DPSGD):
-    """S = ∞, and whatever weight it was made with."""
+    """S = ∞, and a given weight."""
 
     name: ClassVar[str] = "boundless"
     given: float = 1.0

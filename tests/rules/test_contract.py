@@ -47,7 +47,7 @@ def take(run, steps: int = 1) -> list:
 
 @dataclass(frozen=True)
 class Base(Rule):
-    """DPSGD, for others to differ from."""
+    """DPSGD, from which the other rules derive."""
 
     name: ClassVar[str] = "base"
     C0: float = 0.5
@@ -99,7 +99,7 @@ def test_constants_that_are_a_number_are_refused():
 
 @dataclass(frozen=True)
 class TwoCounts(Base):
-    """How many norms are above C0, and how many samples each group has: two releases."""
+    """Two statistics: how many norms are above C0, and the sizes of the groups."""
 
     name: ClassVar[str] = "two counts"
     uses_groups: ClassVar[bool] = True
@@ -117,7 +117,7 @@ class TwoCounts(Base):
 
 
 class LongCounts(TwoCounts):
-    """Breaks its promise: each statistic is 100 times too long."""
+    """Its statistics are 100 times longer than allowed."""
 
     def statistic(self, norm, group, state):
         plain = TwoCounts.statistic(self, norm, group, state)
@@ -259,7 +259,7 @@ def test_an_empty_batch_releases_noise_of_the_same_length():
 
 @dataclass(frozen=True)
 class Weighted(Base):
-    """Each group's loss is multiplied by a public coefficient: the state."""
+    """Multiplies each group's loss by a public coefficient, the state."""
 
     name: ClassVar[str] = "weighted"
     uses_groups: ClassVar[bool] = True
@@ -273,7 +273,7 @@ class Weighted(Base):
 
 
 def slow_gradient(model, x, y, group):
-    """One sample's gradient of the changed loss, by autograd."""
+    """Return one sample's gradient of the changed loss, by autograd."""
     output = model(x)
     loss = cross_entropy(output, y) * (1.0 + float(group)) + 0.1 * output.square().sum()
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
@@ -327,7 +327,7 @@ class Thousandfold(Base):
 
 
 def test_risk_is_measured_with_the_rules_loss():
-    """Of further batches as well as of the step's own."""
+    """For further batches, and for the step's own batch."""
     norms = {}
     for rule in (Base(C0=1e6), Thousandfold(C0=1e6)):  # a bound that clips nothing
         looking = RiskTerms(DATA, 0.1, batches=4, probes=0, every=1)

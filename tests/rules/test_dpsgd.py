@@ -1,4 +1,4 @@
-"""DPSGD against Algorithm 1, written out in loops."""
+"""DPSGD compared with Algorithm 1, written as loops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evenclip.rules import DPSGD, Constants
 
 
 def clip_to(C0, gradient):
-    """ḡ_i and its factor, one number after the other."""
+    """Return ḡ_i and its factor, computed number by number."""
     length = math.sqrt(sum(x * x for x in gradient))
     factor = 1.0
     if length > C0:
@@ -21,7 +21,7 @@ def clip_to(C0, gradient):
 
 
 def algorithm_1(gradients, C0, sigma, B, noise):
-    """g̃_B of the box; divided by the public B, where the box has |B|."""
+    """Return g̃_B of the box, divided by the public B where the box has |B|."""
     total = [0.0, 0.0, 0.0]
     for gradient in gradients:
         for j, x in enumerate(clip_to(C0, gradient)):
@@ -50,12 +50,12 @@ def test_step(C0, take_step, batch):
     noise = [0.3, -1.7, 6.5]
     rule = DPSGD(C0=C0, sigma=0.8)
     given = {"gradient": torch.tensor(noise, dtype=torch.float64)}
-    found, _, _, multipliers = take_step(
+    gradient, _, _, multipliers = take_step(
         rule, gradients, group, rule.init(Constants(groups=3)), 38.0, given
     )
     expected = algorithm_1(gradients.tolist(), C0, 0.8, 38.0, noise)
     torch.testing.assert_close(
-        found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0
+        gradient, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0
     )
     assert multipliers == {"gradient": 0.8}
 

@@ -1,6 +1,4 @@
-"""DPSGD-F against its documented repair of Algorithm 3, in loops, and against the box where both
-must agree.
-"""
+"""DPSGD-F compared with our documented repair of Algorithm 3, and with the box where both agree."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from evenclip.rules import DPSGDF, Constants
 
 
 def algorithm_3(noisy, C0):
-    """The C_k, as the rule documents them."""
+    """Return the C_k as the rule documents them."""
     shares = []
     for k in range(len(noisy) // 2):
         o, m = max(math.floor(noisy[2 * k]), 0), max(math.floor(noisy[2 * k + 1]), 0)
@@ -29,7 +27,7 @@ def algorithm_3(noisy, C0):
 
 
 def box(above, below, C0):
-    """C_k as printed in the box: relative to m/|B|."""
+    """Return the C_k as printed in the box: relative to m/|B|."""
     size = sum(above) + sum(below)
     return [
         C0 * (1 + (m / (m + o)) / (sum(above) / size)) for m, o in zip(above, below, strict=True)
@@ -99,7 +97,7 @@ def test_bounds_lie_between_C0_and_1_plus_K_times_it_and_are_twice_it_on_average
     K = len(noisy) // 2
     assert ((C >= 1) & (C <= (1 + K) * (1 + 1e-14))).all()
     mean = float(C.mean())
-    # r_k/mean r is 1 on average, whatever the shares
+    # r_k/mean r is 1 on average, for any shares
     assert mean == 1.0 if max(C) == 1 else mean == pytest.approx(2.0, rel=1e-14)
 
 
@@ -144,7 +142,9 @@ def test_steps(take_step, batch):
     for _ in range(5):
         noise, count_noise = random.normal(size=3), random.normal(size=6)
         given_noise = {"gradient": torch.from_numpy(noise), "count": torch.from_numpy(count_noise)}
-        found, now, state, multipliers = take_step(rule, gradients, group, state, 38.0, given_noise)
+        gradient, now, state, multipliers = take_step(
+            rule, gradients, group, state, 38.0, given_noise
+        )
         counts = [2.0 * z for z in count_noise]
         lengths = [math.sqrt(sum(x * x for x in g)) for g in gradients.tolist()]
         for length, k in zip(lengths, group.tolist(), strict=True):
@@ -155,7 +155,7 @@ def test_steps(take_step, batch):
             for j in range(3):
                 total[j] += g[j] * (1.0 if length <= C[k] else C[k] / length)
         assert now.tolist() == pytest.approx(C, rel=1e-13)
-        assert found.tolist() == pytest.approx([t / 38.0 for t in total], rel=1e-12)
+        assert gradient.tolist() == pytest.approx([t / 38.0 for t in total], rel=1e-12)
         assert multipliers == {"count": 2.0, "gradient": 0.8}
 
 
@@ -169,7 +169,7 @@ def test_the_noise_is_for_the_largest_bound_of_all_groups_even_those_that_are_ab
         ),  # group 2: 7 of 7 above
         "gradient": torch.ones(3, dtype=torch.float64),
     }
-    found, now, *_ = take_step(
+    gradient, now, *_ = take_step(
         rule,
         gradients,
         torch.zeros(10, dtype=torch.int64),
@@ -178,7 +178,7 @@ def test_the_noise_is_for_the_largest_bound_of_all_groups_even_those_that_are_ab
         noise,
     )
     assert now.tolist() == [1.0, 1.0, 4.0]
-    assert found.tolist() == [4.0, 4.0, 4.0]
+    assert gradient.tolist() == [4.0, 4.0, 4.0]
 
 
 def test_the_state_is_only_looked_at():

@@ -1,4 +1,4 @@
-"""DPSGD-Global against Algorithm 2 without its red parts, written out in loops."""
+"""DPSGD-Global compared with Algorithm 2 without its red parts, written as loops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evenclip.rules import Constants, DPSGDGlobal
 
 
 def algorithm_2(gradients, C0, Z, sigma, B, noise):
-    """g̃_B of the box; divided by the public B, where the box has |B|."""
+    """Return g̃_B of the box, divided by the public B where the box has |B|."""
     total = [0.0, 0.0, 0.0]
     for gradient in gradients:
         if math.sqrt(sum(x * x for x in gradient)) <= Z:
@@ -46,12 +46,12 @@ def test_step(C0, Z, take_step, batch):
     noise = [0.3, -1.7, 6.5]
     rule = DPSGDGlobal(C0=C0, sigma=0.8, Z=Z)
     given = {"gradient": torch.tensor(noise, dtype=torch.float64)}
-    found, _, _, multipliers = take_step(
+    gradient, _, _, multipliers = take_step(
         rule, gradients, group, rule.init(Constants(groups=3)), 38.0, given
     )
     expected = algorithm_2(gradients.tolist(), C0, Z, 0.8, 38.0, noise)
     torch.testing.assert_close(
-        found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0
+        gradient, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0
     )
     assert multipliers == {"gradient": 0.8}
 
@@ -59,8 +59,8 @@ def test_step(C0, Z, take_step, batch):
 def test_the_direction_is_kept_where_nothing_is_dropped(take_step, batch):
     gradients, group = batch
     rule = DPSGDGlobal(C0=0.7, Z=1e3)
-    found, *_ = take_step(
+    gradient, *_ = take_step(
         rule, gradients, group, rule.init(Constants(groups=3)), 40.0, {"gradient": torch.zeros(3)}
     )
     plain = gradients.mean(dim=0)
-    torch.testing.assert_close(found, plain * (0.7 / 1e3), rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradient, plain * (0.7 / 1e3), rtol=1e-12, atol=0)

@@ -1,5 +1,5 @@
-"""DPSGD-Global-Adapt against Algorithm 2 with its red parts, against DPSGD, and against what the
-paper says of Z.
+"""DPSGD-Global-Adapt compared with Algorithm 2 with its red parts, with DPSGD, and with the paper's
+statements on Z.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ NOBODY = torch.zeros(0, dtype=torch.int64)
 
 
 def algorithm_2(gradients, C0, Z, tau, eta_Z, sigma, sigma_count, B, noise, count_noise):
-    """g̃_B and the next Z; the public B where the box has |B|, and γ = C0/max(Z, ‖g‖) for Z < C0
-    too.
+    """Return g̃_B and the next Z, with the public B where the box has |B|, and γ = C0/max(Z, ‖g‖)
+    also for Z < C0.
     """
     total, above = [0.0, 0.0, 0.0], 0
     for gradient in gradients:
@@ -77,21 +77,21 @@ def test_steps(C0, Z, tau, take_step, batch):
     for _ in range(5):
         noise, count_noise = random.normal(size=3), random.normal(size=1)
         given = {"gradient": torch.from_numpy(noise), "count": torch.from_numpy(count_noise)}
-        found, now, state, multipliers = take_step(rule, gradients, group, state, 38.0, given)
+        gradient, now, state, multipliers = take_step(rule, gradients, group, state, 38.0, given)
         assert float(now) == pytest.approx(Z, rel=1e-13)
         expected, Z = algorithm_2(
             gradients.tolist(), C0, Z, tau, 0.3, 0.8, 4.0, 38.0, noise, count_noise[0]
         )
         torch.testing.assert_close(
-            found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0
+            gradient, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0
         )
         assert float(state) == pytest.approx(Z, rel=1e-13)
         assert multipliers == {"count": 4.0, "gradient": 0.8}
 
 
 def test_it_is_dpsgd_with_bound_Z_and_learning_rate_eta_C0_over_Z(take_step):
-    """Both train θ towards the mean of x (g_i = θ − x_i) on the same batches and the same noise,
-    while Z moves.
+    """Both train θ towards the mean of x (g_i = θ − x_i) with the same batches and noise, while Z
+    changes.
     """
     random = np.random.default_rng(3)
     x = torch.from_numpy(random.normal(size=(200, 3)) * random.lognormal(0.0, 1.0, (200, 1)))

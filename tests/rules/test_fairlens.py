@@ -1,4 +1,4 @@
-"""FairLens: the gradient of its regularisers against autograd, and that it has no ε, nowhere."""
+"""FairLens: the gradient of its regularisers compared with autograd; it has no ε anywhere."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -53,9 +53,7 @@ class Twice(nn.Module):
 
 
 def brute(model, x, y, group, rule):
-    """R = γ1 R1 + γ2 R2 as a function of the parameters, and its gradient by autograd through all
-    of it.
-    """
+    """Return the gradient of R = γ1 R1 + γ2 R2 by autograd through all of it."""
     own = {name: p.detach() for name, p in model.named_parameters()}
 
     def one(parameters, a, target):
@@ -73,8 +71,8 @@ def brute(model, x, y, group, rule):
         f = [share[group == k].mean() for k in (0, 1)]
         return rule.gamma1 * r1 + rule.gamma2 * 0.5 * sum(v * (1 - v) for v in f)
 
-    found = grad(regularisers)(own)
-    return torch.cat([v.flatten() for v in found.values()])
+    gradient = grad(regularisers)(own)
+    return torch.cat([v.flatten() for v in gradient.values()])
 
 
 def images(x, shape):
@@ -91,13 +89,13 @@ def test_the_gradient_of_the_regularisers_is_that_of_autograd(name, gamma1, gamm
     x, y, group = table()
     x, model, rule = images(x, shape), make(), FairLens(C0=0.4, gamma1=gamma1, gamma2=gamma2)
     tape = plan(model, cross_entropy, x, y)
-    with tape.listening():
-        found = regulariser_gradient(tape, tape(x, y), x, y, group, rule)
+    with tape.recording():
+        gradient = regulariser_gradient(tape, tape(x, y), x, y, group, rule)
     expected = brute(model, x, y, group, rule)
     assert expected.norm() > 1e-3
     # norms are rounded up by sixteen roundings, hence not to the last digit
     torch.testing.assert_close(
-        found, expected, rtol=1e-9, atol=1e-12 + 1e-10 * float(expected.norm())
+        gradient, expected, rtol=1e-9, atol=1e-12 + 1e-10 * float(expected.norm())
     )
 
 
@@ -107,12 +105,12 @@ def test_every_samples_gradient_is_its_own_and_the_regularisers(name):
     x, y, group = table(seed=4)
     x, model, rule = images(x, shape), make(), FairLens(C0=0.4)
     plain = plan(model, cross_entropy, x, y)
-    with plain.listening():
+    with plain.recording():
         own = plain(x, y).per_sample()
     tape = Regularised(plain, rule)
-    with tape.listening():
-        found = tape(x, y, group)
-        norms, each = found.norms(), found.per_sample()
+    with tape.recording():
+        shifted = tape(x, y, group)
+        norms, each = shifted.norms(), shifted.per_sample()
     expected = own + brute(model, x, y, group, rule)
     torch.testing.assert_close(each, expected, rtol=1e-8, atol=1e-9)
     assert bool((norms >= expected.norm(dim=1)).all())
@@ -121,13 +119,15 @@ def test_every_samples_gradient_is_its_own_and_the_regularisers(name):
 
 def clipped_sum(model, x, y, group, rule):
     tape = rule.tape(plan(model, cross_entropy, x, y))
-    with tape.listening():
-        found = tape(x, y, group)
-        return found.weighted_sum(rule.weight(found.norms(), group, torch.zeros(0)))
+    with tape.recording():
+        shifted = tape(x, y, group)
+        return shifted.weighted_sum(rule.weight(shifted.norms(), group, torch.zeros(0)))
 
 
 def test_one_record_moves_the_clipped_sum_by_more_than_the_bound():
-    """What its noise is scaled to is no sensitivity: 200 records, one of them far out, one less."""
+    """Removing one outlier of 200 records changes the sum by more than C0, so C0 is not a
+    sensitivity.
+    """
     x, y, group = table(200, seed=2, scale=0.5)
     x[0] *= 40
     model, moved = mlp(5, 2, (), seed=1).double(), {}
@@ -155,18 +155,18 @@ def test_there_is_no_epsilon_anywhere():
     assert run.ledger.steps == 6
     assert not run.ledger.is_private
     assert accounting.epsilon(run.ledger, 1e-5) is None
-    said = report(run.settings, run.ledger, run.trace.rows)
-    assert said["epsilon"] is None
-    assert said["epsilon_rdp"] is None
-    assert said["epsilon_without_amplification"] is None
-    assert "tie every sample's gradient to every record" in " ".join(paragraph(said).split())
+    statement = report(run.settings, run.ledger, run.trace.rows)
+    assert statement["epsilon"] is None
+    assert statement["epsilon_rdp"] is None
+    assert statement["epsilon_without_amplification"] is None
+    assert "tie every sample's gradient to every record" in " ".join(paragraph(statement).split())
     assert not accounting_of(run.settings.rule)
     with pytest.raises(ValueError, match="has no valid ε with any noise"):
         calibrate(run.settings.rule, epsilon=3.0, delta=1e-6, q=0.1, steps=10)
 
 
 def accounting_of(rule):
-    """Whether the planned ledger of a rule would be private."""
+    """Return whether the planned ledger of a rule is private."""
     ledger = evenclip.mechanism.release.Ledger()
     ledger.write(0.1, Mechanism(rule, Constants(groups=2)).multipliers)
     return ledger.is_private
@@ -179,8 +179,8 @@ def test_noise_is_added_all_the_same():
     )
     run = prepare(mlp(5, 2, (4,)), floats(), rule=FairLens(C0=0.5), batch_size=30, steps=1, seed=0)
     with run.listening():
-        found = run.step()
-    added = found.public.gradient * found.B - found.clipped_sum
+        step = run.step()
+    added = step.public.gradient * step.B - step.clipped_sum
     assert 0.3 < float(added.std()) < 0.7  # σ C0 = 0.5
 
 
@@ -196,7 +196,7 @@ def test_the_table_of_a_comparison_says_none_and_why(tmp_path):
     parts = [
         Dataset(x[i::2], y[i::2], group[i::2], ("a", "b"), ("no", "yes"), "toy") for i in (0, 1)
     ]
-    found = compare(
+    comparison = compare(
         Splits(*parts),
         ["dpsgd", FairLens(C0=0.5)],
         2,
@@ -206,18 +206,20 @@ def test_the_table_of_a_comparison_says_none_and_why(tmp_path):
         model="linear",
         store=tmp_path,
     )
-    assert found["fairlens"].epsilon == {"pld": None, "rdp": None}
-    row = next(line for line in found.table().splitlines() if "fairlens" in line and "none" in line)
+    assert comparison["fairlens"].epsilon == {"pld": None, "rdp": None}
+    row = next(
+        line for line in comparison.table().splitlines() if "fairlens" in line and "none" in line
+    )
     assert row.split()[1:3] == ["none", "none"]
-    assert "fairlens has no valid ε, whatever noise it adds" in " ".join(found.table().split())
-    assert found.to_json()["privacy"]["fairlens"]["delta"] is None
+    assert "fairlens has no valid ε, whatever noise it adds" in " ".join(comparison.table().split())
+    assert comparison.to_json()["privacy"]["fairlens"]["delta"] is None
 
 
 def test_a_batch_without_one_of_the_groups_has_no_regulariser():
     x, y, group = table()
     model, rule = mlp(5, 2, (4,), seed=0).double(), FairLens(C0=0.4)
     tape = plan(model, cross_entropy, x, y)
-    with tape.listening():
+    with tape.recording():
         for only in (torch.zeros_like(group), torch.ones_like(group)):
             assert regulariser_gradient(tape, tape(x, y), x, y, only, rule).abs().max() == 0
 
@@ -228,17 +230,17 @@ def test_empty_batches_and_samples_that_are_not_finite():
     x, y, group = table()
     x[3] = 1e200
     model, rule, kept = mlp(5, 2, (), seed=0).double(), FairLens(C0=0.4), torch.arange(24) != 3
-    with (tape := rule.tape(plan(model, cross_entropy, x[:3], y[:3]))).listening():
-        found = tape(x, y, group)
-        assert torch.equal(torch.isfinite(found.norms()), kept)
-        summed = found.masked(kept).weighted_sum(kept.double())
+    with (tape := rule.tape(plan(model, cross_entropy, x[:3], y[:3]))).recording():
+        gradients = tape(x, y, group)
+        assert torch.equal(torch.isfinite(gradients.norms()), kept)
+        summed = gradients.masked(kept).weighted_sum(kept.double())
         alone = tape(x[kept], y[kept], group[kept])
         torch.testing.assert_close(summed, alone.weighted_sum(torch.ones(23, dtype=torch.float64)))
 
 
 @dataclass(frozen=True)
 class Sly(DPSGD):
-    """A rule that looks at the batch and claims a bound."""
+    """A rule that reads the batch and claims a bound."""
 
     name: ClassVar[str] = "sly"
 
@@ -269,7 +271,7 @@ def test_what_it_is_not_for():
         )
     with pytest.raises(ValueError, match="gamma1 is -1"):
         FairLens(gamma1=-1.0)
-    with plan(mlp(5, 2), cross_entropy, x, y).listening() as tape:
+    with plan(mlp(5, 2), cross_entropy, x, y).recording() as tape:
         regularised = Regularised(tape, FairLens())
         with pytest.raises(ValueError, match="needs the group of every sample"):
             regularised(x, y)

@@ -1,4 +1,4 @@
-"""Plain SGD: the mean gradient, nothing else."""
+"""Plain SGD: the mean gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ def test_every_weight_is_1(norms_around):
 
 def test_step_is_the_mean_gradient_in_clear(take_step, batch):
     gradients, group = batch
-    found, _, _, multipliers = take_step(NonPrivate(), gradients, group, torch.zeros(0), 40.0, {})
+    gradient, _, _, multipliers = take_step(
+        NonPrivate(), gradients, group, torch.zeros(0), 40.0, {}
+    )
     mean = [math.fsum(column) / 40 for column in gradients.T.tolist()]
-    torch.testing.assert_close(found, torch.tensor(mean, dtype=torch.float64), rtol=0, atol=1e-13)
+    torch.testing.assert_close(
+        gradient, torch.tensor(mean, dtype=torch.float64), rtol=0, atol=1e-13
+    )
     assert multipliers == {"gradient": 0.0}

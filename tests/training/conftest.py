@@ -1,5 +1,5 @@
-"""What the tests of training share: small data, small models, every rule, and a look at what is
-drawn and released.
+"""Fixtures of the training tests: small data and models, every rule, and a spy on draws and
+releases.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from evenclip.mechanism import Mechanism, Release
 from evenclip.mechanism.sampling import Poisson, Shuffled
 from evenclip.rules import RULES as EVERY_RULE
 from evenclip.rules import Constants, Rule
-from evenclip.training.step import Chunk, Step, WeightedSums, step
+from evenclip.training.passes import Chunk
+from evenclip.training.step import Step, WeightedSums, step
 
 RULES = {
     rule.name: rule
@@ -30,14 +31,12 @@ RULES = {
         DPSGDGlobalAdapt(C0=0.7, sigma=0.8, Z0=1.2, tau=1.1, eta_Z=0.2, sigma_count=2.0),
     )
 }
-assert set(RULES) == {name for name, rule in EVERY_RULE.items() if rule.bounded}, (
-    "a new rule belongs into these tests too"
-)
+RULES |= {name: rule() for name, rule in EVERY_RULE.items() if rule.bounded and name not in RULES}
 
 
 @pytest.fixture(params=RULES)
 def rule(request):
-    """Every built-in rule, with constants that clip some of the toy's samples and not others."""
+    """Every built-in rule, with constants that clip some of the toy's samples."""
     return RULES[request.param]
 
 
@@ -48,8 +47,8 @@ def private_rule(request):
 
 
 class Toy:
-    """Three classes, three groups of different size and difficulty, models small enough for
-    one-sample loops.
+    """Three classes, three groups of different size and difficulty, and models that are small
+    enough for loops over single samples.
     """
 
     d, classes, K = 5, 3, 3
@@ -57,12 +56,12 @@ class Toy:
     def data(
         self, n: int = 40, dtype: torch.dtype = torch.float64, seed: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(x, y, group)"""
+        """Return (x, y, group)."""
         random = torch.Generator().manual_seed(seed)
         group = torch.multinomial(
             torch.tensor([0.6, 0.3, 0.1]), n, replacement=True, generator=random
         )
-        group[: self.K] = torch.arange(self.K)  # every group is in use
+        group[: self.K] = torch.arange(self.K)  # every group has samples
         x = (
             torch.randn(n, self.d, generator=random, dtype=dtype)
             * (1 + group.to(dtype)).unsqueeze(1)
@@ -73,7 +72,7 @@ class Toy:
     def images(
         self, n: int = 40, dtype: torch.dtype = torch.float64, seed: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(x, y, group) with x [n, 1, 7, 7]"""
+        """Return (x, y, group) with x [n, 1, 7, 7]."""
         _, y, group = self.data(n, dtype, seed)
         return (
             torch.randn(n, 1, 7, 7, generator=torch.Generator().manual_seed(seed + 1), dtype=dtype),
@@ -84,14 +83,14 @@ class Toy:
     def mlp(
         self, dtype: torch.dtype = torch.float64, dropout: float = 0.0, seed: int = 0
     ) -> nn.Sequential:
-        """38 + … parameters; with dropout only where asked."""
+        """Return a small network, with dropout only if `dropout` is positive."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             hidden = [nn.Linear(self.d, 6), nn.Tanh(), *([nn.Dropout(dropout)] if dropout else [])]
             return nn.Sequential(*hidden, nn.Linear(6, self.classes)).to(dtype)
 
     def cnn(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Sequential:
-        """Two convolutions and a linear layer, for `images`."""
+        """Return two convolutions and a linear layer, for `images`."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             layers = [
@@ -104,18 +103,18 @@ class Toy:
             return nn.Sequential(*layers, nn.Linear(8, self.classes)).to(dtype)
 
     def vector(self, model: nn.Module) -> Tensor:
-        """All parameters of a model in one vector."""
+        """Return all parameters of a model as one vector."""
         return nn.utils.parameters_to_vector(model.parameters()).detach()
 
     def same(self, a: nn.Module, b: nn.Module) -> bool:
-        """Whether two models agree to the last bit."""
+        """Return whether two models are bitwise equal."""
         return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
     def gradients(
         self, model: nn.Module, x: Any, y: Tensor, loss: Any = cross_entropy
     ) -> tuple[Tensor, Tensor]:
-        """Losses [sample] and gradients [sample, parameter], one sample and one backward pass after
-        the other.
+        """Return losses [sample] and gradients [sample, parameter], with one backward pass per
+        sample.
         """
         losses, rows = [], []
         for i in range(len(y)):
@@ -132,7 +131,7 @@ class Toy:
         self, tape: AnyTape, rule: Rule, state: Tensor, chunks: list[Chunk], B: float,
         release: Release | dict[str, Tensor],
     ) -> Step:  # fmt: skip
-        """One step as observers see it."""
+        """Compute one step as a `Step`."""
         mechanism = Mechanism(rule, Constants(groups=self.K))
         release = release if isinstance(release, Release) else Release(release)
         public, part = step(tape, mechanism, state, chunks, B, release)
@@ -148,7 +147,7 @@ def toy() -> Toy:
 
 @dataclass
 class Released:
-    """One call of a release."""
+    """The arguments and the result of one release."""
 
     name: str
     value: Tensor
@@ -159,7 +158,7 @@ class Released:
 
 @dataclass
 class Spy:
-    """What a training run drew and released, step by step."""
+    """The draws and releases of a training run, step by step."""
 
     batches: list[Tensor] = field(default_factory=list)
     noise: list[dict[str, Tensor]] = field(default_factory=list)
@@ -168,15 +167,13 @@ class Spy:
 
 @pytest.fixture
 def one_stream(monkeypatch):
-    """The same batches and noise for the same data in another form, which would otherwise be
-    another run.
-    """
+    """Give equal data in different forms the same batches and noise; otherwise they differ."""
     monkeypatch.setattr("evenclip.training.run.digest", lambda value: 0)
 
 
 @pytest.fixture
 def spy(monkeypatch) -> Spy:
-    """Looks on while models are trained; clear its lists between two runs."""
+    """Record draws and releases of all training; clear the lists between two runs."""
     seen = Spy()
     for sampler in (Poisson, Shuffled):
         monkeypatch.setattr(sampler, "next", _watched_batches(sampler.next, seen))
@@ -200,9 +197,9 @@ def spy(monkeypatch) -> Spy:
 
 
 def _watched_batches(draw, seen):
-    def watched(self):
+    def recorded(self):
         batch = draw(self)
         seen.batches.append(batch.clone())
         return batch
 
-    return watched
+    return recorded

@@ -1,6 +1,4 @@
-"""What cannot be trained is refused before training, in a sentence that says what was given and
-what to do.
-"""
+"""Unsuitable input is refused before training; the message says what was given and what to do."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ from evenclip.training.checkpoint import CheckpointError
 
 @pytest.fixture
 def refused(toy):
-    """The sentence with which `fit` refuses, and nothing but the sentence."""
+    """Call `fit` and return the whole message of the error."""
 
     def ask(kind=ValueError, model=None, data=None, **given):
         with pytest.raises(kind) as caught:
@@ -85,7 +83,7 @@ def test_a_batch_of_all_the_data_is_fine(toy):
         assert fit(toy.mlp(), toy.data(), rule=rule, batch_size=40).settings.steps == 1
     assert (
         fit(toy.mlp(), toy.data(), rule=NonPrivate(), batch_size=256).settings.steps == 1
-    )  # plain SGD takes what there is
+    )  # shuffled batches may be smaller than batch_size
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -1e-5, 2.0, math.nan])
@@ -203,8 +201,8 @@ def test_a_width_that_the_model_does_not_take(toy, refused):
 
 def test_a_dtype_that_the_model_does_not_take(toy, refused):
     x, y, group = toy.data()
-    said = refused(data=(x.float(), y, group))
-    assert said.startswith(
+    message = refused(data=(x.float(), y, group))
+    assert message.startswith(
         "The model does not take this input, of shape [sample, 5] and dtype torch.float32; torch "
         "says: "
     )
@@ -212,8 +210,8 @@ def test_a_dtype_that_the_model_does_not_take(toy, refused):
 
 def test_a_tuple_of_inputs_for_a_model_of_one(toy, refused):
     x, y, _ = toy.data()
-    said = refused(data=((x, x), y))
-    assert said.startswith(
+    message = refused(data=((x, x), y))
+    assert message.startswith(
         "The model does not take this input, of shape 0: [sample, 5] and dtype torch.float64; 1: "
         "[sample, 5] and dtype torch.float64; torch says: "
     )
@@ -223,8 +221,8 @@ def test_a_tuple_of_inputs_for_a_model_of_one(toy, refused):
 @pytest.mark.parametrize(("shift", "lowest", "highest"), [(1, 1, 3), (-1, -1, 1)])
 def test_labels_without_an_output(toy, refused, loss, shift, lowest, highest):
     x, y, group = toy.data()
-    said = refused(data=(x, y + shift, group), **({} if loss is None else {"loss": loss}))
-    assert said == (
+    message = refused(data=(x, y + shift, group), **({} if loss is None else {"loss": loss}))
+    assert message == (
         f"The labels run from {lowest} to {highest} and the model has 3 outputs, for the labels 0 "
         "to 2; number the classes from 0, or give the model more outputs."
     )
@@ -255,8 +253,8 @@ def test_labels_that_are_not_whole_numbers(toy, refused):
 
 def test_targets_that_torch_would_stretch_over_the_batch(toy, refused):
     x, y, _ = toy.data()
-    said = refused(data=(x, y.double()), model=nn.Linear(5, 1).double(), loss=mse_loss)
-    assert said.startswith(
+    message = refused(data=(x, y.double()), model=nn.Linear(5, 1).double(), loss=mse_loss)
+    assert message.startswith(
         "The loss does not take the model's output, of shape [sample, 1] and dtype "
         "torch.float64, with these targets, of shape [sample] and dtype torch.float64; torch "
         "says: Using a target size (torch.Size([3])) that is different"
@@ -361,8 +359,8 @@ def test_a_rule_that_is_none(refused, rule):
 
 
 class Plain(Rule):
-    """No dataclass: its constants would be in no report, and its repr would differ from process to
-    process.
+    """Not a dataclass: its constants would not be in the report, and its repr would differ between
+    processes.
     """
 
     name: ClassVar[str] = "plain"
@@ -381,7 +379,7 @@ def test_a_rule_that_is_no_dataclass(refused):
 
 @dataclass(frozen=True)
 class Counting(Plain):
-    """Counts, and does not say with how much noise."""
+    """A rule with a statistic but without a noise multiplier for it."""
 
     name: ClassVar[str] = "counting"
 
@@ -402,12 +400,12 @@ def test_an_optimiser_or_scheduler_that_is_made_already(toy, refused):
     model = toy.mlp()
     optimizer = SGD(model.parameters(), lr=0.1)
     assert refused(TypeError, model=model, optimizer=optimizer) == (
-        "optimizer is an object of class SGD; give what makes one, such as torch.optim.Adam or "
-        "functools.partial(torch.optim.SGD, momentum=0.9), because the model that is trained is "
-        "a copy."
+        "optimizer is an object of class SGD; give a function that constructs one, such "
+        "as torch.optim.Adam or functools.partial(torch.optim.SGD, momentum=0.9), because the "
+        "model that is trained is a copy."
     )
     assert refused(TypeError, model=model, scheduler=StepLR(optimizer, 1)) == (
-        "scheduler is an object of class StepLR; give what makes one, such as "
+        "scheduler is an object of class StepLR; give a function that constructs one, such as "
         "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10), because the model "
         "that is trained is a copy."
     )

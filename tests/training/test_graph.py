@@ -1,4 +1,4 @@
-"""The compiled step is the step, and where there is none a sentence says why."""
+"""The compiled step equals the plain step; if there is no graph, a warning gives the reason."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ needs_compiler = pytest.mark.skipif(
 )
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning"
-)  # torch's compiler uses what torch deprecates
+)  # torch's compiler uses deprecated functions of torch
 
 
 @pytest.fixture
 def traced(monkeypatch):
-    """torch.compile without its compiler: the graph as it was traced. Compiling takes ten seconds."""
+    """Replace torch.compile by the identity, so that the traced graph runs without compiling."""
     monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
 
 
@@ -58,18 +58,18 @@ def assert_close(toy, one, other, tolerance=1e-9):
 
 
 def graph_of(run):
-    """Whether a run has a graph, and what was said if not."""
-    with warnings.catch_warnings(record=True) as said:
+    """Return whether a run has a graph, and the warning if it has none."""
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with run.listening():
             return run._graph is not None, " ".join(
-                str(w.message) for w in said if w.category is UserWarning
+                str(w.message) for w in warned if w.category is UserWarning
             )
 
 
 @needs_compiler
 def test_a_compiled_run_is_the_run(toy):
-    """Really compiled, once: batches of every size, no recompilation, the same numbers to rounding."""
+    """With the real compiler: batches of every size, no recompilation, equal up to rounding."""
     from torch._dynamo.utils import counters
 
     rule = DPSGDGlobalAdapt(C0=0.7, sigma=0.8, Z0=1.2)
@@ -88,9 +88,9 @@ def test_a_compiled_run_is_the_run(toy):
         assert run._graph is not None
         before = counters["stats"]["unique_graphs"]
         while run.t < 20:
-            found = run.step()
-            sizes.add(len(found.losses))
-            run.update(found)
+            step = run.step()
+            sizes.add(len(step.losses))
+            run.update(step)
         assert counters["stats"]["unique_graphs"] == before >= 1
     assert len(sizes) > 5
     assert_close(toy, result(run), trained(toy))
@@ -115,7 +115,7 @@ def test_the_graph_reads_the_parameters_that_the_optimiser_moves(toy, traced):
 def test_observers_of_a_traced_step_see_the_step(toy, traced):
     seen = [[], []]
 
-    def look(into):
+    def record(into):
         def observer(step):
             ones = torch.ones(len(step.losses), dtype=torch.float64)
             into.append(
@@ -131,8 +131,8 @@ def test_observers_of_a_traced_step_see_the_step(toy, traced):
 
         return observer
 
-    trained(toy, performance=COMPILED, observers=[look(seen[0])])
-    trained(toy, observers=[look(seen[1])])
+    trained(toy, performance=COMPILED, observers=[record(seen[0])])
+    trained(toy, observers=[record(seen[1])])
     for ours, theirs in zip(*seen, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
@@ -162,11 +162,11 @@ def test_a_sample_that_is_not_finite_contributes_nothing_to_a_traced_step(toy, t
     assert_close(toy, with_graph, trained(toy, **given), 1e-4)
 
 
-# --- where there is no graph --------------------------------------------------------------------
+# --- steps without a graph --------------------------------------------------------------------
 
 
 class Bakes(nn.Module):
-    """Turns the number of samples into a number of Python's while it is traced."""
+    """Converts the number of samples to a Python int while it is traced."""
 
     def __init__(self):
         super().__init__()
@@ -187,7 +187,7 @@ class Recurrent(nn.Module):
 
 @dataclass(frozen=True)
 class Reads(Rule):
-    """A custom rule that looks at a number."""
+    """A custom rule that reads a tensor's value."""
 
     name: ClassVar[str] = "reads"
     sigma: float = 1.0
@@ -219,10 +219,10 @@ def test_where_a_step_has_no_graph_a_sentence_says_why(toy, traced, model, rule,
         "mlp": toy.mlp,
     }[model]()
     given = {"rule": rule, "batch_size": 8, "steps": 5, "seed": 3}
-    has, said = graph_of(prepare(made, data, **given, performance=COMPILED))
+    has, reason = graph_of(prepare(made, data, **given, performance=COMPILED))
     assert not has
-    assert why in said
-    assert said.startswith("The step is not compiled: ")
+    assert why in reason
+    assert reason.startswith("The step is not compiled: ")
     with pytest.warns(UserWarning, match="not compiled"):
         ours = fit(made, data, **given, performance=COMPILED)
     assert toy.same(ours.model, fit(made, data, **given).model)
@@ -230,9 +230,7 @@ def test_where_a_step_has_no_graph_a_sentence_says_why(toy, traced, model, rule,
 
 @pytest.mark.parametrize("make", [Bakes, Recurrent])
 def test_a_size_that_is_baked_into_the_trace_is_caught(toy, traced, make):
-    """Either torch traces it for every size, or the comparison on three sizes refuses it: never
-    another result.
-    """
+    """Either torch traces the model for every size, or the comparison on three sizes rejects it."""
     given = {"rule": DPSGD(C0=0.7), "batch_size": 8, "steps": 12, "lr": 0.1, "seed": 3}
     torch.manual_seed(0)
     model = make()
@@ -246,25 +244,23 @@ def test_a_size_that_is_baked_into_the_trace_is_caught(toy, traced, make):
 
 @pytest.mark.parametrize("rows", [1, 30, 1000])
 def test_a_compiler_that_errs_is_not_used(toy, monkeypatch, rows):
-    """One number of the gradient is wrong in batches below some size: then the step is not
-    compiled.
-    """
+    """One number of the gradient is wrong in small batches, so the compiled step is not used."""
 
     def wrong(graph, **_):
         def run(*flat):
-            found = list(graph(*flat))
-            if found[5].shape[0] < rows:
-                found[0] = found[0].clone()
-                found[0][3] += 0.1
-            return found
+            outputs = list(graph(*flat))
+            if outputs[5].shape[0] < rows:
+                outputs[0] = outputs[0].clone()
+                outputs[0][3] += 0.1
+            return outputs
 
         return run
 
     monkeypatch.setattr(torch, "compile", wrong)
     run = prepare(toy.mlp(), toy.data(), batch_size=8, steps=5, seed=3, performance=COMPILED)
-    has, said = graph_of(run)
+    has, reason = graph_of(run)
     assert has is (rows == 1)
-    assert has or "differs for 2 samples" in said
+    assert has or "differs for 2 samples" in reason
 
 
 def test_without_a_compiler_a_sentence_says_so_and_the_run_is_the_same(toy, monkeypatch):
@@ -278,7 +274,7 @@ def test_without_a_compiler_a_sentence_says_so_and_the_run_is_the_same(toy, monk
 
 
 def test_small_and_chunked_batches_take_the_plain_step(toy, traced):
-    """Batches of none and one among them; several chunks have no graph, and are the same run."""
+    """Batches of no and of one sample, and batches in several chunks, have no graph."""
     rule = DPSGDF(C0=0.8, sigma=0.8)
     ours = trained(toy, rule, batch_size=1, steps=40, performance=COMPILED)
     assert_close(toy, ours, trained(toy, rule, batch_size=1, steps=40))
@@ -296,7 +292,7 @@ def test_shuffled_batches_of_another_size_take_the_plain_step(toy, traced):
 
 
 class Branching(nn.Module):
-    """Another function above 110 samples."""
+    """Computes another function for more than 110 samples."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,4 @@
-"""Neighbouring datasets, trained with the same q, B and T, are released in the same way: only the
-values differ.
-"""
+"""Two neighbouring datasets with equal q, B and T differ only in the released values."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from evenclip import fit
 from evenclip.gradients import plan
 from evenclip.mechanism import Mechanism, Release
 from evenclip.rules import Constants
-from evenclip.training.step import Chunk
+from evenclip.training.passes import Chunk
 
 STEPS, Q, B = 12, 0.2, 8
 
@@ -29,7 +27,7 @@ def neighbours(request, toy):
 
 
 def trained(toy, spy, rule, data):
-    """A run and its releases, step by step."""
+    """Return the result, the steps, and the releases of each step."""
     spy.releases.clear()
     seen = []
     result = fit(
@@ -56,9 +54,9 @@ def test_one_record_changes_no_divisor_no_noise_and_no_shape(toy, spy, private_r
     assert one.ledger == other.ledger
     assert one.epsilon("rdp", 1e-5) == other.epsilon("rdp", 1e-5)
     assert one.state.shape == other.state.shape
-    for found, other_found in zip(seen, other_seen, strict=True):
-        assert found.B == other_found.B == B
-        assert found.public.gradient.shape == other_found.public.gradient.shape
+    for step, other_step in zip(seen, other_seen, strict=True):
+        assert step.B == other_step.B == B
+        assert step.public.gradient.shape == other_step.public.gradient.shape
     for step_releases, other_step in zip(releases, other_releases, strict=True):
         assert [r.name for r in step_releases] == [r.name for r in other_step]
         for released, other_released in zip(step_releases, other_step, strict=True):
@@ -71,7 +69,9 @@ def test_one_record_changes_no_divisor_no_noise_and_no_shape(toy, spy, private_r
 
 
 def test_the_noise_is_scaled_by_what_is_public(toy, spy, private_rule, neighbours):
-    """Sensitivity: a constant of the rule, or computed from what the same step released before."""
+    """The sensitivity is a constant of the rule, or computed from an earlier release of the same
+    step.
+    """
     for data in neighbours:
         _, _, releases = trained(toy, spy, private_rule, data)
         for step_releases in releases:
@@ -81,7 +81,7 @@ def test_the_noise_is_scaled_by_what_is_public(toy, spy, private_rule, neighbour
 
 
 def test_no_record_is_twice_in_a_batch(toy, spy, private_rule, neighbours):
-    """Sampled twice, one record would move the sums by twice the sensitivity."""
+    """A record that is sampled twice would change the sums by twice the sensitivity."""
     for data in neighbours:
         trained(toy, spy, private_rule, data)
     assert len(spy.batches) == 2 * STEPS
@@ -106,9 +106,9 @@ def test_the_update_is_the_release_over_B_whatever_the_batch(toy, spy, private_r
     for data in neighbours:
         result, seen, releases = trained(toy, spy, private_rule, data)
         model = toy.mlp()
-        for found, (*_, released) in zip(seen, releases, strict=True):
-            sizes.add(len(found.losses))
-            assert torch.equal(found.public.gradient, released.out / B)
+        for step, (*_, released) in zip(seen, releases, strict=True):
+            sizes.add(len(step.losses))
+            assert torch.equal(step.public.gradient, released.out / B)
             moved = toy.vector(model) - 0.1 * released.out / B
             torch.nn.utils.vector_to_parameters(moved, model.parameters())
         torch.testing.assert_close(
@@ -118,15 +118,15 @@ def test_the_update_is_the_release_over_B_whatever_the_batch(toy, spy, private_r
 
 
 def test_one_sample_moves_every_release_by_at_most_its_sensitivity(toy, private_rule):
-    """The batch with and without each sample, scaled up to be the worst: counts move by 1, the sum
-    by S.
+    """Compare batches with and without each sample: counts change by at most 1, the sum by at most
+    S.
     """
     x, y, group = toy.data(12)
     x = x * torch.tensor([0.01, 0.5, 1.0, 30.0]).repeat(3).unsqueeze(1)
     model, state = toy.mlp(), private_rule.init(Constants(groups=3))
     tape, mechanism = plan(model, cross_entropy, x, y), Mechanism(private_rule, Constants(groups=3))
     silence = {"count": torch.zeros(6), "gradient": torch.zeros(len(toy.vector(model)))}
-    with tape.listening():
+    with tape.recording():
         whole = toy.step(tape, private_rule, state, [Chunk(x, y, group)], 8.0, _Silent(silence))
         for i in range(len(y)):
             rest = torch.arange(len(y)) != i
@@ -143,7 +143,7 @@ def test_one_sample_moves_every_release_by_at_most_its_sensitivity(toy, private_
 
 
 class _Silent(Release):
-    """Release without noise, of any length."""
+    """Releases without noise, of any length."""
 
     def __call__(self, name, value, *, sensitivity, multiplier):
         return value

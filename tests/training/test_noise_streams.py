@@ -1,4 +1,4 @@
-"""The noise belongs to one run and one step alone, and has the size that the ledger says."""
+"""Each step of each run has its own noise, with the standard deviation of the ledger."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ STEPS = 6
 
 
 def noise(toy, rule=None, n=40, data=None, **more):
-    """(g̃·B − Σ γ_i g_i)/(σS), step by step: the numbers that were added.  # [step, parameter]"""
+    """Return the added noise (g̃·B − Σ γ_i g_i)/(σS) of every step.  # [step, parameter]"""
     rule = DPSGD(C0=0.5, sigma=1.3) if rule is None else rule
     given = {"batch_size": 8, "steps": STEPS, "lr": 0.1, "seed": 5, **more}
     rows = []
 
-    def look(found):
-        added = found.public.gradient * found.B - found.clipped_sum
-        rows.append(added / (float(found.public.sensitivity) * rule.sigma))
+    def record(step):
+        added = step.public.gradient * step.B - step.clipped_sum
+        rows.append(added / (float(step.public.sensitivity) * rule.sigma))
 
-    fit(toy.mlp(), toy.data(n) if data is None else data, rule=rule, observers=[look], **given)
+    fit(toy.mlp(), toy.data(n) if data is None else data, rule=rule, observers=[record], **given)
     return torch.stack(rows)
 
 
 def alike(a, b) -> bool:
-    """Whether any step of one shares its noise with any step of the other, up to sign."""
+    """Return whether a step of one run has the noise of a step of the other, up to sign."""
     products = (a @ b.T).abs() / torch.outer(a.norm(dim=1), b.norm(dim=1))
     return bool((products > 0.9).any())
 
@@ -37,7 +37,7 @@ def alike(a, b) -> bool:
 def test_every_step_has_its_own(toy, private_rule):
     rows = noise(toy, private_rule)
     products = (rows @ rows.T).abs() / rows.norm(dim=1).outer(rows.norm(dim=1))
-    assert float((products - torch.eye(STEPS)).max()) < 0.7  # 57 numbers a row
+    assert float((products - torch.eye(STEPS)).max()) < 0.7  # 57 numbers per row
 
 
 OTHERS = {
@@ -62,7 +62,7 @@ def test_two_runs_that_differ_in_anything_share_no_noise(toy, kind):
 
 
 def released(toy, model, data):
-    """The noise of a few steps on these data, from this start.  # [step, parameter]"""
+    """Return the noise of a few steps on these data, from this initial model.  # [step, parameter]"""
     rows = []
     fit(
         model,
@@ -81,7 +81,7 @@ def _noise(step):
 
 
 def test_another_start_and_other_data_share_no_noise(toy):
-    """With one seed: two such models, both published, would cancel their noise."""
+    """If two published models had equal noise, it would cancel in their difference."""
     x, y, group = toy.data()
     here = released(toy, toy.mlp(), (x, y, group))
     torch.testing.assert_close(
@@ -133,11 +133,11 @@ def test_batches_differ_with_the_seed_and_not_without_it(toy, spy):
         noise(toy, seed=seed)
         batches.append([batch.tolist() for batch in spy.batches])
     assert batches[0] == batches[1]
-    assert len({str(found) for found in batches}) == 4
+    assert len({str(drawn) for drawn in batches}) == 4
 
 
 def test_the_gradients_noise_has_standard_deviation_sigma_times_S(toy, private_rule):
-    """Σ z² over coordinates and steps is χ²; each tail outside has probability 1e-6."""
+    """Σ z² over coordinates and steps is χ²; each tail outside the limits has probability 1e-6."""
     seen = noise(toy, private_rule, steps=150)
     low, high = stats.chi2.ppf([1e-6, 1 - 1e-6], seen.numel())
     assert low < float(seen.square().sum()) < high
@@ -171,8 +171,8 @@ def test_float32_noise_has_the_same_size(toy):
     x, y, group = toy.data(40, torch.float32)
     rows = []
 
-    def look(found):
-        rows.append((found.public.gradient * found.B - found.clipped_sum).double() / (0.5 * 1.3))
+    def record(step):
+        rows.append((step.public.gradient * step.B - step.clipped_sum).double() / (0.5 * 1.3))
 
     rule = DPSGD(C0=0.5, sigma=1.3)
     fit(
@@ -182,7 +182,7 @@ def test_float32_noise_has_the_same_size(toy):
         batch_size=8,
         steps=150,
         seed=0,
-        observers=[look],
+        observers=[record],
     )
     seen = torch.stack(rows)
     low, high = stats.chi2.ppf([1e-6, 1 - 1e-6], seen.numel())

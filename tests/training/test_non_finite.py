@@ -15,13 +15,13 @@ from evenclip.data import MapDataset
 from evenclip.gradients import Tape, WholeTape, plan
 from evenclip.mechanism import Mechanism
 from evenclip.rules import Constants
-from evenclip.training.step import Chunk
+from evenclip.training.passes import Chunk
 
 BAD = 4  # the row that is not finite
 
 
 class Overflowing(nn.Module):
-    """One row's scores overflow: its features are huge and exp is not."""
+    """One row's features are so large that exp overflows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Overflowing(nn.Module):
 
 
 class Kinked(nn.Module):
-    """A finite loss whose gradient is not: √ has no slope at 0."""
+    """A finite loss with a non-finite gradient: √ has infinite slope at 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Kinked(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A parameter of the model's own: no formula for it, `torch.func` maps the module."""
+    """The model itself has a parameter without a formula, so `torch.func` maps the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,9 @@ class Scaled(nn.Module):
 
 
 class BehindTheBack(nn.Module):
-    """Uses a layer's weight without calling it, so that the whole model goes through `torch.func`."""
+    """Uses a layer's weight without calling the layer, so the whole model goes through
+    `torch.func`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +68,7 @@ class BehindTheBack(nn.Module):
 
 
 class Spoilt:
-    """Feature rows with something in one of them."""
+    """Features with a special value in one row."""
 
     def __init__(self, make, value, tape=Tape) -> None:
         self.make, self.value, self.tape = make, value, tape
@@ -94,7 +96,7 @@ CASES = {
         ).double(),
         math.nan,
     ),
-    "module of one's own": Spoilt(Scaled, math.nan),
+    "custom module": Spoilt(Scaled, math.nan),
     "whole model": Spoilt(BehindTheBack, math.nan, WholeTape),
 }
 
@@ -111,18 +113,18 @@ def noise_for(model):
 
 
 def taken(toy, model, rule, chunks, tape=None):
-    """One step, with the same noise every time."""
+    """Compute one step, with the same noise in every call."""
     x, y, _ = chunks[0].x, chunks[0].y, None
     tape = tape or plan(model, cross_entropy, x[:3], y[:3])
     state = rule.init(Constants(groups=3))
     counts, gradient = noise_for(model)
     noise = {"count": counts[: Mechanism(rule, Constants(groups=3)).counts], "gradient": gradient}
-    with tape.listening():
+    with tape.recording():
         return toy.step(tape, rule, state, chunks, 8.0, noise)
 
 
 def masked(x, y, group):
-    """The rows as they are before one was spoilt, that one under a mask: its weight is 0."""
+    """The original rows, with the spoilt one masked: its weight is 0."""
     return Chunk(x, y, group, torch.arange(len(y)) != BAD)
 
 
@@ -133,20 +135,20 @@ def test_it_contributes_exactly_nothing(toy, private_rule, case):
     spoilt[BAD] = case.value
     tape = plan(model, cross_entropy, x[:3], y[:3])
     assert isinstance(tape, case.tape)
-    found = taken(toy, model, private_rule, [Chunk(spoilt, y, group)], tape)
+    step = taken(toy, model, private_rule, [Chunk(spoilt, y, group)], tape)
     without = taken(toy, model, private_rule, [masked(x, y, group)], tape)
-    assert found.finite is not None
-    assert found.finite.tolist() == [i != BAD for i in range(10)]
-    assert torch.equal(found.public.gradient, without.public.gradient)
-    assert torch.equal(found.public.state, without.public.state)
-    assert torch.equal(found.public.now, without.public.now)
-    assert found.weights[BAD] == 0
-    assert found.norms[BAD] == 0
-    assert torch.isfinite(found.public.gradient).all()
+    assert step.finite is not None
+    assert step.finite.tolist() == [i != BAD for i in range(10)]
+    assert torch.equal(step.public.gradient, without.public.gradient)
+    assert torch.equal(step.public.state, without.public.state)
+    assert torch.equal(step.public.now, without.public.now)
+    assert step.weights[BAD] == 0
+    assert step.norms[BAD] == 0
+    assert torch.isfinite(step.public.gradient).all()
     fewer = torch.arange(10) != BAD
     smaller = taken(toy, model, private_rule, [Chunk(x[fewer], y[fewer], group[fewer])], tape)
     torch.testing.assert_close(
-        found.public.gradient, smaller.public.gradient, rtol=1e-12, atol=1e-12
+        step.public.gradient, smaller.public.gradient, rtol=1e-12, atol=1e-12
     )
 
 
@@ -160,9 +162,9 @@ def test_an_infinite_loss_with_a_finite_gradient_contributes_nothing_either(toy)
 
     targets = torch.stack([y.double(), offsets], dim=1)
     tape = plan(model, loss, x[:3], targets[:3])
-    with tape.listening():
+    with tape.recording():
         assert torch.isfinite(tape(x, targets).norms()).all()
-    found = taken(toy, model, DPSGD(), [Chunk(x, targets, group)], tape)
+    step = taken(toy, model, DPSGD(), [Chunk(x, targets, group)], tape)
     without = taken(
         toy,
         model,
@@ -170,8 +172,8 @@ def test_an_infinite_loss_with_a_finite_gradient_contributes_nothing_either(toy)
         [masked(x, torch.stack([y.double(), 0 * offsets.nan_to_num()], 1), group)],
         tape,
     )
-    assert torch.equal(found.public.gradient, without.public.gradient)
-    assert not found.finite[BAD]
+    assert torch.equal(step.public.gradient, without.public.gradient)
+    assert not step.finite[BAD]
 
 
 @pytest.mark.parametrize(
@@ -194,20 +196,20 @@ def test_a_batch_of_nothing_else_is_a_step_of_pure_noise(toy, private_rule):
     x, y, group = toy.data(10)
     model = toy.mlp()
     tape = plan(model, cross_entropy, x[:3], y[:3])
-    found = taken(toy, model, private_rule, [Chunk(torch.full_like(x, math.nan), y, group)], tape)
+    step = taken(toy, model, private_rule, [Chunk(torch.full_like(x, math.nan), y, group)], tape)
     nothing = taken(
         toy, model, private_rule, [Chunk(x, y, group, torch.zeros(10, dtype=torch.bool))], tape
     )
-    assert torch.equal(found.public.gradient, nothing.public.gradient)
-    assert torch.equal(found.public.state, nothing.public.state)
+    assert torch.equal(step.public.gradient, nothing.public.gradient)
+    assert torch.equal(step.public.state, nothing.public.state)
     noise = noise_for(model)[1]
     torch.testing.assert_close(
-        found.public.gradient * 8, float(found.public.sensitivity) * private_rule.sigma * noise
+        step.public.gradient * 8, float(step.public.sensitivity) * private_rule.sigma * noise
     )
 
 
 class Rows(Dataset):
-    """Rows of (x, y, group), read one at a time."""
+    """A map-style dataset of (x, y, group)."""
 
     def __init__(self, x, y, group) -> None:
         self.columns = x, y, group
@@ -227,12 +229,12 @@ PERFORMANCES = {
 
 @pytest.mark.parametrize("performance", PERFORMANCES.values(), ids=PERFORMANCES)
 def test_it_is_counted_in_trace_and_report(toy, spy, performance):
-    """Rows of which every third is spoilt, through a whole training."""
+    """Train on rows of which every third is spoilt."""
     x, y, group = toy.data(40)
     x[3::3] = math.nan
     data = MapDataset(Rows(x, y, group), ("a", "b", "c"))
 
-    def look(step):
+    def record(step):
         assert torch.isfinite(
             step.weighted_sum(torch.ones(len(step.losses), dtype=torch.float64))
         ).all()
@@ -246,7 +248,7 @@ def test_it_is_counted_in_trace_and_report(toy, spy, performance):
         lr=0.1,
         seed=0,
         performance=performance,
-        observers=[look],
+        observers=[record],
     )
     assert torch.isfinite(toy.vector(result.model)).all()
     spoilt = [int(torch.isnan(x[batch, 0]).sum()) for batch in spy.batches]
@@ -264,7 +266,7 @@ def test_it_is_counted_in_trace_and_report(toy, spy, performance):
 
 
 def test_it_is_not_counted_among_the_clipped(toy):
-    """Nothing is clipped here: every gradient is shorter than the bound, or none at all."""
+    """No gradient is clipped: each is shorter than the bound, or not finite."""
     x, y, group = toy.data(40)
     x[3::3] = math.nan
     data = MapDataset(Rows(x, y, group), ("a", "b", "c"))
@@ -274,7 +276,7 @@ def test_it_is_not_counted_among_the_clipped(toy):
 
 
 def test_training_on_spoilt_rows_is_training_without_them(toy, spy):
-    """The same batches less the spoilt rows, one slow step after the other."""
+    """Compare with slow steps on the same batches without the spoilt rows."""
     x, y, group = toy.data(40)
     x[5::4] = math.inf
     data, rule = MapDataset(Rows(x, y, group), ("a", "b", "c")), DPSGD(C0=0.7, sigma=0.5)
@@ -303,8 +305,8 @@ def test_it_may_be_among_the_rows_that_the_model_is_checked_on(toy, rows):
     "value", [1e20, math.inf, math.nan], ids=["too long for float32", "infinite", "nan"]
 )
 def test_what_one_sample_is_like_changes_nothing_about_the_others(toy, value):
-    """A sample that overflows must not move the norms or weights of others, not even by a rounding:
-    there are many.
+    """An overflowing sample must not change the other samples' norms or weights, not even by
+    rounding.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 40), nn.Tanh(), nn.Linear(40, 2))
@@ -313,7 +315,7 @@ def test_what_one_sample_is_like_changes_nothing_about_the_others(toy, value):
         model[0].weight[:, 0] = 0.0
     rule = DPSGDGlobalAdapt(Z0=1.0)
     seen = []
-    with plan(model, cross_entropy, x[:3], y[:3]).listening() as tape:
+    with plan(model, cross_entropy, x[:3], y[:3]).recording() as tape:
         for first in (1.0, value):
             rows = x.clone()
             rows[0, 0] = first
@@ -324,19 +326,19 @@ def test_what_one_sample_is_like_changes_nothing_about_the_others(toy, value):
                 )
             )
     for name in ("norms", "weights"):
-        one, other = (getattr(found, name)[1:] for found in seen)
+        one, other = (getattr(step, name)[1:] for step in seen)
         assert torch.equal(one, other), name
 
 
 def test_a_gradient_that_is_only_too_long_for_float32_squares_is_clipped_and_not_dropped():
-    """‖a‖² overflows in float32, ‖a‖ does not."""
+    """‖a‖² overflows in float32, but ‖a‖ does not."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2))
     x = torch.randn(8, 3)
     x[0] = torch.tensor([1e20, 0.0, 0.0])
     with torch.no_grad():
         model[0].weight[:, 0] = 1e-20  # so that the sigmoid is not saturated
-    found = []
+    steps = []
     fit(
         model,
         (x, torch.arange(8) % 2),
@@ -347,9 +349,9 @@ def test_a_gradient_that_is_only_too_long_for_float32_squares_is_clipped_and_not
         lr=0.1,
         seed=0,
         delta=1e-2,
-        observers=[found.append],
+        observers=[steps.append],
     )
-    (step,) = found
+    (step,) = steps
     assert step.finite is None or step.finite.all()
     assert 1e17 < float(step.norms[0]) < 1e21
     assert float(step.weights[0]) == pytest.approx(1 / float(step.norms[0]))

@@ -1,4 +1,4 @@
-"""How a run is computed, and who looks on, does not change what it is."""
+"""Performance settings and observers do not change a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, Performance, TrainConfig, 
 from evenclip.gradients import plan
 from evenclip.rules import Constants
 from evenclip.training.fit import fit_config
-from evenclip.training.step import Chunk
+from evenclip.training.passes import Chunk
 
 WAYS = {
     "chunks": Performance(chunk=3),
@@ -33,7 +33,7 @@ def trained(model, data, rule, **more):
 
 
 def assert_close(toy, one, other, tolerance=1e-9) -> None:
-    """The same up to rounding: parameters, state, ledger and every figure of the trace."""
+    """Compare parameters, state, ledger and trace up to rounding."""
     close = {"rtol": tolerance, "atol": tolerance}
     torch.testing.assert_close(toy.vector(one.model), toy.vector(other.model), **close)
     torch.testing.assert_close(one.state, other.state, **close)
@@ -47,7 +47,7 @@ def assert_close(toy, one, other, tolerance=1e-9) -> None:
 
 
 def seen(figure):
-    """A figure of the trace without its gaps: a group that was not seen has none."""
+    """Return the values of a trace column without those of groups without samples."""
     return (
         {k: number for k, number in enumerate(figure) if number is not None}
         if isinstance(figure, list)
@@ -78,9 +78,7 @@ def test_float32_agrees_to_its_own_rounding(toy):
 
 @pytest.mark.parametrize("rule", [DPSGDF(C0=0.5), DPSGD(C0=0.5)], ids=lambda rule: rule.name)
 def test_a_second_pass_over_the_chunks_draws_the_same_masks(toy, rule):
-    """DPSGD-F goes over the chunks twice: what is clipped in the second pass is what was measured
-    in the first.
-    """
+    """DPSGD-F passes over the chunks twice; both passes must have the same dropout masks."""
     model, (x, y, group) = toy.mlp(dropout=0.5), toy.data(12)
     noise = {
         "count": torch.zeros(6, dtype=torch.float64),
@@ -89,11 +87,11 @@ def test_a_second_pass_over_the_chunks_draws_the_same_masks(toy, rule):
     rows = torch.arange(12).split(4)
     chunks = [Chunk(x[r], y[r], group[r], seed=100 + i) for i, r in enumerate(rows)]
     tape = plan(model, cross_entropy, x, y)
-    with tape.listening(), torch.random.fork_rng(devices=[]):
-        found = toy.step(tape, rule, rule.init(Constants(groups=3)), chunks, 8.0, noise)
-        each = torch.stack([found.weighted_sum(one) for one in torch.eye(12, dtype=torch.float64)])
-        # By hand: the masks that each chunk's seed gives, one forward pass a chunk, one backward
-        # pass a sample.
+    with tape.recording(), torch.random.fork_rng(devices=[]):
+        step = toy.step(tape, rule, rule.init(Constants(groups=3)), chunks, 8.0, noise)
+        each = torch.stack([step.weighted_sum(one) for one in torch.eye(12, dtype=torch.float64)])
+        # By hand: the dropout masks of each chunk's seed; one forward pass per chunk, one backward
+        # pass per sample.
         by_hand, losses = [], []
         for i, r in enumerate(rows):
             torch.manual_seed(100 + i)
@@ -104,13 +102,13 @@ def test_a_second_pass_over_the_chunks_draws_the_same_masks(toy, rule):
                 by_hand.append(torch.cat([part.flatten() for part in parts]))
     close = {"rtol": 1e-10, "atol": 1e-12}
     torch.testing.assert_close(each, torch.stack(by_hand), **close)
-    torch.testing.assert_close(found.losses, torch.cat(losses), **close)
-    torch.testing.assert_close(found.norms, torch.stack(by_hand).norm(dim=1), **close)
-    torch.testing.assert_close(found.weights @ torch.stack(by_hand), found.clipped_sum, **close)
+    torch.testing.assert_close(step.losses, torch.cat(losses), **close)
+    torch.testing.assert_close(step.norms, torch.stack(by_hand).norm(dim=1), **close)
+    torch.testing.assert_close(step.weights @ torch.stack(by_hand), step.clipped_sum, **close)
 
 
 def test_every_step_and_chunk_has_masks_of_its_own(toy):
-    """Linear in its one input: the loss of a dropped-out unit shows the mask."""
+    """The loss is linear in one input, so it shows which units are dropped."""
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1, bias=False)).double()
     nn.init.ones_(model[1].weight)
     x = 2.0 ** -torch.arange(64, dtype=torch.float64).remainder(20).expand(30, 64)
@@ -129,23 +127,23 @@ def test_every_step_and_chunk_has_masks_of_its_own(toy):
         lr=1e-9,
         seed=0,
         performance=Performance(chunk=2),
-        observers=[lambda found: seen.append(found.losses)],
+        observers=[lambda step: seen.append(step.losses)],
     )
     losses = torch.cat(seen)
     assert len(losses) > 40
     assert len(set(losses.round(decimals=4).tolist())) > 0.9 * len(losses)
 
 
-# --- looking on ---------------------------------------------------------------------------------
+# --- observers ---------------------------------------------------------------------------------
 
 
-def meddle(found):
-    """Looks at everything there is to see, and draws from torch's generator."""
+def meddle(step):
+    """Read every value of a step, and draw from the global generator."""
     torch.rand(7)
     torch.manual_seed(1)
-    ones = torch.ones(len(found.losses), dtype=torch.float64)
-    found.model(torch.randn(3, 5, dtype=found.public.gradient.dtype)).sum().backward()
-    return {"g_B": found.weighted_sum(ones), "loss": found.losses.sum()}
+    ones = torch.ones(len(step.losses), dtype=torch.float64)
+    step.model(torch.randn(3, 5, dtype=step.public.gradient.dtype)).sum().backward()
+    return {"g_B": step.weighted_sum(ones), "loss": step.losses.sum()}
 
 
 @pytest.mark.parametrize("performance", [Performance(), *WAYS.values()], ids=["plain", *WAYS])
@@ -159,15 +157,15 @@ def test_looking_changes_nothing(toy, rule, performance):
         "seed": 3,
         "performance": performance,
     }
-    alone, watched = (
+    alone, observed = (
         fit(model, data, **given),
         fit(model, data, **given, observers=[meddle, meddle]),
     )
-    assert toy.same(alone.model, watched.model)
-    assert alone.trace == watched.trace
-    assert alone.ledger == watched.ledger
-    assert torch.equal(alone.state, watched.state)
-    assert [record["t"] for record in watched.records] == [t for t in range(12) for _ in range(2)]
+    assert toy.same(alone.model, observed.model)
+    assert alone.trace == observed.trace
+    assert alone.ledger == observed.ledger
+    assert torch.equal(alone.state, observed.state)
+    assert [record["t"] for record in observed.records] == [t for t in range(12) for _ in range(2)]
     assert alone.records == []
 
 
@@ -180,40 +178,38 @@ def test_the_global_generator_is_left_where_it_was(toy):
 
 @pytest.mark.parametrize("performance", [Performance(), *WAYS.values()], ids=["plain", *WAYS])
 def test_what_is_shown_is_what_was_trained(toy, task, spy, performance):
-    """g_B, the clipped sum and the group gradients of a step, against one-sample autograd at the
-    same parameters.
-    """
+    """Compare g_B, the clipped sum and the group gradients of a step with one-sample autograd."""
     model, (x, y, group) = task
     seen = []
 
-    def look(found):
-        rows = spy.batches[found.t]
-        losses, gradients = toy.gradients(found.model, x[rows], y[rows])
+    def record(step):
+        rows = spy.batches[step.t]
+        losses, gradients = toy.gradients(step.model, x[rows], y[rows])
         seen.append(len(rows))
         ones = torch.ones(len(rows), dtype=torch.float64)
         pairs = [
-            (found.losses, losses),
-            (found.norms, gradients.norm(dim=1)),
-            (found.weighted_sum(ones), gradients.sum(dim=0)),
-            (found.weighted_sum(found.weights), found.clipped_sum),
-            (found.weights @ gradients, found.clipped_sum),
+            (step.losses, losses),
+            (step.norms, gradients.norm(dim=1)),
+            (step.weighted_sum(ones), gradients.sum(dim=0)),
+            (step.weighted_sum(step.weights), step.clipped_sum),
+            (step.weights @ gradients, step.clipped_sum),
         ]
         for k in range(3):
             mine = group[rows] == k
-            pairs.append((found.weighted_sum(mine.double()), gradients[mine].sum(dim=0)))
+            pairs.append((step.weighted_sum(mine.double()), gradients[mine].sum(dim=0)))
             pairs.append(
                 (
-                    found.weighted_sum(mine.double() * found.weights),
-                    found.weights[mine] @ gradients[mine],
+                    step.weighted_sum(mine.double() * step.weights),
+                    step.weights[mine] @ gradients[mine],
                 )
             )
         for a, b in pairs:
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
-        assert torch.equal(found.group, group[rows])
-        assert found.clipped.tolist() == (found.weights < 1).tolist()
+        assert torch.equal(step.group, group[rows])
+        assert step.clipped.tolist() == (step.weights < 1).tolist()
 
     trained(
-        model, (x, y, group), DPSGDF(C0=0.6), performance=performance, steps=6, observers=[look]
+        model, (x, y, group), DPSGDF(C0=0.6), performance=performance, steps=6, observers=[record]
     )
     assert len(seen) == 6
 
@@ -227,17 +223,17 @@ def test_observers_see_the_parameters_before_the_update(toy):
         steps=4,
         observers=[lambda s: seen.append((s, toy.vector(s.model)))],
     )
-    assert [found.t for found, _ in seen] == [0, 1, 2, 3]
+    assert [step.t for step, _ in seen] == [0, 1, 2, 3]
     assert torch.equal(seen[0][1], toy.vector(toy.mlp()))
     after = [theta for _, theta in seen[1:]] + [toy.vector(result.model)]
-    for (found, before), then in zip(seen, after, strict=True):
+    for (step, before), then in zip(seen, after, strict=True):
         torch.testing.assert_close(
-            then, before - 0.1 * found.public.gradient, rtol=1e-12, atol=1e-12
+            then, before - 0.1 * step.public.gradient, rtol=1e-12, atol=1e-12
         )
 
 
 def test_after_the_update_a_step_has_no_other_sums(toy):
-    """They would be those of other parameters, and nothing would show it."""
+    """They would silently be sums at other parameters."""
     run = prepare(toy.mlp(), toy.data(), rule=DPSGD(), batch_size=8, steps=3, seed=0)
     with run.listening():
         step = run.step()
@@ -246,7 +242,7 @@ def test_after_the_update_a_step_has_no_other_sums(toy):
         run.update(step)
         with pytest.raises(
             RuntimeError,
-            match=r"The parameters have moved on since this step; ask .* before run.update",
+            match=r"The parameters have been updated since this step; compute .* before run.update",
         ):
             step.weighted_sum(step.weights)
 
@@ -278,18 +274,18 @@ def test_a_config_is_the_same_settings_by_name(toy):
 
 
 def test_hooks_do_not_listen_to_an_observers_own_passes(toy):
-    """A forward pass by an observer is not taken for one of the step's."""
+    """A forward pass of an observer is not recorded as one of the step."""
     x, y, group = toy.data()
     alone = trained(toy.mlp(), (x, y, group), DPSGDF())
 
-    def look(found):
-        before = found.weighted_sum(torch.ones(len(found.losses), dtype=torch.float64))
-        found.model(x)
-        after = found.weighted_sum(torch.ones(len(found.losses), dtype=torch.float64))
+    def record(step):
+        before = step.weighted_sum(torch.ones(len(step.losses), dtype=torch.float64))
+        step.model(x)
+        after = step.weighted_sum(torch.ones(len(step.losses), dtype=torch.float64))
         assert torch.equal(before, after)
 
     assert toy.same(
-        trained(toy.mlp(), (x, y, group), DPSGDF(), observers=[look]).model, alone.model
+        trained(toy.mlp(), (x, y, group), DPSGDF(), observers=[record]).model, alone.model
     )
 
 

@@ -1,6 +1,4 @@
-"""Items of a map-style dataset that other processes read ahead: the same batches, errors in words,
-nobody is left.
-"""
+"""Processes that read items of a map-style dataset ahead: batches, errors, and clean shutdown."""
 
 from __future__ import annotations
 
@@ -17,13 +15,13 @@ from torch.utils.data import Dataset as TorchDataset
 
 from evenclip import DPSGD, DPSGDF, NonPrivate, Performance, fit, prepare
 from evenclip.data import MapDataset
-from evenclip.data.readers import Processes
+from evenclip.data.readers import ReaderPool
 
 NAMES = ("a", "b", "c")
 
 
 class Rows(TorchDataset):
-    """Rows of (x, y, group), read one at a time; one of them may be bad."""
+    """A map-style dataset of (x, y, group); one row may be bad."""
 
     def __init__(self, columns, bad=None, how=None) -> None:
         self.columns, self.bad, self.how = columns, bad, how
@@ -51,12 +49,12 @@ def given(rule, readers=0, **more):
 
 
 def readers() -> list[multiprocessing.Process]:
-    """Processes of ours that read; the ranks of other tests are daemons."""
+    """Return the running reader processes; the ranks of other tests are daemons."""
     return [process for process in multiprocessing.active_children() if not process.daemon]
 
 
-def nobody_is_left() -> bool:
-    """At once: a feed that is closed has waited for its readers."""
+def no_reader_is_left() -> bool:
+    """Return whether all readers have ended; closing a feed waits for them."""
     return not readers()
 
 
@@ -69,24 +67,24 @@ def test_the_number_of_readers_does_not_matter(toy, rule, one_stream):
     for result in results[1:]:
         assert toy.same(result.model, results[0].model)
         assert result.trace == results[0].trace
-    assert nobody_is_left()
+    assert no_reader_is_left()
 
 
 def test_empty_batches(toy, one_stream):
     data = MapDataset(Rows(toy.data()), NAMES)
-    found = [
+    results = [
         fit(toy.mlp(), data, **given(DPSGD(), readers, q=0.01, steps=30)) for readers in (0, 1)
     ]
-    assert toy.same(found[0].model, found[1].model)
-    assert sum(row["empty_batches"] for row in found[1].trace) > 10
+    assert toy.same(results[0].model, results[1].model)
+    assert sum(row["empty_batches"] for row in results[1].trace) > 10
 
 
 def test_resuming_with_another_number_of_readers(toy, tmp_path):
     data = MapDataset(Rows(toy.data()), NAMES)
     whole = fit(toy.mlp(), data, **given(DPSGD(), 0))
 
-    def stop(found):
-        if found.t == 6:
+    def stop(step):
+        if step.t == 6:
             raise RuntimeError("stopped here")
 
     with pytest.raises(RuntimeError, match="stopped here"):
@@ -97,7 +95,7 @@ def test_resuming_with_another_number_of_readers(toy, tmp_path):
                 DPSGD(), 2, checkpoint=tmp_path / "saved", checkpoint_every=1, observers=[stop]
             ),
         )
-    assert nobody_is_left()
+    assert no_reader_is_left()
     again = fit(toy.mlp(), data, **given(DPSGD(), 1, checkpoint=tmp_path / "saved", resume=True))
     assert toy.same(again.model, whole.model)
     assert again.trace == whole.trace
@@ -137,8 +135,8 @@ def test_a_bad_item_is_named(toy, what, readers):
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
         fit(toy.mlp(), data, **given(DPSGD(), readers, epochs=9))
     if what == "error" and readers:
-        assert "in fails" in raised.value.__notes__[0]  # where it went wrong, for whoever wrote it
-    assert nobody_is_left()
+        assert "in fails" in raised.value.__notes__[0]  # where the item failed
+    assert no_reader_is_left()
 
 
 def test_a_label_that_the_loss_ignores(toy):
@@ -154,8 +152,8 @@ def interrupted(item):
 
 
 def test_readers_do_not_hear_ctrl_c(toy, one_stream):
-    """A terminal sends it to them too; the step under way needs its rows all the same. In a loop of
-    one's own, since `fit` has a handler, which they inherit.
+    """A terminal sends SIGINT to readers too, but the current step needs their rows. A custom loop
+    is used because the readers would inherit the handler of `fit`.
     """
     data = MapDataset(Rows(toy.data(), 30, interrupted), NAMES)
     run = prepare(toy.mlp(), data, **given(DPSGD(), 2))
@@ -190,18 +188,18 @@ def test_a_reader_that_dies(toy):
         match=r"A process that reads the dataset has ended before its time \(.+\) If it ran out",
     ):
         fit(toy.mlp(), data, **given(DPSGD(), 1, epochs=9))
-    assert nobody_is_left()
+    assert no_reader_is_left()
 
 
 def test_batches_that_were_not_drawn_are_not_dealt(toy):
     data = MapDataset(Rows(toy.data()), NAMES)
-    feed = Processes(data, iter([torch.tensor([1, 2])]), 1)
+    feed = ReaderPool(data, iter([torch.tensor([1, 2])]), 1)
     with pytest.raises(AssertionError, match="another, of 2, was read ahead"):
         feed.of(torch.tensor([1, 3]))
     with pytest.raises(IndexError, match="All batches that were to be read ahead are taken"):
         feed.of(torch.tensor([1, 3]))
     feed.close()
-    assert nobody_is_left()
+    assert no_reader_is_left()
 
 
 def test_leaving_a_loop_of_ones_own_ends_the_readers(toy):
@@ -209,7 +207,7 @@ def test_leaving_a_loop_of_ones_own_ends_the_readers(toy):
     with run.listening():
         run.update(run.step())
         assert len(readers()) == 2
-    assert nobody_is_left()
+    assert no_reader_is_left()
 
 
 def test_readers_must_be_a_number():
@@ -217,7 +215,7 @@ def test_readers_must_be_a_number():
         Performance(readers=-1)
 
 
-# Training never ends by itself, so that it is under way when the signal comes, however late.
+# Training does not end by itself, so it still runs when the signal arrives.
 ENDLESS = """
 import sys, time, torch, evenclip
 class Rows(torch.utils.data.Dataset):
@@ -225,20 +223,20 @@ class Rows(torch.utils.data.Dataset):
     def __getitem__(self, i):
         time.sleep(0.002)
         return torch.ones(3), i % 2
-def told(step):
+def print_step(step):
     print("step", step.t, flush=True)
 torch.set_num_threads(1)
 evenclip.fit(torch.nn.Linear(3, 2), Rows(), rule=evenclip.DPSGD(), batch_size=20, epochs=10**6, checkpoint=sys.argv[1],
-    observers=[told], performance=evenclip.Performance(readers=2))
+    observers=[print_step], performance=evenclip.Performance(readers=2))
 """
 
 
 def test_ctrl_c_saves_and_leaves_no_process_behind(tmp_path):
-    """Sent to the whole group, as a terminal does: the readers must not die before the step under
-    way has its rows.
+    """SIGINT goes to the whole process group, as from a terminal. The readers must not end before
+    the current step has its rows.
 
-    Readers hold the pipes that `communicate` reads to their end, so it returns when the last
-    process has ended.
+    Readers hold the pipes that `communicate` reads to the end, so it returns when the last process
+    has ended.
     """
     process = subprocess.Popen(
         [sys.executable, "-c", ENDLESS, str(tmp_path / "saved")],
@@ -251,13 +249,13 @@ def test_ctrl_c_saves_and_leaves_no_process_behind(tmp_path):
     for _ in range(3):
         assert process.stdout.readline().startswith("step")
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate()
-    assert "saved in" in said
+    _, printed = process.communicate()
+    assert "saved in" in printed
     assert list((tmp_path / "saved").iterdir())
 
 
 def test_readers_end_with_a_process_that_is_killed(tmp_path):
-    """Until the last reader has closed it, the pipe has no end."""
+    """The pipe ends when the last reader has closed it."""
     process = subprocess.Popen(
         [sys.executable, "-c", ENDLESS, str(tmp_path / "saved")],
         stdout=subprocess.PIPE,

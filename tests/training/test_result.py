@@ -1,6 +1,4 @@
-"""What `fit` returns: a copy of the model, the trace of what was seen, and a report that says what
-ε means.
-"""
+"""The result of `fit`: a copy of the model, the trace, and a report that states what ε means."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def settings(rule, **more):
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_is_a_copy_and_the_original_as_it_was(toy, rule, training):
     model = toy.mlp(dropout=0.1).train(training)
-    model[2].train()  # a part may be in another mode than the whole
+    model[2].train()  # a module may be in another mode than the model
     before = copy.deepcopy(model)
     result = fit(model, toy.data(), **settings(rule))
     assert result.model is not model
@@ -67,8 +65,8 @@ def test_the_model_is_a_copy_and_the_original_as_it_was(toy, rule, training):
 def test_hooks_are_gone_after_a_failure_too(toy):
     seen = []
 
-    def fail(found):
-        seen.append(found.model)
+    def fail(step):
+        seen.append(step.model)
         raise RuntimeError("stop here")
 
     with pytest.raises(RuntimeError, match="stop here"):
@@ -87,7 +85,7 @@ def test_frozen_parameters_stay_and_are_not_counted(toy):
 
 
 def test_it_learns(toy):
-    """Two classes far apart, enough records: little noise does no harm."""
+    """Two well separated classes and enough records: the noise does little harm."""
     random = torch.Generator().manual_seed(0)
     y = torch.randint(2, (2000,), generator=random)
     x = torch.randn(2000, 5, generator=random) + 3 * y.unsqueeze(1)
@@ -106,23 +104,25 @@ def mean_or_none(values):
 
 
 def test_the_trace_against_a_slow_recomputation(toy, rule, spy):
-    """Every figure from one-sample autograd at each step's parameters, in plain Python."""
+    """Compare every value with one-sample autograd at each step's parameters."""
     x, y, group = toy.data(40)
-    found = []
+    recomputed = []
 
-    def look(step):
+    def record(step):
         rows = spy.batches[step.t]
         losses, gradients = toy.gradients(step.model, x[rows], y[rows])
-        found.append((group[rows].tolist(), losses.tolist(), gradients.norm(dim=1).tolist(), step))
+        recomputed.append(
+            (group[rows].tolist(), losses.tolist(), gradients.norm(dim=1).tolist(), step)
+        )
 
     result = fit(
-        toy.mlp(), (x, y, group), **settings(rule, batch_size=6, steps=17), observers=[look]
+        toy.mlp(), (x, y, group), **settings(rule, batch_size=6, steps=17), observers=[record]
     )
     assert [row["steps"] for row in result.trace] == [7, 7, 3]  # the last epoch is cut short
     assert [row["epoch"] for row in result.trace] == [1, 2, 3]
     at = 0
     for row in result.trace:
-        steps = found[at : at + row["steps"]]
+        steps = recomputed[at : at + row["steps"]]
         at += row["steps"]
         samples = [
             (k, loss, norm)
@@ -154,7 +154,7 @@ def test_the_trace_against_a_slow_recomputation(toy, rule, spy):
 
 
 def is_clipped(rule, norm, k, step) -> bool:
-    """By each method's own words: larger than the bound that its gradients are held to."""
+    """Return whether a gradient exceeds the bound of the method."""
     if rule.name == "non-private":
         return False
     if rule.name == "dpsgd":
@@ -173,7 +173,7 @@ def test_empty_batches_are_counted(toy, spy):
         == empty
         == result.privacy["empty_batches"]
     )
-    assert result.ledger.steps == 40  # a step without samples costs what any step costs
+    assert result.ledger.steps == 40  # a step without samples costs as much as any step
 
 
 def test_an_epoch_of_nothing_but_empty_batches_has_a_row(toy):
@@ -252,7 +252,7 @@ def test_the_report_states_everything(toy, rule):
 
 
 def test_epsilon_is_that_of_the_ledger(toy, private_rule):
-    """The ledger rebuilt by hand from the settings, and the accountant asked again."""
+    """Rebuild the ledger from the settings, and compute ε again."""
     result = fit(toy.mlp(), toy.data(), **settings(private_rule, delta=1e-4))
     count = {"dpsgd-f": 3.0, "dpsgd-global-adapt": 2.0}.get(private_rule.name)
     multipliers = (("gradient", 0.8),) if count is None else (("count", count), ("gradient", 0.8))
@@ -349,7 +349,7 @@ def test_what_is_private_is_not_printed(toy):
 
 
 class Two(nn.Module):
-    """A model of two inputs."""
+    """A model with two inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,7 +360,7 @@ class Two(nn.Module):
 
 
 class Joined(nn.Module):
-    """The same model of one input."""
+    """The same model with one input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -378,7 +378,7 @@ def joined() -> Joined:
 
 @pytest.mark.parametrize("kind", [tuple, dict])
 def test_several_inputs(toy, kind, one_stream):
-    """A tuple or dict of inputs trains as the same columns in one tensor do."""
+    """A tuple or dict of inputs gives the same model as the same columns in one tensor."""
     x, y, group = toy.data(40)
     parts = (x[:, :2], x[:, 2:]) if kind is tuple else {"right": x[:, 2:], "left": x[:, :2]}
     several = fit(joined().two, (parts, y, group), **settings(DPSGDF()))
@@ -389,7 +389,7 @@ def test_several_inputs(toy, kind, one_stream):
 
 
 class Rows(TorchDataset):
-    """Rows of (x, y, group), read one at a time."""
+    """A map-style dataset of (x, y, group)."""
 
     def __init__(self, *columns) -> None:
         self.columns = columns
@@ -431,7 +431,9 @@ def test_a_torch_dataset_without_groups(toy, one_stream):
 
 
 def test_another_loss(toy):
-    """Mean, sum or one value per sample: the loss of a sample is the loss of a batch of that one."""
+    """For a mean, a sum or one value per sample, the loss of a sample is the loss of a batch of
+    one.
+    """
     x, y, group = toy.data()
     losses = [
         cross_entropy,
@@ -476,7 +478,7 @@ def test_the_optimiser_gets_the_released_gradient_and_nothing_else(toy, kind):
 def test_the_scheduler_moves_the_learning_rate_after_every_epoch(toy):
     rates, thetas, gradients = [], [], []
 
-    def look(step):
+    def record(step):
         thetas.append(toy.vector(step.model))
         gradients.append(step.public.gradient)
 
@@ -486,7 +488,9 @@ def test_the_scheduler_moves_the_learning_rate_after_every_epoch(toy):
         made.append(ExponentialLR(optimizer, gamma=0.5))
         return made[0]
 
-    result = fit(toy.mlp(), toy.data(), **settings(DPSGD()), scheduler=scheduler, observers=[look])
+    result = fit(
+        toy.mlp(), toy.data(), **settings(DPSGD()), scheduler=scheduler, observers=[record]
+    )
     thetas.append(toy.vector(result.model))
     for before, after, gradient in zip(thetas, thetas[1:], gradients, strict=False):
         rates.append(float(((before - after) @ gradient) / (gradient @ gradient)))
@@ -498,8 +502,15 @@ def test_the_scheduler_moves_the_learning_rate_after_every_epoch(toy):
 
 
 def test_the_public_constants(toy):
-    found = fit(toy.mlp(), toy.data(41), rule=DPSGD(), batch_size=8, epochs=2, seed=0).settings
-    assert (found.n, found.groups, found.B, found.q, found.epoch, found.steps) == (
+    constants = fit(toy.mlp(), toy.data(41), rule=DPSGD(), batch_size=8, epochs=2, seed=0).settings
+    assert (
+        constants.n,
+        constants.groups,
+        constants.B,
+        constants.q,
+        constants.epoch,
+        constants.steps,
+    ) == (
         41,
         3,
         8.0,
@@ -511,7 +522,7 @@ def test_the_public_constants(toy):
         toy.mlp(), toy.data(41), rule=DPSGD(), batch_size=8, q=1 / 6, epochs=2, seed=0
     ).settings
     assert (given.q, given.B, given.epoch, given.steps) == (1 / 6, 8.0, 6, 12)
-    assert found.specification != given.specification
+    assert constants.specification != given.specification
     assert replace(given, seed=0) == given
 
 
@@ -524,17 +535,17 @@ def test_the_default_rule_is_global_adapt(toy):
 
 def test_it_is_silent_where_there_is_no_terminal(toy, capfd):
     fit(toy.mlp(), toy.data(), **settings(DPSGD()))
-    said = capfd.readouterr()
-    assert said.out == said.err == ""
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""
 
 
 def test_it_shows_one_line_of_progress(toy, capsys):
     fit(toy.mlp(), toy.data(), **settings(DPSGD()), progress=True)
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    assert said.err.endswith("\n")
-    lines = said.err.rstrip("\n").split("\r")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.endswith("\n")
+    lines = captured.err.rstrip("\n").split("\r")
     assert lines[0] == ""  # each rewrites the one before
     assert all(len(line) <= 79 for line in lines)
     assert re.fullmatch(r"step 15/15  epoch 3  \d+ steps/s  0 s left *", lines[-1])
@@ -560,7 +571,7 @@ def test_progress_fits_into_the_line_and_covers_what_was_there(monkeypatch):
 
 
 def test_progress_is_not_written_at_every_step(monkeypatch):
-    """A few times a second, and at the end."""
+    """It is written a few times a second, and at the end."""
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     stream = Terminal()
@@ -576,6 +587,6 @@ def test_progress_is_not_written_at_every_step(monkeypatch):
 
 
 def test_progress_says_nothing_private(toy, capsys):
-    """Only counts of steps and epochs, and the speed."""
+    """It shows only the numbers of steps and epochs, and the speed."""
     fit(toy.mlp(), toy.data(), **settings(DPSGD()), progress=True)
     assert not re.search("loss|norm|clip", capsys.readouterr().err)

@@ -1,6 +1,4 @@
-"""A run that was stopped and resumed is the run that was never stopped; a checkpoint is whole or
-refused in words.
-"""
+"""A resumed run equals an uninterrupted run; a checkpoint is complete, or is refused with a reason."""
 
 from __future__ import annotations
 
@@ -31,13 +29,13 @@ EPOCH, STEPS = 5, 15  # 40 records, batches of 8, three epochs
 
 
 class Stop:
-    """An observer that presses Ctrl-C during a step."""
+    """An observer that sends Ctrl-C during a step."""
 
     def __init__(self, during: int) -> None:
         self.during = during
 
-    def __call__(self, found) -> None:
-        if found.t == self.during - 1:
+    def __call__(self, step) -> None:
+        if step.t == self.during - 1:
             signal.raise_signal(signal.SIGINT)
 
 
@@ -46,7 +44,7 @@ def settings(rule, **more):
 
 
 def stopped(model, data, folder, after, **given) -> None:
-    """A run that ends by Ctrl-C after so many steps."""
+    """Run until Ctrl-C in a given step."""
     with pytest.raises(KeyboardInterrupt):
         fit(model, data, checkpoint=folder, observers=[Stop(after)], **given)
 
@@ -60,7 +58,7 @@ def assert_identical(toy, one, other) -> None:
     assert one.settings == other.settings
 
 
-# --- the same to the last bit -------------------------------------------------------------------
+# --- bitwise equality -------------------------------------------------------------------
 
 
 def test_every_rule_goes_on_bit_by_bit(toy, rule, tmp_path):
@@ -69,7 +67,7 @@ def test_every_rule_goes_on_bit_by_bit(toy, rule, tmp_path):
 
 @pytest.mark.parametrize("after", [1, 5, 14, 15], ids=lambda t: f"after {t}")
 def test_it_goes_on_from_any_step(toy, tmp_path, after):
-    """The first, the last of an epoch, the last but one, and the last."""
+    """The first step, the last of an epoch, the last but one, and the last."""
     check_resumed(toy, DPSGDF(C0=0.8), tmp_path, after)
 
 
@@ -139,7 +137,7 @@ def test_a_finished_run_is_returned_without_another_step(toy, tmp_path):
 
 
 def test_a_seed_from_the_operating_system_is_in_the_secret_part_only(toy, tmp_path):
-    """Two copies of one stopped run go on alike, though nobody was told the seed."""
+    """Two copies of one stopped run continue equally without a given seed."""
     data, model = toy.data(), toy.mlp(dropout=0.3)
     given = settings(DPSGDGlobalAdapt(), seed=None)
     stopped(model, data, tmp_path / "a", 7, **given)
@@ -188,8 +186,10 @@ def test_one_is_written_after_every_epoch_and_the_one_before_is_kept(toy, tmp_pa
 
 def test_one_is_written_every_so_many_steps(toy, tmp_path):
     given, history = settings(DPSGD(), steps=8), []
-    look = [lambda _: history.append(written(tmp_path)[-1:])]
-    fit(toy.mlp(), toy.data(), **given, checkpoint=tmp_path, checkpoint_every=3, observers=look)
+    observers = [lambda _: history.append(written(tmp_path)[-1:])]
+    fit(
+        toy.mlp(), toy.data(), **given, checkpoint=tmp_path, checkpoint_every=3, observers=observers
+    )
     assert history == [[], [], [], [3], [3], [5], [6], [6]]
     assert written(tmp_path) == [6, 8]
 
@@ -197,11 +197,12 @@ def test_one_is_written_every_so_many_steps(toy, tmp_path):
 def test_ctrl_c_waits_for_the_step_saves_and_says_so(toy, tmp_path, capsys):
     stopped(toy.mlp(), toy.data(), tmp_path, 7, **settings(DPSGD()))
     assert written(tmp_path) == [5, 7]
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     assert (
-        said.err == f"Stopped after step 7 of 15, saved in {tmp_path}; continue with resume=True.\n"
+        captured.err
+        == f"Stopped after step 7 of 15, saved in {tmp_path}; continue with resume=True.\n"
     )
-    assert said.out == ""
+    assert captured.out == ""
     published = json.loads((tmp_path / "step-00000007" / "published.json").read_text())
     assert published["t"] == sum(entry["steps"] for entry in published["ledger"]) == 7
 
@@ -233,33 +234,33 @@ def test_a_second_ctrl_c_does_not_wait():
 def test_ctrl_c_right_after_the_decision_not_to_save_is_not_reported_as_saved(
     toy, tmp_path, capsys, monkeypatch
 ):
-    """The signal may come at any moment; what is said to be saved is saved."""
+    """The signal may arrive at any moment; a reported checkpoint must exist."""
     looks = []
 
     def came(self):
         looks.append(1)
-        return len(looks) > 1  # not yet when it is first asked, but at once afterwards
+        return len(looks) > 1  # False on the first read, True on all later ones
 
     monkeypatch.setattr(Interrupt, "came", property(came, lambda self, value: None), raising=False)
     with pytest.raises(KeyboardInterrupt):
         fit(toy.mlp(), toy.data(), **settings(DPSGD()), checkpoint=tmp_path)
-    said = re.search(r"Stopped after step (\d+) of 15, saved", capsys.readouterr().err)
-    assert said is not None
-    assert written(tmp_path)[-1] == int(said[1])
+    stopped_at = re.search(r"Stopped after step (\d+) of 15, saved", capsys.readouterr().err)
+    assert stopped_at is not None
+    assert written(tmp_path)[-1] == int(stopped_at[1])
 
 
 def test_training_works_outside_the_main_thread(toy):
     """Python lets only the main thread handle signals."""
-    found = []
+    results = []
     thread = threading.Thread(
-        target=lambda: found.append(fit(toy.mlp(), toy.data(), **settings(DPSGD())))
+        target=lambda: results.append(fit(toy.mlp(), toy.data(), **settings(DPSGD())))
     )
     thread.start()
     thread.join()
-    assert toy.same(found[0].model, fit(toy.mlp(), toy.data(), **settings(DPSGD())).model)
+    assert toy.same(results[0].model, fit(toy.mlp(), toy.data(), **settings(DPSGD())).model)
 
 
-# --- torn, foreign and left-over checkpoints ----------------------------------------------------
+# --- damaged, foreign and left-over checkpoints ----------------------------------------------------
 
 
 @pytest.fixture
@@ -366,7 +367,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("column", [0, 1, 2], ids=["features", "labels", "groups"])
 def test_a_checkpoint_of_as_many_other_records_is_refused(toy, folder, column):
-    """One number differs, of as many records."""
+    """One number differs; the number of records is equal."""
     data = [part.clone() for part in toy.data()]
     last = data[column].view(-1)[-1:]
     last.copy_(last + 1 if column == 0 else 1 - last.clamp(max=1))
@@ -379,11 +380,11 @@ def test_a_checkpoint_of_as_many_other_records_is_refused(toy, folder, column):
 
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_a_checkpoint_of_other_settings_is_refused(toy, folder, kind):
-    other, said = FOREIGN[kind]
+    other, reason = FOREIGN[kind]
     with pytest.raises(CheckpointError) as caught:
         resume(toy, folder, **other)
     assert str(caught.value).startswith(f"{folder / 'step-00000007'} belongs to another run (")
-    assert said in str(caught.value)
+    assert reason in str(caught.value)
     assert str(caught.value).endswith(
         "). Resume with the settings it was started with, or choose another folder."
     )
@@ -451,12 +452,12 @@ def test_a_crash_while_writing_leaves_the_one_before_it_whole(toy, folder, monke
     with pytest.raises(OSError, match="the disk is full"):
         resume(toy, folder)
     monkeypatch.setattr(os, "replace", replace)
-    assert contents(folder) == before  # nothing half-written is left, the secrets least of all
+    assert contents(folder) == before  # no partial checkpoint is left, which could hold secrets
     assert_identical(toy, resume(toy, folder), fit(toy.mlp(), toy.data(), **settings(DPSGDF())))
 
 
 def test_nothing_is_a_checkpoint_before_it_is_whole(toy, folder, monkeypatch):
-    """A power cut at any moment of writing: what is there then, is what was there before."""
+    """After a power cut at any moment of writing, the previous checkpoints are unchanged."""
     before, seen = contents(folder), []
     synchronise, replace = os.fsync, os.replace
 
@@ -484,20 +485,20 @@ def test_nothing_is_a_checkpoint_before_it_is_whole(toy, folder, monkeypatch):
     resume(toy, folder)
     assert (
         len(seen) == 10
-    )  # two checkpoints: four files each on the disk before they are moved, and then the move
+    )  # for each of two checkpoints: four files are synchronised, then renamed, then the folder
     assert all(content == before for content in seen[:4])
     assert written(folder) == [10, 15]
 
 
 def test_a_power_cut_while_writing_is_overlooked(toy, folder):
-    """What a killed process leaves behind is no checkpoint."""
+    """The files of a killed process are not taken for a checkpoint."""
     left = folder / ".writing-1-9"
     left.mkdir()
     (left / "model.pt").write_bytes(b"half")
     assert_identical(toy, resume(toy, folder), fit(toy.mlp(), toy.data(), **settings(DPSGDF())))
 
 
-# --- what is in the files -----------------------------------------------------------------------
+# --- contents of the files -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", [NonPrivate(), DPSGDF()], ids=lambda rule: rule.name)
@@ -529,7 +530,7 @@ def test_nothing_is_unpickled(toy, tmp_path, rule):
 
 
 class Payload:
-    """An object whose unpickling would make a file."""
+    """An object whose unpickling would create a file."""
 
     def __init__(self, path):
         self.path = path
@@ -540,7 +541,7 @@ class Payload:
 
 @pytest.mark.parametrize("name", ["model.pt", "secret.pt"])
 def test_code_in_a_checkpoint_is_not_run(toy, tmp_path, name):
-    """Also where the manifest vouches for it."""
+    """Even if the manifest has the right checksum."""
     stopped(toy.mlp(), toy.data(), tmp_path, 7, **settings(DPSGD()))
     path, made = tmp_path / "step-00000007", tmp_path / "made"
     torch.save({"payload": Payload(made)}, path / name)
@@ -553,7 +554,7 @@ def test_code_in_a_checkpoint_is_not_run(toy, tmp_path, name):
 
 
 def test_what_may_be_published_holds_no_seed(toy, tmp_path):
-    """Neither as it is nor in a hash that could be searched for it."""
+    """Neither the seed nor a hash of it that could be searched."""
     names = []
     for seed in (123_456_789, 987_654_321):
         folder = tmp_path / str(seed)
@@ -567,7 +568,7 @@ def test_what_may_be_published_holds_no_seed(toy, tmp_path):
 
 
 def test_what_may_be_published_holds_no_generator(toy, tmp_path):
-    """The states, in every spelling, occur in the secret file only."""
+    """The generator states occur in the secret file only, in any encoding."""
     stopped(toy.mlp(), toy.data(), tmp_path, 7, **settings(DPSGDF(), seed=None))
     path = tmp_path / "step-00000007"
     secret = torch.load(path / "secret.pt", weights_only=True)

@@ -1,4 +1,4 @@
-"""One step against a slow transcription of Algorithm 2: one-sample autograd, plain Python numbers,
+"""Compare a step with a slow transcription of Algorithm 2: one-sample autograd, Python numbers and
 the same noise.
 """
 
@@ -21,7 +21,7 @@ from evenclip.gradients import plan
 from evenclip.mechanism import Mechanism, Release
 from evenclip.mechanism.statement import paragraph
 from evenclip.rules import Constants
-from evenclip.training.step import Chunk
+from evenclip.training.passes import Chunk
 
 K = 3
 
@@ -120,7 +120,7 @@ def several(x, y, group):
 
 
 def padded(x, y, group):
-    """Chunks of 8 whose free rows are copies of the first sample, under a mask."""
+    """Return chunks of 8 whose padding rows are masked copies of the first sample."""
     rows = torch.cat([torch.arange(len(y)), torch.zeros(-len(y) % 8, dtype=torch.int64)])
     real = torch.arange(len(rows)) < len(y)
     return [
@@ -133,18 +133,18 @@ def test_a_step_is_algorithm_2(toy, rule, cut):
     model, (x, y, group), B = toy.mlp(), toy.data(19), 16.0
     noise = noise_for(toy, rule, model)
     tape = plan(model, cross_entropy, x, y)
-    with tape.listening():
-        found = toy.step(tape, rule, rule.init(Constants(groups=K)), cut(x, y, group), B, noise)
+    with tape.recording():
+        step = toy.step(tape, rule, rule.init(Constants(groups=K)), cut(x, y, group), B, noise)
     slow = slow_step(toy, rule, model, x, y, group, public_state(rule), B, noise)
-    assert close(found.public.gradient, slow.gradient)
-    assert close(found.public.state, slow.state)
-    assert close(found.weights, slow.weights)
-    assert close(found.norms, slow.norms)
-    assert close(found.losses, slow.losses)
-    assert torch.equal(found.group, group)
-    assert found.B == B
+    assert close(step.public.gradient, slow.gradient)
+    assert close(step.public.state, slow.state)
+    assert close(step.weights, slow.weights)
+    assert close(step.norms, slow.norms)
+    assert close(step.losses, slow.losses)
+    assert torch.equal(step.group, group)
+    assert step.B == B
     if rule.poisson:
-        assert float(found.public.sensitivity) == pytest.approx(slow.S, rel=1e-12)
+        assert float(step.public.sensitivity) == pytest.approx(slow.S, rel=1e-12)
         assert len({round(weight, 9) for weight in slow.weights}) > 1, (
             "the constants should clip some and not others"
         )
@@ -154,18 +154,16 @@ def test_an_empty_batch_is_a_step_of_pure_noise(toy, private_rule):
     model, (x, y, group) = toy.mlp(), toy.data(5)
     noise = noise_for(toy, private_rule, model)
     tape = plan(model, cross_entropy, x, y)
-    with tape.listening():
-        found = toy.step(
-            tape, private_rule, private_rule.init(Constants(groups=K)), [], 16.0, noise
-        )
+    with tape.recording():
+        step = toy.step(tape, private_rule, private_rule.init(Constants(groups=K)), [], 16.0, noise)
     state = public_state(private_rule)
     slow = slow_step(toy, private_rule, model, x[:0], y[:0], group[:0], state, 16.0, noise)
-    assert close(found.public.gradient, private_rule.sigma * slow.S * noise["gradient"] / 16.0)
-    assert close(found.public.gradient, slow.gradient)
-    assert close(found.public.state, slow.state)
-    assert found.mechanism.multipliers == private_rule.multipliers()  # accounted like any other
-    assert len(found.losses) == len(found.norms) == len(found.weights) == len(found.group) == 0
-    assert torch.equal(found.weighted_sum(torch.zeros(0)), torch.zeros_like(found.public.gradient))
+    assert close(step.public.gradient, private_rule.sigma * slow.S * noise["gradient"] / 16.0)
+    assert close(step.public.gradient, slow.gradient)
+    assert close(step.public.state, slow.state)
+    assert step.mechanism.multipliers == private_rule.multipliers()  # accounted like every step
+    assert len(step.losses) == len(step.norms) == len(step.weights) == len(step.group) == 0
+    assert torch.equal(step.weighted_sum(torch.zeros(0)), torch.zeros_like(step.public.gradient))
 
 
 def noise_for(toy, rule, model):
@@ -229,13 +227,13 @@ def test_no_clipping_and_no_noise_is_sgd(toy):
     private, plain = toy.mlp(), toy.mlp()
     tape = plan(private, cross_entropy, x, y)
     rule, sgd = DPSGD(C0=1e6, sigma=1.0), torch.optim.SGD(plain.parameters(), lr=0.5)
-    with tape.listening():
+    with tape.recording():
         for batch in torch.arange(32).split(8):
             silence = {"gradient": torch.zeros(len(toy.vector(private)), dtype=torch.float64)}
             chunk = Chunk(x[batch], y[batch], group[batch])
-            found = toy.step(tape, rule, torch.zeros(0), [chunk], 8.0, silence)
+            step = toy.step(tape, rule, torch.zeros(0), [chunk], 8.0, silence)
             torch.nn.utils.vector_to_parameters(
-                toy.vector(private) - 0.5 * found.public.gradient, private.parameters()
+                toy.vector(private) - 0.5 * step.public.gradient, private.parameters()
             )
             sgd.zero_grad()
             cross_entropy(plain(x[batch]), y[batch]).backward()
@@ -245,14 +243,12 @@ def test_no_clipping_and_no_noise_is_sgd(toy):
 
 
 def test_global_adapt_is_dpsgd_with_bound_Z_at_another_learning_rate(toy):
-    """γ = (C0/Z)·min(1, Z/‖g‖): with Z held still, the same models come out of DPSGD(C0=Z) at
-    lr·C0/Z.
-    """
+    """γ = (C0/Z)·min(1, Z/‖g‖): with constant Z, DPSGD(C0=Z) at lr·C0/Z gives the same model."""
     x, y, group = toy.data(32)
     C0, Z, lr = 0.5, 1.3, 0.4
     still = DPSGDGlobalAdapt(
         C0=C0, sigma=1.0, Z0=Z, tau=1e6, eta_Z=1e-300
-    )  # nothing is counted, nothing is forgotten
+    )  # the state stays constant
     adapt = trajectory(toy, still, lr, (x, y, group))
     clipped = trajectory(toy, DPSGD(C0=Z, sigma=1.0), lr * C0 / Z, (x, y, group))
     assert close(adapt, clipped, 1e-12)
@@ -260,7 +256,9 @@ def test_global_adapt_is_dpsgd_with_bound_Z_at_another_learning_rate(toy):
 
 
 def trajectory(toy, rule, lr, data):
-    """Parameters after four steps with given batches and noise, no noise on the count."""
+    """Return the parameters after four steps with given batches and noise, without noise on the
+    count.
+    """
     x, y, group = data
     model, state, random = (
         toy.mlp(),
@@ -268,26 +266,28 @@ def trajectory(toy, rule, lr, data):
         torch.Generator().manual_seed(3),
     )
     tape = plan(model, cross_entropy, x, y)
-    with tape.listening():
+    with tape.recording():
         for batch in torch.arange(32).split(8):
             z = torch.randn(len(toy.vector(model)), generator=random, dtype=torch.float64)
             release = Release({"count": torch.zeros(1, dtype=torch.float64), "gradient": z})
-            found = toy.step(
+            step = toy.step(
                 tape, rule, state, [Chunk(x[batch], y[batch], group[batch])], 8.0, release
             )
-            state = found.public.state
+            state = step.public.state
             torch.nn.utils.vector_to_parameters(
-                toy.vector(model) - lr * found.public.gradient, model.parameters()
+                toy.vector(model) - lr * step.public.gradient, model.parameters()
             )
     return toy.vector(model)
 
 
-# --- somebody else's rule -----------------------------------------------------------------------
+# --- custom rules -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Soft(Rule):
-    """γ = c/(c + ‖g‖), so γ‖g‖ < c; c follows the noisy balance of norms above and below it."""
+    """γ = c/(c + ‖g‖), so γ‖g‖ < c; c follows the noisy difference of the numbers of norms above
+    and below it.
+    """
 
     name: ClassVar[str] = "soft"
     counts_first: ClassVar[bool] = True
@@ -319,7 +319,7 @@ def slow_soft(norms, c, B, z):
 
 
 @pytest.mark.parametrize("chunk", [None, 3])
-def test_a_strangers_rule_is_trained_as_it_is_written(toy, spy, chunk):
+def test_a_custom_rule_is_trained_as_it_is_written(toy, spy, chunk):
     x, y, _ = toy.data(24)
     result = fit(
         toy.mlp(),
@@ -343,7 +343,7 @@ def test_a_strangers_rule_is_trained_as_it_is_written(toy, spy, chunk):
     assert result.state.tolist() == [pytest.approx(c, rel=1e-6)]
 
 
-def test_a_strangers_rule_has_trace_report_and_resume(toy, tmp_path):
+def test_a_custom_rule_has_trace_report_and_resume(toy, tmp_path):
     settings = {"rule": Soft(), "batch_size": 8, "epochs": 3, "lr": 0.3, "seed": 4}
     data = toy.data(40)
     whole = fit(toy.mlp(), data, **settings)
@@ -357,8 +357,8 @@ def test_a_strangers_rule_has_trace_report_and_resume(toy, tmp_path):
     assert report["joint_multiplier"] == pytest.approx((1 / 0.81 + 1 / 16) ** -0.5)
     assert "soft" in paragraph(report)
 
-    def stop(found):
-        if found.t == 6:
+    def stop(step):
+        if step.t == 6:
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
@@ -374,9 +374,7 @@ def test_a_strangers_rule_has_trace_report_and_resume(toy, tmp_path):
 
 @dataclass(frozen=True)
 class Liar(Rule):
-    """Says that no sample adds more than 0.1, lets all of them through, and counts a thousand where
-    one is allowed.
-    """
+    """Claims that a sample adds at most 0.1, clips nothing, and counts a thousand instead of one."""
 
     name: ClassVar[str] = "liar"
 
@@ -408,10 +406,10 @@ def test_a_lying_rule_is_held_to_its_bound_and_counted(toy, spy):
         observers=[seen.append],
     )
     large = 0
-    for found, batch in zip(seen, spy.batches, strict=True):
-        assert (found.weights * found.norms <= 0.1 * (1 + 1e-12)).all()
-        assert found.clipped_sum.norm() <= 0.1 * len(batch) * (1 + 1e-12)
-        large += int((found.norms > 0.1).sum())
+    for step, batch in zip(seen, spy.batches, strict=True):
+        assert (step.weights * step.norms <= 0.1 * (1 + 1e-12)).all()
+        assert step.clipped_sum.norm() <= 0.1 * len(batch) * (1 + 1e-12)
+        large += int((step.norms > 0.1).sum())
     assert large > 50
     assert sum(row["clamped"] for row in result.trace) == large == result.privacy["clamped_weights"]
     for released, batch in zip(
@@ -428,9 +426,9 @@ def test_what_the_lying_rule_releases_is_what_honest_clipping_releases(toy):
     tape = plan(model, cross_entropy, x, y)
     for rule in (Liar(), DPSGD(C0=0.1, sigma=1.0)):
         silence = {"count": torch.zeros(2), "gradient": torch.zeros(len(toy.vector(model)))}
-        with tape.listening():
-            found = toy.step(tape, rule, torch.zeros(0), [Chunk(x, y, group)], 16.0, silence)
-        gradients.append(found.public.gradient)
+        with tape.recording():
+            step = toy.step(tape, rule, torch.zeros(0), [Chunk(x, y, group)], 16.0, silence)
+        gradients.append(step.public.gradient)
     assert close(*gradients, 1e-12)
 
 
@@ -443,7 +441,7 @@ def test_the_original_model_does_not_move(toy):
 
 @dataclass(frozen=True)
 class Peeping(Rule):
-    """Says that it may be called on the whole batch, and looks at it there."""
+    """Claims to be elementwise, and reads the whole batch."""
 
     name: ClassVar[str] = "peeping"
     elementwise: ClassVar[bool] = True
@@ -453,11 +451,11 @@ class Peeping(Rule):
         return 1.0
 
     def weight(self, norm, group, now):
-        assert norm.ndim == 0, "a stranger's rule was shown the batch"
+        assert norm.ndim == 0, "a custom rule received the batch"
         return (1.0 / norm).clamp(max=1.0)
 
 
-def test_a_strangers_word_is_not_enough_to_see_the_batch(toy):
+def test_a_custom_rule_that_claims_to_be_elementwise_does_not_see_the_batch(toy):
     assert (
         fit(toy.mlp(), toy.data(), rule=Peeping(), batch_size=8, steps=3, seed=0).ledger.steps == 3
     )
@@ -465,7 +463,7 @@ def test_a_strangers_word_is_not_enough_to_see_the_batch(toy):
 
 @dataclass(frozen=True)
 class Fickle(Rule):
-    """Names a large bound when it is first asked in a step and a small one after that."""
+    """Returns a large bound on the first call of a step, and a small one on later calls."""
 
     name: ClassVar[str] = "fickle"
     sigma: float = 1.0
@@ -490,8 +488,8 @@ def test_the_noise_is_for_the_bound_that_was_enforced(toy, chunk):
         "observers": [seen.append],
     }
     fit(toy.mlp(), toy.data(), rule=Fickle(), **given)
-    for found in seen:
-        assert float((found.weights.abs() * found.norms).max()) <= found.public.sensitivity * (
+    for step in seen:
+        assert float((step.weights.abs() * step.norms).max()) <= step.public.sensitivity * (
             1 + 1e-12
         )
 
@@ -503,7 +501,7 @@ def test_the_noise_is_for_the_bound_that_was_enforced(toy, chunk):
     "performance", [Performance(), Performance(chunk=3)], ids=["plain", "chunks"]
 )
 def test_a_step_that_is_interrupted_is_in_the_ledger(toy, private_rule, performance):
-    """Its noise was drawn and its batch was seen, whatever became of the rest."""
+    """Its noise was drawn and its batch was used, even if it has no result."""
 
     class Interrupted(Exception):  # noqa: N818
         pass
@@ -529,7 +527,7 @@ def test_a_step_that_is_interrupted_is_in_the_ledger(toy, private_rule, performa
 
 @dataclass(frozen=True)
 class Follows(Rule):
-    """Clips with a bound that follows from this step's count."""
+    """Clips with a bound that depends on the count of the same step."""
 
     name: ClassVar[str] = "follows"
     counts_first: ClassVar[bool] = True
@@ -633,15 +631,15 @@ def test_the_ledger_has_the_noise_that_is_added_whatever_the_rule_says(toy):
 
 @dataclass(frozen=True)
 class CountsLater(Rule):
-    """Has no statistic when it is asked for its length, and one in every step."""
+    """Has no statistic on the first call, and one in every step."""
 
     name: ClassVar[str] = "counts later"
-    asked: ClassVar[list[int]] = []
+    calls: ClassVar[list[int]] = []
     sigma: float = 1.0
 
     def statistic(self, norm, group, state):
-        self.asked.append(1)
-        return norm.new_zeros(0) if len(self.asked) == 1 else norm.clamp(max=1.0).reshape(1)
+        self.calls.append(1)
+        return norm.new_zeros(0) if len(self.calls) == 1 else norm.clamp(max=1.0).reshape(1)
 
     def sensitivity(self, now):
         return 1.0
@@ -651,8 +649,8 @@ class CountsLater(Rule):
 
 
 def test_a_count_that_the_ledger_does_not_know_is_not_released(toy):
-    """It would be published without noise, beside an ε that does not know of it."""
-    CountsLater.asked.clear()
+    """It would be published without noise, and ε would not include it."""
+    CountsLater.calls.clear()
     with pytest.raises(
         ValueError,
         match=r"counts later has a statistic of 1 numbers, and had 0 before the first step",

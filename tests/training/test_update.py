@@ -1,4 +1,4 @@
-"""The optimiser's step on all parameters at once is its step on each of them."""
+"""One update of all parameters as a vector equals an update of each of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS = {
 
 
 def one_by_one(optimizer):
-    """The same optimiser, in a function of its own: the parameters are not joined for it."""
+    """The same optimiser from a custom function, so that the parameters are not joined."""
     return lambda parameters, lr: optimizer(list(parameters), lr=lr)
 
 
@@ -54,19 +54,19 @@ def test_joined_equals_one_by_one(name, toy):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-15)
 
 
-# --- plain SGD has no optimiser until somebody asks for it ---
+# --- plain SGD constructs its optimiser on first use ---
 
 
 def test_plain_sgd_without_its_optimiser_is_plain_sgd(toy):
     layout, models = Layout.of(toy.mlp()), [toy.mlp(), toy.mlp()]
-    without, asked = (Update(model, layout, SGD, 0.05) for model in models)
+    without, used = (Update(model, layout, SGD, 0.05) for model in models)
     gradient = torch.randn(
         layout.size, generator=torch.Generator().manual_seed(0), dtype=layout.blank.dtype
     )
     for _ in range(3):
         without(gradient)
-        assert asked.optimizer.param_groups[0]["lr"] == 0.05
-        asked(gradient)
+        assert used.optimizer.param_groups[0]["lr"] == 0.05
+        used(gradient)
     assert "optimizer" not in vars(without)
     assert toy.same(*models)
     assert not toy.same(models[0], toy.mlp())
@@ -86,7 +86,7 @@ def test_what_is_wrong_with_an_optimiser_is_heard_before_training(toy):
 
 
 def test_training_by_plain_sgd_does_not_import_the_compiler():
-    """Which takes most of a second, of every process."""
+    """The import would take most of a second in every process."""
     code = (
         "import sys, torch, evenclip\n"
         "x = torch.randn(40, 3)\n"
@@ -114,7 +114,7 @@ def test_while_training_they_lie_in_one_vector_and_afterwards_each_in_its_own(to
 
 
 class Strange(nn.Parameter):
-    """A parameter of a kind of its own."""
+    """A custom parameter class."""
 
 
 @pytest.mark.parametrize("change", ["float32 beside float64", "another kind", "none at all"])

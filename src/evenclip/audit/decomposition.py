@@ -37,7 +37,8 @@ from evenclip.audit.curvature import Curvature, Estimate, signs
 from evenclip.data.dataset import Dataset, as_dataset
 from evenclip.gradients.losses import Loss
 from evenclip.training.loss import targets
-from evenclip.training.step import Chunk, Step, WeightedSums, clip
+from evenclip.training.passes import Chunk
+from evenclip.training.step import Step, WeightedSums, clip
 
 __all__ = ["NAMES", "Batches", "GroupTerms", "RiskTerms", "terms"]
 

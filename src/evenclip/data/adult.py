@@ -206,7 +206,7 @@ _TEXT = "S32"  # longer than every known value, so that a truncated value is nev
 AGES = (30, 45, 60)  # lowest age of each bin after the first
 
 
-class Table(NamedTuple):
+class _AdultRows(NamedTuple):
     """The rows without missing values, before balancing, splitting and scaling."""
 
     numbers: NDArray[np.float64]  # [row, 5], unscaled
@@ -248,7 +248,7 @@ def adult(seed: int = 0, *, directory: str | Path | None = None, group: str = "s
     return Splits(_dataset(scaled, train, group), _dataset(scaled, test, group))
 
 
-def _dataset(table: Table, rows: NDArray[np.int64], group: str) -> Dataset:
+def _dataset(table: _AdultRows, rows: NDArray[np.int64], group: str) -> Dataset:
     """Return some rows of the table as a `Dataset`."""
     numbers = table.numbers[rows].astype(np.float32)
     x = np.concatenate([numbers, table.indicators[rows]], axis=1)  # [row, 98]
@@ -263,7 +263,7 @@ def _dataset(table: Table, rows: NDArray[np.int64], group: str) -> Dataset:
 
 
 @lru_cache(maxsize=1)
-def _embedded() -> Table:
+def _embedded() -> _AdultRows:
     """Read the copy in this package; cached, because studies load it with many seeds."""
     packed = resources.files("evenclip.data").joinpath("files", "adult.csv.xz").read_bytes()
     return _table(lzma.decompress(packed).decode().splitlines()[1:])
@@ -276,13 +276,13 @@ def _files(directory: str | Path) -> list[bytes]:
 
 
 @lru_cache(maxsize=1)
-def _original(*files: bytes) -> Table:
+def _original(*files: bytes) -> _AdultRows:
     """Parse the contents of UCI's files; comments and trailing full stops are removed."""
     rows = [row for file in files for row in file.decode().splitlines()]
     return _table(row.rstrip(".") for row in rows if row and not row.startswith("|"))
 
 
-def _table(lines: Iterable[str]) -> Table:
+def _table(lines: Iterable[str]) -> _AdultRows:
     """Encode the rows without missing values."""
     complete = [line.replace(", ", ",") for line in lines if "?" not in line]
     kinds = [(column, np.float64 if column in NUMBERS else _TEXT) for column in COLUMNS]
@@ -296,7 +296,7 @@ def _table(lines: Iterable[str]) -> Table:
     numbers = np.column_stack([values[column] for column in NUMBERS])
     age = np.digitize(numbers[:, NUMBERS.index("age")], AGES)
     indicators = np.column_stack([~white, sex == SEXES.index("Female"), *one_hot])
-    return Table(
+    return _AdultRows(
         numbers=numbers,
         indicators=indicators.astype(np.float32),
         income=_codes("income", values["income"], INCOMES),

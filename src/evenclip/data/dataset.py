@@ -205,9 +205,9 @@ class MapDataset(Streamed):
 
     def ahead(self, batches: Iterator[Tensor], readers: int) -> Feed:
         """Return a feed of these batches, read by `readers` processes, or on demand if 0."""
-        from evenclip.data.readers import OnDemand, Processes
+        from evenclip.data.readers import OnDemand, ReaderPool
 
-        return Processes(self, batches, readers) if readers else OnDemand(self)
+        return ReaderPool(self, batches, readers) if readers else OnDemand(self)
 
 
 class Splits(NamedTuple):

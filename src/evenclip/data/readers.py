@@ -30,7 +30,7 @@ from evenclip.data.streamed import check_same
 if TYPE_CHECKING:
     from evenclip.data.dataset import MapDataset, Samples
 
-__all__ = ["OnDemand", "Processes"]
+__all__ = ["OnDemand", "ReaderPool"]
 
 AHEAD = 2  # batches that each process reads ahead
 POLL = 1.0  # seconds between two checks that the training process is alive
@@ -50,7 +50,7 @@ class OnDemand:
         """Do nothing; there is nothing to stop."""
 
 
-class Processes:
+class ReaderPool:
     """A feed whose batches are read by `readers` processes, each batch by one of them.
 
     Batches are returned in order. An error is raised when its batch is requested.

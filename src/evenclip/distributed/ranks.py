@@ -139,7 +139,7 @@ class Ranks(Processes):
             )
         self._timeout, self.local = timedelta(seconds=timeout), local
         self.sharded, self.rank = sharded, int(os.environ.get("RANK", "0"))
-        with self.together():
+        with self.collective():
             if not dist.is_initialized():
                 _begin(self._timeout)
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -175,7 +175,7 @@ class Ranks(Processes):
         get the same bits.
         """
         total = value.contiguous().clone()
-        with self.together():
+        with self.collective():
             dist.all_reduce(total, group=self._cpu_group if total.device.type == "cpu" else None)
         return total
 
@@ -187,21 +187,21 @@ class Ranks(Processes):
         """
         total = torch.empty_like(pieces[0])
         group = self._cpu_group if total.device.type == "cpu" else None
-        with self.together():
+        with self.collective():
             dist.reduce_scatter(total, list(pieces), group=group)
         return total
 
     def each(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order."""
         values: list[Any] = [None] * self.world
-        with self.together():
+        with self.collective():
             dist.all_gather_object(values, value, group=self._cpu_group)
         return values
 
     def first(self, value: Any) -> Any:
         """Return the value of rank 0."""
         values = [value]
-        with self.together():
+        with self.collective():
             dist.broadcast_object_list(values, group=self._cpu_group)
         return values[0]
 
@@ -282,7 +282,7 @@ class Ranks(Processes):
             )
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def collective(self) -> Iterator[None]:
         """Raise a `RankError` in place of torch's error if another rank does not answer."""
         try:
             yield

@@ -36,7 +36,7 @@ class Team(Protocol):
     rank: int
     world: int
 
-    def together(self) -> AbstractContextManager[None]:
+    def collective(self) -> AbstractContextManager[None]:
         """Return a context that raises if another rank does not answer."""
 
     def scattered(self, pieces: Sequence[Tensor]) -> Tensor:
@@ -124,7 +124,7 @@ class Sharded:
         self.pieces = Pieces(tape.layout, ranks.world)
         self.ranges = self.pieces.ranges(ranks.rank)
         self._shell = _shell(tape.model)
-        with ranks.together():
+        with ranks.collective():
             _shard(tape, ranks)  # type: ignore[arg-type]  # `_check` raises unless it is a Tape
         own = {name: p for name, p in tape.model.named_parameters() if p.requires_grad}
         self._locals = [
@@ -185,7 +185,7 @@ class Sharded:
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return model and optimiser states as in a single process; all ranks must call it."""
-        with self._ranks.together():
+        with self._ranks.collective():
             model = {name: _whole(value) for name, value in self._model.state_dict().items()}
         optimizer = self.optimizer.state_dict()
         own = {name: self._gathered(value) for name, value in optimizer["state"].get(0, {}).items()}

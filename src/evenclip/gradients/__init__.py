@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from evenclip.gradients.layout import Layout
 from evenclip.gradients.losses import Loss
+from evenclip.gradients.per_sample import PerSample
 from evenclip.gradients.plan import ModelError, plan
-from evenclip.gradients.tape import AnyTape, Layout, PerSample, Tape, WholeTape
+from evenclip.gradients.tape import AnyTape, Tape, WholeTape
 
 __all__ = [
     "AnyTape",
@@ -41,7 +43,7 @@ def per_sample_gradients(model: nn.Module, loss: Loss, x: Any, y: Any) -> PerSam
     Raises:
         ModelError: if samples influence each other; the message names the module.
     """
-    with plan(model, loss, x, y).listening() as tape:
+    with plan(model, loss, x, y).recording() as tape:
         return tape(x, y)
 
 

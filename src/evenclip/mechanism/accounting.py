@@ -25,15 +25,12 @@ result is None and never a number.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import ROUND_CEILING, Context
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
+from evenclip.mechanism.accountants import event_of, lost_delta, pld, rdp, step_kinds
 from evenclip.mechanism.release import Ledger
 
 if TYPE_CHECKING:
@@ -44,25 +41,14 @@ __all__ = [
     "epsilon",
     "epsilon_without_amplification",
     "event",
-    "pld",
     "rounded_up",
     "smallest_delta",
 ]
 
-# Largest excess of the PLD's ε over the exact ε due to the grid, as a fraction of ε: for a final
-# result, and during a search.
-FINE, COARSE = 1e-4, 1e-2
-# Most grid points for one step. dp-accounting takes about 4 µs per point and direction.
-_MOST_POINTS = 150_000
-# dp-accounting truncates the noise at this many standard deviations; the tail has mass e⁻⁵⁰.
-_CUT = 10.0
-# math.exp and math.expm1 overflow slightly above this exponent.
-_LARGEST_EXPONENT = 700.0
-# δ that double precision may lose per convolved step. The largest observed loss of the transform is
-# two units of 2⁻⁵².
-_ROUNDING = 2.0**-49
-# Most kinds of steps, by multiplier, that are convolved: each takes about 0.1 s.
-_MOST_KINDS = 32
+_ACCOUNTANTS: Mapping[str, Callable[[Ledger, Sequence[float]], list[float]]] = {
+    "rdp": rdp,
+    "pld": pld,
+}
 
 
 def event(ledger: Ledger) -> dp_accounting.DpEvent:
@@ -86,7 +72,7 @@ def event(ledger: Ledger) -> dp_accounting.DpEvent:
             "sample. `epsilon` returns None for it. To obtain an ε, add noise to every release and "
             "sample by Poisson."
         )
-    return _event(_parts(ledger))
+    return event_of(step_kinds(ledger))
 
 
 def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float | None:
@@ -132,7 +118,7 @@ def curve(
         check_delta(delta)
     if not ledger.is_private:
         return [(delta, None, None) for delta in deltas]
-    return list(zip(deltas, _rdp(ledger, deltas), pld(ledger, deltas), strict=True))
+    return list(zip(deltas, rdp(ledger, deltas), pld(ledger, deltas), strict=True))
 
 
 def epsilon_without_amplification(ledger: Ledger, delta: float) -> float | None:
@@ -151,7 +137,7 @@ def epsilon_without_amplification(ledger: Ledger, delta: float) -> float | None:
     if not ledger.is_private:
         return None
     return _gaussian_epsilon(
-        math.sqrt(sum(part.steps * part.multiplier**-2 for part in _parts(ledger))), delta
+        math.sqrt(sum(kind.steps * kind.multiplier**-2 for kind in step_kinds(ledger))), delta
     )
 
 
@@ -178,7 +164,7 @@ def smallest_delta(ledger: Ledger) -> float:
     >>> smallest_delta(Ledger([Entry(0.01, (("gradient", 1.0),), 1024)])) == 2.0**-39
     True
     """
-    return _lost(_parts(ledger))
+    return lost_delta(step_kinds(ledger))
 
 
 def default_delta(n: int) -> float:
@@ -196,215 +182,6 @@ def check_delta(delta: float, name: str = "delta") -> None:
         raise ValueError(
             f"{name} is {delta}; it must lie above 0 and below 1, well below 1/n for n records."
         )
-
-
-# Distinct steps of a ledger
-# --------------------------------------------------------------------------------------------------
-
-
-class _Part(NamedTuple):
-    """`steps` steps, each one Gaussian of this multiplier on a sample of rate q."""
-
-    q: float
-    multiplier: float
-    steps: int
-
-
-_Parts = tuple[_Part, ...]
-
-
-def _parts(ledger: Ledger) -> _Parts:
-    """Merge the equal steps of a private ledger, and drop those that cost nothing."""
-    steps: Counter[tuple[float, float]] = Counter()
-    for entry in ledger.entries:
-        if entry.q is None or not 0 <= entry.q <= 1:
-            raise ValueError(
-                f"The ledger has a step of rate q = {entry.q}; a Poisson rate lies between 0 and 1."
-            )
-        steps[float(entry.q), float(entry.joint)] += int(entry.steps)
-    return tuple(_Part(q, m, n) for (q, m), n in steps.items() if q > 0 and m < math.inf and n > 0)
-
-
-def _few_parts(ledger: Ledger) -> _Parts:
-    """Return the parts of a ledger with at most `_MOST_KINDS` multipliers for each rate.
-
-    If the noise of a rule changes with the step, there may be as many multipliers as steps. Nearly
-    equal ones are rounded down to the smallest of them, so that ε only grows.
-    """
-    parts = _parts(ledger)
-    rates = dict.fromkeys(part.q for part in parts)
-    return tuple(
-        kind for q in rates for kind in _rounded_down([part for part in parts if part.q == q])
-    )
-
-
-def _rounded_down(parts: list[_Part]) -> list[_Part]:
-    """Return steps of one rate with few multipliers, none of them larger than it was."""
-    if len(parts) <= _MOST_KINDS:
-        return parts
-    least, most = (pick(part.multiplier for part in parts) for pick in (min, max))
-    width = math.log(most / least) / _MOST_KINDS * (1 + 1e-9)  # the largest is in the last bin
-    bins: dict[int, list[_Part]] = {}
-    for part in sorted(parts, key=lambda part: part.multiplier):
-        bins.setdefault(int(math.log(part.multiplier / least) / width), []).append(part)
-    return [
-        _Part(some[0].q, some[0].multiplier, sum(part.steps for part in some))
-        for some in bins.values()
-    ]
-
-
-def _lost(parts: _Parts) -> float:
-    """Return the δ that double precision may lose."""
-    return _ROUNDING * sum(_roundings(part) for part in parts)
-
-
-def _roundings(part: _Part) -> int:
-    """Count its discretised steps; Gaussians without sampling are composed exactly first."""
-    return 1 if part.q == 1 else part.steps
-
-
-def _variance(part: _Part) -> float:
-    """Variance of its privacy loss, to first order in q; overestimated for small m."""
-    per_step = part.multiplier**-2
-    if part.q < 1:
-        per_step = part.q**2 * math.expm1(min(per_step, _LARGEST_EXPONENT))
-    return part.steps * per_step
-
-
-def _width(part: _Part) -> float:
-    """Length of the interval of discretised losses."""
-    if part.q == 1:
-        return 2 * _CUT * math.sqrt(part.steps) / part.multiplier
-    # Without sampling, the loss is truncated at ±end.
-    end = (_CUT + 0.5 / part.multiplier) / part.multiplier
-    top = math.log1p(part.q * math.expm1(min(end, _LARGEST_EXPONENT))) + max(
-        end - _LARGEST_EXPONENT, 0.0
-    )
-    return top - math.log1p(part.q * math.expm1(-end))
-
-
-# The accountants
-# --------------------------------------------------------------------------------------------------
-
-
-def _library() -> Any:
-    """Import dp_accounting on first use; the core of the package works without it."""
-    try:
-        import dp_accounting
-        import dp_accounting.pld
-        import dp_accounting.rdp
-    except ImportError as missing:
-        raise ImportError(
-            "ε is computed by dp-accounting, which is not installed; run `pip install "
-            "'dp-accounting>=0.6,<0.7'`."
-        ) from missing
-    return dp_accounting
-
-
-def _event(parts: _Parts) -> dp_accounting.DpEvent:
-    """Compose all parts into one event."""
-    library = _library()
-    return library.ComposedDpEvent([_composed(library, part) for part in parts])
-
-
-def _composed(library: Any, part: _Part) -> dp_accounting.DpEvent:
-    """Return one part as an event."""
-    gaussian = library.GaussianDpEvent(part.multiplier)
-    step = gaussian if part.q == 1 else library.PoissonSampledDpEvent(part.q, gaussian)
-    return library.SelfComposedDpEvent(step, part.steps)
-
-
-def _rdp(ledger: Ledger, deltas: Sequence[float]) -> list[float]:
-    """Return ε at each δ by RDP, at the default orders of dp-accounting."""
-    parts = _few_parts(ledger)
-    epsilons = [epsilon for epsilon, _ in _rdp_optima(parts, tuple(deltas))]
-    if any(epsilon <= 0 for epsilon in epsilons) and parts:
-        # Divergences far below 1e-16 can round to a negative number, but a release never costs 0.
-        return [max(both) for both in zip(epsilons, pld(ledger, deltas), strict=True)]
-    return epsilons
-
-
-@lru_cache(maxsize=256)
-def _rdp_optima(parts: _Parts, deltas: tuple[float, ...]) -> tuple[tuple[float, float], ...]:
-    """Return (ε, the optimal order) at each δ."""
-    accountant = _library().rdp.RdpAccountant()
-    with _without_news_of_orders():
-        accountant.compose(_event(parts))
-    optima = [accountant.get_epsilon_and_optimal_order(delta) for delta in deltas]
-    return tuple((float(epsilon), float(order)) for epsilon, order in optima)
-
-
-def pld(ledger: Ledger, deltas: Sequence[float], tolerance: float = FINE) -> list[float]:
-    """Return ε at each δ by PLD.
-
-    The result is pessimistic in the grid (the default of dp-accounting) and in its rounding.
-    """
-    return list(_pld_of(_few_parts(ledger), tuple(deltas), tolerance))
-
-
-@lru_cache(maxsize=256)  # a comparison needs the same results several times
-def _pld_of(parts: _Parts, deltas: tuple[float, ...], tolerance: float) -> tuple[float, ...]:
-    if not parts:
-        return tuple(0.0 for _ in deltas)
-    lost = _lost(parts)
-    if min(deltas) <= lost:
-        raise ValueError(
-            f"delta is {min(deltas):g}; PLD in double precision is a bound only above {lost:.1e} "
-            "for these steps: give a larger delta, or use the accountant 'rdp'."
-        )
-    accountant = _library().pld.PLDAccountant(
-        value_discretization_interval=_interval(parts, deltas, tolerance)
-    )
-    accountant.compose(_event(parts))
-    return tuple(float(accountant.get_epsilon(delta - lost)) for delta in deltas)
-
-
-_ACCOUNTANTS: Mapping[str, Callable[[Ledger, Sequence[float]], list[float]]] = {
-    "rdp": _rdp,
-    "pld": pld,
-}
-
-
-def _interval(parts: _Parts, deltas: tuple[float, ...], tolerance: float) -> float:
-    """Return the grid spacing h that makes ε too large by about `tolerance`·ε.
-
-    h is bounded below, so that a step has at most `_MOST_POINTS` points.
-
-    Connecting the dots moves each loss to the two grid points around it. Over N steps that adds at
-    most N·h²/4 to the variance of the loss (N·h²/6 on average), hence α·N·h²/8 to ε, where α is the
-    order at which RDP is tightest. Two choices of h follow: from RDP's ε and α, and from the
-    relative growth of the variance. RDP covers heavy tails (small multipliers); the variance covers
-    an ε so small that its α exceeds the orders of the accountant. The smaller h is valid in both
-    cases. A fixed h is not: 1e-4 is coarser than a whole step's loss for a target of ε = 0.01, and
-    gives a million points for one of ε = 100.
-    """
-    roundings = sum(_roundings(part) for part in parts)
-    by_variance = math.sqrt(12 * tolerance * sum(_variance(part) for part in parts) / roundings)
-    by_order = [
-        math.sqrt(8 * tolerance * epsilon / (order * roundings))
-        for epsilon, order in _rdp_optima(parts, deltas)
-        if epsilon > 0
-    ]
-    return max(min([by_variance, *by_order]), max(_width(part) for part in parts) / _MOST_POINTS)
-
-
-@contextlib.contextmanager
-def _without_news_of_orders() -> Iterator[None]:
-    """Suppress dp-accounting's message that an order did not converge and was excluded.
-
-    Excluding an order only makes RDP's ε larger.
-    """
-    logger = logging.getLogger("absl")
-    logger.addFilter(_is_news)
-    try:
-        yield
-    finally:
-        logger.removeFilter(_is_news)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether the record is not about an excluded order."""
-    return "Excluding this order" not in str(record.msg)
 
 
 def _gaussian_epsilon(mu: float, delta: float) -> float:

@@ -13,7 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from evenclip import check
-from evenclip.mechanism.accounting import COARSE, FINE, check_delta, pld
+from evenclip.mechanism.accountants import COARSE, FINE, pld
+from evenclip.mechanism.accounting import check_delta
 from evenclip.mechanism.release import Entry, Ledger, joint_multiplier
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Real
@@ -39,12 +39,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from evenclip.mechanism.mapping import map_over_samples
+from evenclip.mechanism.multipliers import noise_multipliers
 from evenclip.mechanism.release import Release
 from evenclip.rules import RULES, Constants, Rule
 
 __all__ = ["Mechanism"]
-
-Method = Callable[..., Any]  # (norm, group, public) -> one sample's value
 
 # C0/‖g‖ · ‖g‖ may come out a few units in the last place above C0. Norms are rounded up by far more
 # than that, so such a weight is neither clamped nor counted.
@@ -137,7 +137,7 @@ class Mechanism:
 
         It is read from the rule once, so that the noise added is the noise in the ledger.
         """
-        given = _multipliers(self.rule, self.t)
+        given = noise_multipliers(self.rule, self.t)
         names = [name for name, length in self.statistics.items() if length]
         missing = next((name for name in names if not given.get(name)), None)
         if missing is not None:
@@ -371,87 +371,19 @@ class Mechanism:
         return x.is_cpu and not self.traceable
 
     def _map(
-        self,
-        name: str,
-        norms: Tensor,
-        group: Tensor,
-        public: Tensor,
+        self, name: str, norms: Tensor, group: Tensor, public: Tensor,
         further: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Call `rule.NAME(norm, group, public)` for every sample."""
-        method: Method = getattr(self.rule, name)
+    ) -> Any:  # fmt: skip
+        """Return `rule.NAME(norm, group, public)` of every sample."""
         if self._at_once:
-            return method(norms, group, public)
-        public = public.clone()  # a custom rule may change it in place
+            return getattr(self.rule, name)(norms, group, public)
         named = {key: further[key] for key in self.wants if key in further} if further else {}
-        try:
-            if len(norms) == 0:  # vmap refuses an empty axis
-                one = tree_map(_first, named)
-                value = method(norms.new_zeros(()), group.new_zeros(()), public, **one)
-                return tree_map(_none_of, value)
-            if not named:
-                return torch.func.vmap(method, in_dims=(0, 0, None))(norms, group, public)
-            return torch.func.vmap(
-                lambda norm, k, more: method(norm, k, public, **more), in_dims=(0, 0, 0)
-            )(norms, group, named)
-        except Exception as error:  # anything that a custom rule may raise
-            said = " ".join(str(error).split())[:120]
-            raise ValueError(
-                f"{name} of {self.rule.name} cannot be mapped over samples ({said}). It is given "
-                "one sample's norm and group as tensors without axes and must return a tensor; "
-                "write torch.where instead of if, and read no value by float() or .item()."
-            ) from error
-
-
-def _multipliers(rule: Rule, t: int) -> dict[str, float]:
-    """Return the noise multipliers of step t that a rule states, checked."""
-    _check_multiplier(rule, "sigma", rule.sigma)
-    counts: Any = rule.sigma_count
-    for name, m in (counts if isinstance(counts, Mapping) else {"": counts}).items():
-        if m is not None:
-            _check_multiplier(rule, f"sigma_count[{name!r}]" if name else "sigma_count", m)
-    try:
-        given: Any = type(rule).multipliers(rule, t)
-    except TypeError as error:
-        raise ValueError(
-            f"multipliers of {rule.name} cannot be called with the step ({error}); write "
-            "def multipliers(self, t)."
-        ) from error
-    if not (isinstance(given, Mapping) and "gradient" in given):
-        raise ValueError(
-            f"multipliers of {rule.name} returned {given!r}; it must return a dictionary with the "
-            "noise multiplier of 'gradient' and of every statistic."
-        )
-    for name, m in given.items():
-        _check_multiplier(rule, f"the multiplier of {name!r} in step {t}", m)
-    return {name: float(m) for name, m in given.items()}
-
-
-def _check_multiplier(rule: Rule, name: str, given: Any) -> None:
-    """Raise unless a noise multiplier of the rule is a finite number of at least 0."""
-    try:
-        value = float(given)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise ValueError(
-            f"{name} of {rule.name} is {given!r}; it must be a finite number of at least 0."
-        )
+        return map_over_samples(self.rule, name, norms, group, public, named)
 
 
 def _empty(value: Any) -> Any:
     """Return a tensor of a batch of one as a batch of zeros."""
     return torch.zeros_like(value) if isinstance(value, Tensor) else value
-
-
-def _first(value: Any) -> Any:
-    """Return the first sample of a tensor."""
-    return value.select(0, 0) if isinstance(value, Tensor) else value
-
-
-def _none_of(value: Tensor) -> Tensor:
-    """Return the result for no samples, given that for one.  # [0, ...]"""
-    return value.new_zeros((0, *value.shape))
 
 
 def _shown(value: object) -> str:

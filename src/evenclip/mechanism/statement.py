@@ -60,40 +60,10 @@ def report(
         tf32: whether operands of products were rounded to TF32.
         uncovered: further uses of the data that ε does not cover.
     """
-    from evenclip.mechanism import accounting
-
-    valid = settings.rule.soundness != NO_EPSILON
-    rule, delta = settings.rule, settings.delta
-    last = ledger.entries[-1] if ledger.entries else None
+    rule, last = settings.rule, ledger.entries[-1] if ledger.entries else None
     return {
-        "trust_model": "central: the trainer sees the data; recipients of the model do not",
-        "unit": UNIT,
-        "neighbouring_relation": RELATION,
-        "protected": [
-            "the final model",
-            "every intermediate model",
-            "the rule's state",
-            "the ledger",
-        ],
-        "not_protected": [
-            "traces and group figures",
-            "what observers record",
-            "metrics on test data",
-            "the counts of empty batches, non-finite samples and clamped weights in this report",
-        ],
-        "not_covered": [*NOT_COVERED, *uncovered],
-        "epsilon": epsilon(settings, ledger, "pld"),
-        "epsilon_rdp": epsilon(settings, ledger, "rdp"),
-        "epsilon_without_amplification": (
-            accounting.epsilon_without_amplification(ledger, delta) if valid else None
-        ),
-        "delta": delta,
-        "delta_times_n": delta * settings.n,
-        "accountant": {
-            "epsilon": "PLD",
-            "library": "dp-accounting",
-            "version": _version("dp-accounting"),
-        },
+        **_scope(uncovered),
+        **_epsilons(settings, ledger),
         "method": rule.name,
         "rule": repr(rule),
         "soundness": rule.soundness,
@@ -133,38 +103,85 @@ def report(
     }
 
 
+def _scope(uncovered: Sequence[str]) -> dict[str, Any]:
+    """Return what the guarantee protects, for whom, and what it does not cover."""
+    return {
+        "trust_model": "central: the trainer sees the data; recipients of the model do not",
+        "unit": UNIT,
+        "neighbouring_relation": RELATION,
+        "protected": [
+            "the final model",
+            "every intermediate model",
+            "the rule's state",
+            "the ledger",
+        ],
+        "not_protected": [
+            "traces and group figures",
+            "what observers record",
+            "metrics on test data",
+            "the counts of empty batches, non-finite samples and clamped weights in this report",
+        ],
+        "not_covered": [*NOT_COVERED, *uncovered],
+    }
+
+
+def _epsilons(settings: Settings, ledger: Ledger) -> dict[str, Any]:
+    """Return ε and δ, with the accountant that computed them."""
+    from evenclip.mechanism import accounting
+
+    delta, valid = settings.delta, settings.rule.soundness != NO_EPSILON
+    return {
+        "epsilon": epsilon(settings, ledger, "pld"),
+        "epsilon_rdp": epsilon(settings, ledger, "rdp"),
+        "epsilon_without_amplification": (
+            accounting.epsilon_without_amplification(ledger, delta) if valid else None
+        ),
+        "delta": delta,
+        "delta_times_n": delta * settings.n,
+        "accountant": {
+            "epsilon": "PLD",
+            "library": "dp-accounting",
+            "version": _version("dp-accounting"),
+        },
+    }
+
+
 def paragraph(report: dict[str, Any], width: int = 79) -> str:
     """Return the report as text, wrapped at `width` columns."""
-    from evenclip.mechanism.accounting import rounded_up
-
-    if report["epsilon"] is None:
-        first = (
-            f"This model was trained by {report['method']} and has no valid ε"
-            + (f" ({report['why_no_epsilon']})" if report["why_no_epsilon"] else "")
-            + ": it promises no privacy to the records it was trained on."
-        )
-    else:
-        pld, rdp, alone = (
-            rounded_up(report[name])
-            for name in ("epsilon", "epsilon_rdp", "epsilon_without_amplification")
-        )
-        multipliers = ", ".join(f"{m:g} ({name})" for name, m in report["multipliers"].items())
-        first = (
-            f"This model was trained by {report['method']} ({report['soundness']}) and is (ε, "
-            f"δ)-differentially private with ε = {pld} at δ = {report['delta']:g} (by PLD; {rdp} "
-            f"by RDP). Without the amplification by Poisson sampling it would be {alone}. Unit: "
-            f"{report['unit']}. Neighbours: {report['neighbouring_relation']}. {report['steps']} "
-            f"steps at rate q = {report['q']:.6g}; noise multipliers {multipliers}, jointly "
-            f"{report['joint_multiplier']:.4g}; sums divided by {report['divisor']}, "
-            f"{report['expected_batch_size']:g}."
-        )
     labels = "used" if report["group_labels_entered_training"] else "did not use"
-    second = (
+    limits = (
         f"The rule {labels} group labels (the features may still contain them). The seed is "
         f"{report['seed']}. Not covered by ε: {'; '.join(report['not_covered'])}. Not protected: "
         f"{', '.join(report['not_protected'])}."
     )
-    return "\n\n".join(textwrap.fill(text, width) for text in (first, second))
+    return "\n\n".join(textwrap.fill(text, width) for text in (_guarantee(report), limits))
+
+
+def _guarantee(report: dict[str, Any]) -> str:
+    """Return the guarantee of the report as text, or that there is none."""
+    from evenclip.mechanism.accounting import rounded_up
+
+    if report["epsilon"] is None:
+        reason = f" ({report['why_no_epsilon']})" if report["why_no_epsilon"] else ""
+        return (
+            f"This model was trained by {report['method']} and has no valid ε{reason}: it promises "
+            "no privacy to the records it was trained on."
+        )
+    pld, rdp, without_sampling = (
+        rounded_up(report[name])
+        for name in ("epsilon", "epsilon_rdp", "epsilon_without_amplification")
+    )
+    multipliers = ", ".join(f"{m:g} ({name})" for name, m in report["multipliers"].items())
+    return (
+        f"This model was trained by {report['method']} ({report['soundness']}) and is (ε, "
+        f"δ)-differentially private with ε = {pld} at δ = {report['delta']:g} (by PLD; {rdp} "
+        "by RDP). Without the amplification by Poisson sampling it would be "
+        f"{without_sampling}. Unit: {report['unit']}. Neighbours: "
+        f"{report['neighbouring_relation']}. {report['steps']} steps at rate q = "
+        f"{report['q']:.6g}; noise multipliers {multipliers}, jointly "
+        f"{report['joint_multiplier']:.4g}; sums divided by {report['divisor']}, "
+        f"{report['expected_batch_size']:g}."
+    )
 
 
 def _version(package: str) -> str | None:

@@ -1,8 +1,8 @@
 """Clipping by a rule, on the gradients that Opacus computes.
 
 A logical batch is one Poisson sample; a physical batch is the part of it that passes through the
-model at once. `Clipper` holds the rule and the sums over the logical batch. `Formed` and `Ghost`
-read the gradients of a physical batch from the places where Opacus stores them.
+model at once. `Clipper` holds the rule and the sums over the logical batch. `GradSamples` and
+`Ghost` read the gradients of a physical batch from the places where Opacus stores them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from evenclip.gradients.layers.linear import operands
 from evenclip.mechanism import Mechanism, Release, joint_multiplier
 from evenclip.rules import Rule
 
-__all__ = ["Clipper", "Formed", "Ghost", "joint"]
+__all__ = ["Clipper", "Ghost", "GradSamples", "joint"]
 
 _BLOCK = 64  # number of squares that are summed in float32
 # Squares of float32 numbers below 2⁻⁶³ underflow. In a norm above _SHORT, the lost squares are
@@ -106,7 +106,7 @@ class Clipper:
         return self._bound[1]
 
 
-class Formed:
+class GradSamples:
     """Reader of per-sample gradients in `p.grad_sample`: modes hooks, functorch and ew."""
 
     def __init__(self, clipper: Clipper) -> None:
@@ -163,7 +163,7 @@ class Ghost:
             )
         self._module, self._params = module, params
         module.get_clipping_coef = self.weights
-        criterion.criterion = _PerSample(criterion.criterion)
+        criterion.criterion = _PerSampleLoss(criterion.criterion)
 
     def weights(self) -> Tensor:
         """Return γ_i; Opacus calls this between the two passes of `backward`.  # [sample]"""
@@ -210,7 +210,7 @@ class Ghost:
         return 1
 
 
-class _PerSample:
+class _PerSampleLoss:
     """A loss with reduction "none" that must return one number per sample.
 
     The second pass multiplies the losses by the weights. Losses of the shape [sample, 1] would be

@@ -14,7 +14,7 @@ from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, 
 from torch import Tensor
 
 from evenclip.mechanism import Mechanism, joint_multiplier
-from evenclip.opacus.clipping import Clipper, Formed, Ghost, joint
+from evenclip.opacus.clipping import Clipper, Ghost, GradSamples, joint
 from evenclip.rules import Rule
 
 __all__ = ["EvenOptimizer", "check_kind", "check_optimizer", "check_rule", "even"]
@@ -72,8 +72,8 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
     def __init__(self, optimizer: DPOptimizer, rule: Rule) -> None:
         self._clipper = Clipper(rule)
         is_ghost = isinstance(optimizer, DPOptimizerFastGradientClipping)
-        self._gradients: Formed | Ghost = (
-            Ghost(self._clipper) if is_ghost else Formed(self._clipper)
+        self._gradients: GradSamples | Ghost = (
+            Ghost(self._clipper) if is_ghost else GradSamples(self._clipper)
         )
         DPOptimizer.__init__(
             self,

@@ -96,8 +96,8 @@ class _OneErrorTape:
         self.model, self.layout = tape.model, tape.layout
 
     @contextmanager
-    def listening(self) -> Iterator[Self]:
-        with self._tape.listening():
+    def recording(self) -> Iterator[Self]:
+        with self._tape.recording():
             yield self
 
     def __call__(self, x: Any, y: Any, group: Tensor | None = None) -> PerSample:

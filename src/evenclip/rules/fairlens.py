@@ -112,9 +112,9 @@ class Regularised:
         self.model, self.layout, self.loss = tape.model, tape.layout, tape.loss
 
     @contextmanager
-    def listening(self) -> Iterator[Self]:
+    def recording(self) -> Iterator[Self]:
         """Record in this context, as the tape does."""
-        with self._tape.listening():
+        with self._tape.recording():
             yield self
 
     def __call__(self, x: Any, y: Any, group: Tensor | None = None) -> PerSample:

@@ -1,1 +1,1 @@
-"""Training: one step, one loop, and everything that changes while a model is trained."""
+"""Training of one model: the step, the run, the training loop, checkpoints and logs."""

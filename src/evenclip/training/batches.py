@@ -15,16 +15,16 @@ from evenclip.mechanism.sampling import Poisson, Sampler, Shuffled
 from evenclip.mechanism.settings import Settings
 from evenclip.training.config import Performance
 from evenclip.training.loss import targets
+from evenclip.training.passes import Chunk
 from evenclip.training.processes import Processes
-from evenclip.training.step import Chunk
 
 if TYPE_CHECKING:
     from evenclip.data.streamed import Feed
 
-__all__ = ["Batches"]
+__all__ = ["BatchStream"]
 
 
-class Batches:
+class BatchStream:
     """The batches of a run, step by step, with a dropout seed for each chunk.
 
     Args:

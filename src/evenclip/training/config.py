@@ -1,4 +1,4 @@
-"""What a training is given, and the public constants that follow from it."""
+"""The settings of a training, and the public constants computed from them."""
 
 from __future__ import annotations
 
@@ -29,18 +29,17 @@ _LISTED = ", ".join(map(repr, _MODES))
 
 @dataclass(frozen=True)
 class Performance:
-    """How a run is computed. Changing these must not change what it is.
+    """How a run is computed, which does not change the mechanism.
 
     Attributes:
-        chunk: most samples that go through the model at once; None: the whole batch.
-        compile: whether the step is traced and compiled; or `torch.compile`'s mode, such as
+        chunk: largest number of samples that pass through the model at once; None: the whole batch.
+        compile: whether to trace and compile the step; or a mode of `torch.compile`, such as
             "reduce-overhead" on a GPU. Compiling takes ten to twenty seconds, so it pays for long
-            runs of small models. Where it cannot be done, a warning says why, and the run is
-            computed without.
-        tf32: whether a GPU may round the operands of products to 11 bits. Norms allow for it, and
-            the report says it.
-        readers: processes that read the items of a map-style torch dataset ahead of training; 0:
-            none.
+            runs of small models. If it is not possible, a warning gives the reason and the plain
+            step is used.
+        tf32: whether a GPU may round the operands of products to 11 bits. Norms are enlarged to
+            allow for it, and the privacy report states it.
+        readers: number of processes that read items of a map-style torch dataset ahead of training.
     """
 
     chunk: int | None = None
@@ -62,24 +61,23 @@ class Performance:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything about a training but the model and the data. `fit` has the same as keyword
-    arguments.
+    """All settings of a training except the model and the data; they are keywords of `fit`.
 
     Attributes:
         rule: how gradients are clipped.
-        loss: loss(output, y); averaging, summing or per sample.
+        loss: loss(output, y), as a mean, a sum, or one value per sample.
         epochs: T = epochs · ⌈n/B⌉ steps.
         batch_size: B, the expected batch size.
-        lr: learning rate, handed to the optimiser.
+        lr: learning rate of the optimiser.
         delta: δ; None: the largest power of ten below 1/(2n).
-        seed: fixes batches, noise and dropout, so that anybody who knows it can subtract the noise;
+        seed: determines batches, noise and dropout, so anyone who knows it can subtract the noise;
             None: from the operating system.
         device: where to train; None: where the model is.
         optimizer: called as optimizer(parameters, lr=lr).
-        scheduler: called as scheduler(optimizer), then `.step()` after every epoch.
-        q: Poisson rate; None: batch_size/n. With q, an epoch is round(1/q) steps.
+        scheduler: called as scheduler(optimizer); its `step()` is called after every epoch.
+        q: Poisson rate; None: batch_size/n. With q, an epoch has round(1/q) steps.
         steps: T, instead of epochs.
-        performance: how it is computed.
+        performance: how the run is computed, which does not change the mechanism.
     """
 
     rule: Rule = field(default_factory=DPSGDGlobalAdapt)
@@ -97,7 +95,7 @@ class TrainConfig:
     performance: Performance = Performance()
 
     def __post_init__(self) -> None:
-        """Raise for the usual mix-ups of a class and its instance."""
+        """Raise if a class is given instead of an instance, or the reverse."""
         rule = self.rule
         if not (isinstance(rule, Rule) and is_dataclass(type(rule))):
             raise TypeError(
@@ -111,12 +109,13 @@ class TrainConfig:
             given = getattr(self, name)
             if given is not None and not callable(given):
                 raise TypeError(
-                    f"{name} is an object of class {type(given).__name__}; give what makes one, "
-                    f"such as {example}, because the model that is trained is a copy."
+                    f"{name} is an object of class {type(given).__name__}; give a function that "
+                    f"constructs one, such as {example}, because the model that is trained is a "
+                    "copy."
                 )
 
     def but(self, **changes: Any) -> TrainConfig:
-        """The same with these changes; None for `rule` or `performance` is the default."""
+        """Return a copy with these changes; None for `rule` or `performance` is the default."""
         known = ", ".join(self.__dataclass_fields__)
         unknown = next((name for name in changes if name not in self.__dataclass_fields__), None)
         if unknown is not None:
@@ -131,8 +130,9 @@ class TrainConfig:
         return replace(self, **(changes | given))
 
     def settings(self, model: nn.Module, n: int, groups: int) -> Settings:
-        """The public constants of a run on n records, as Python's own numbers: numpy's are not
-        written to JSON.
+        """Return the public constants of a run on n records.
+
+        They are built-in numbers, because numpy's cannot be written to JSON.
         """
         check.natural(epochs=self.epochs, batch_size=self.batch_size)
         check.positive(lr=self.lr)
@@ -155,7 +155,7 @@ class TrainConfig:
         )
 
     def _pace(self, n: int) -> tuple[float | None, int]:
-        """The Poisson rate, None for shuffled batches, and the steps of an epoch."""
+        """Return the Poisson rate (None for shuffled batches) and the steps of an epoch."""
         B = int(self.batch_size)
         if not self.rule.poisson:
             return None, math.ceil(n / B)
@@ -171,14 +171,14 @@ class TrainConfig:
 
 
 def _name(optimizer: Callable[..., Any]) -> str:
-    """What to call an optimiser: its class, with what a `functools.partial` has filled in."""
+    """Return the name of the optimiser's class, with the arguments of a `functools.partial`."""
     if isinstance(optimizer, partial):
         return f"{_name(optimizer.func)}({', '.join(f'{k}={v!r}' for k, v in optimizer.keywords.items())})"
     return str(getattr(optimizer, "__name__", type(optimizer).__name__))
 
 
 def _delta(delta: float | None, n: int) -> float:
-    """δ, with a warning where it promises next to nothing."""
+    """Return δ; warn if it is too large to protect a record."""
     if delta is None:
         return default_delta(n)
     if not 0 < delta < 1:
@@ -195,7 +195,7 @@ def _delta(delta: float | None, n: int) -> float:
 
 
 def _seed(seed: int | None) -> int | None:
-    """The seed as a Python number."""
+    """Return the seed as a built-in int."""
     if seed is not None and (not isinstance(seed, SupportsIndex) or operator.index(seed) < 0):
         raise ValueError(f"seed is {seed}; it must be a whole number of at least 0.")
     return None if seed is None else operator.index(seed)

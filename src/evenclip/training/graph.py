@@ -2,12 +2,12 @@
 
 The trace is of the ordinary step on the ordinary tape, with a symbol for the number of samples.
 Before it is used, its results are compared with those of the untraced step on three batch sizes,
-one of them larger than the traced one: a size that the model baked into the trace is caught there.
-Where a step has no graph, `NoGraph` says why in a sentence, and the run takes the untraced step.
+one of them larger than the traced one. This detects a model that fixes the size in the trace. If a
+step has no graph, `NoGraph` gives the reason, and the run uses the untraced step.
 
-torch's guards stay on, so a model that was changed is compiled again. A batch of none or one
-sample, in several chunks, or of another B takes the untraced step. Compiling takes about ten
-seconds; docs/performance.md says when it pays.
+torch's guards stay on, so a changed model is compiled again. A batch of fewer than two samples, in
+several chunks, or with another B takes the untraced step. docs/performance.md shows how long
+compiling takes and when it pays.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from evenclip.gradients import AnyTape, Tape
 from evenclip.mechanism import Mechanism, Release
-from evenclip.training.step import Chunk, Part, Public, Seen, step
+from evenclip.training.passes import Chunk
+from evenclip.training.step import Part, Public, Seen, step
 
 __all__ = ["Graph", "NoGraph"]
 
-# Numbers of samples: of the trace, and those that it is compared on.
+# Numbers of samples for the trace, and for the comparison.
 _TRACED, _COMPARED = 37, (2, 37, 101)
 # Largest difference between the two steps, relative to the largest number; both round in float32.
 _TOLERANCE = 1e-4
@@ -36,22 +37,23 @@ _CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
 Noise = Mapping[str, Tensor]  # name of a release -> N(0, I)
 
 
-class NoGraph(RuntimeError):  # noqa: N818  # not an error: there is the untraced step
-    """Why a step cannot be compiled, as a clause."""
+class NoGraph(RuntimeError):  # noqa: N818  # not an error: the untraced step is used
+    """The step cannot be compiled; the message gives the reason as a clause."""
 
 
 class Graph:
-    """The step of one run as a compiled function of tensors. The run's parameters are those that
-    the model has.
+    """The step of one run as a compiled function of tensors.
+
+    It reads the current parameters of the model.
 
     Args:
         tape: the model and its loss, recording.
-        mechanism: the rule, held to its bounds.
+        mechanism: the rule with its bounds enforced.
         state: the rule's public state.
         B: the expected batch size.
-        rows: some samples to trace and compare with, given their number.
-        noise: noise of some step, for its sizes.
-        mode: `torch.compile`'s mode, such as "reduce-overhead"; None: its default.
+        rows: returns n samples to trace and compare with.
+        noise: noise of any step, for its sizes.
+        mode: mode of `torch.compile`, such as "reduce-overhead"; None: its default.
 
     Raises:
         NoGraph: if the step cannot be traced or compiled, or the result differs.
@@ -80,19 +82,19 @@ class Graph:
             self._compare(tape, mechanism, state, rows(n), noise)
 
     def takes(self, chunks: Sequence[Chunk], B: float) -> bool:
-        """Whether the graph is for this batch."""
+        """Return whether the graph is valid for this batch."""
         if len(chunks) != 1 or chunks[0].real is not None or self._B != B:
             return False
         n = chunks[0].group.shape[0]
         return n >= 2 and self._fits(n)
 
     def __call__(self, state: Tensor, chunk: Chunk, noise: Noise) -> tuple[Public, Part]:
-        """What `step` returns for this batch."""
+        """Return what `step` returns for this batch."""
         with torch.no_grad():
-            found = self._run(*_leaves(chunk), state, *noise.values())
-        if self._mode is not None:  # a CUDA graph overwrites what it returned
-            found = [tensor.clone() for tensor in found]
-        gradient, now, following, total, count, losses, norms, weights, clamped, finite = found
+            outputs = self._run(*_leaves(chunk), state, *noise.values())
+        if self._mode is not None:  # a CUDA graph overwrites its outputs in the next call
+            outputs = [tensor.clone() for tensor in outputs]
+        gradient, now, following, total, count, losses, norms, weights, clamped, finite = outputs
         public = Public(gradient, now, following, self._mechanism.sensitivity(now))
         return public, Part(
             total, count, Seen(losses, norms, weights, chunk.group, clamped, finite)
@@ -101,7 +103,7 @@ class Graph:
     def _compare(
         self, tape: AnyTape, mechanism: Mechanism, state: Tensor, chunk: Chunk, noise: Noise
     ) -> None:
-        """Raise unless both steps agree on this batch."""
+        """Raise unless the compiled and the untraced step agree on this batch."""
         fresh = {name: torch.linspace(-1, 1, len(part)).to(part) for name, part in noise.items()}
         ours = step(tape, mechanism, state, [chunk], self._B, Release(fresh))
         try:
@@ -117,7 +119,7 @@ class Graph:
 
 
 class _Traced:
-    """The step as a function of tensors alone."""
+    """The step as a function of tensors only."""
 
     def __init__(
         self, tape: AnyTape, mechanism: Mechanism, B: float, like: Chunk, names: tuple[str, ...]
@@ -141,15 +143,15 @@ class _Traced:
 
 
 class _Sizes:
-    """For which numbers of samples a trace holds: a model that branches on its batch size was
-    traced on one branch.
+    """The numbers of samples that a trace is valid for.
 
-    make_fx notes the conditions on sizes that the trace rests on; here they are checked for a
-    number of samples.
+    If a model branches on its batch size, only one branch is in the trace. make_fx stores the
+    conditions on sizes under which the trace is valid; calling this object checks them for a number
+    of samples.
 
     Args:
-        graph: what was traced.
-        at: place of an input whose first axis is the samples.
+        graph: the trace.
+        at: index of an input whose first axis is the samples.
     """
 
     def __init__(self, graph: torch.fx.GraphModule, at: int) -> None:
@@ -172,7 +174,7 @@ class _Sizes:
 
 
 def _check_worth(tape: AnyTape) -> None:
-    """Raise for a model that has no graph, or whose graph is known to be slower."""
+    """Raise for a model that has no graph, or whose graph is slower than the untraced step."""
     if not isinstance(tape, Tape):
         raise NoGraph("the rule or the model takes its gradients in its own way")
     on_cpu = tape.layout.blank.device.type == "cpu"
@@ -183,7 +185,7 @@ def _check_worth(tape: AnyTape) -> None:
 
 
 def _trace(function: Callable[..., list[Tensor]], given: list[Tensor]) -> torch.fx.GraphModule:
-    """The function as a graph with symbols for sizes."""
+    """Trace the function as a graph with symbols for sizes."""
     from torch.fx.experimental.proxy_tensor import make_fx  # takes a second to import
 
     try:
@@ -207,7 +209,7 @@ def _trace(function: Callable[..., list[Tensor]], given: list[Tensor]) -> torch.
 
 
 def _reads_a_value(error: BaseException | None) -> bool:
-    """Whether tracing failed because a tensor's value decides what is computed."""
+    """Return whether tracing failed because the computation depends on a tensor's value."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     while error is not None:
@@ -218,7 +220,7 @@ def _reads_a_value(error: BaseException | None) -> bool:
 
 
 def _is_random(node: Any) -> bool:
-    """Whether a node draws random numbers; attention with a dropout of 0 does not."""
+    """Return whether a node draws random numbers; attention with a dropout of 0 does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     names = [argument.name for argument in node.target._schema.arguments]
@@ -236,7 +238,7 @@ def _numbers(public: Public, part: Part) -> list[Tensor]:
 
 
 def _agree(a: Tensor, b: Tensor) -> bool:
-    """Whether two results are equal to rounding."""
+    """Return whether two results are equal up to rounding."""
     scale = float(a.double().abs().nan_to_num().max()) if a.numel() else 0.0
     return torch.allclose(
         a.double(), b.double(), rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True

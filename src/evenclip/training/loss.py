@@ -1,8 +1,8 @@
 """The loss of a rule that changes it: one sample at a time, with public coefficients.
 
-`Rule.loss` is given a sample's plain loss, output, target, group, and the rule's public state. It is
-mapped over the batch, so that no sample's loss depends on another sample. The targets of a batch
-carry what it needs: `Labelled` is a target, and passes through the model's tape like any other.
+`Rule.loss` gets a sample's plain loss, output, target and group, and the rule's public state. It is
+mapped over the batch, so that no sample's loss depends on another sample. `Labelled` targets hold
+these values, and pass through the tape like other targets.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["Labelled", "RuleLoss", "changes_loss", "targets"]
 
 
 def changes_loss(rule: Rule) -> bool:
-    """Whether the rule trains on another loss than the user's."""
+    """Return whether the rule changes the user's loss."""
     return type(rule).loss is not Rule.loss
 
 
 class Labelled(NamedTuple):
-    """Targets with all that a rule's loss may use.
+    """Targets, with the other values that a rule's loss uses.
 
     Attributes:
         y: the targets.  # [sample, ...]
@@ -38,7 +38,7 @@ class Labelled(NamedTuple):
 
     @classmethod
     def of(cls, y: Any, group: Tensor, state: Tensor) -> Labelled:
-        """Return the targets with the state beside each of them, which takes no memory."""
+        """Return the targets with a view of the state for each of them."""
         return cls(y, group, state.expand(group.shape[0], *state.shape))
 
 
@@ -48,10 +48,7 @@ def targets(rule: Rule, y: Any, group: Tensor, state: Tensor) -> Any:
 
 
 class RuleLoss:
-    """The user's loss as the rule changes it, for targets that are `Labelled`.
-
-    Other targets have the user's own loss.
-    """
+    """The user's loss, changed by the rule if the targets are `Labelled`."""
 
     def __init__(self, loss: Loss, rule: Rule) -> None:
         self._plain, self._rule = per_sample(loss), rule

@@ -116,7 +116,7 @@ class Processes(ABC):
         """Return the value of the leading process."""
 
     @abstractmethod
-    def together(self) -> AbstractContextManager[None]:
+    def collective(self) -> AbstractContextManager[None]:
         """Return a context that explains the error raised if another process does not respond."""
 
     @abstractmethod
@@ -174,7 +174,7 @@ class Alone(Processes):
         """Return the value."""
         return value
 
-    def together(self) -> AbstractContextManager[None]:
+    def collective(self) -> AbstractContextManager[None]:
         """Return a context without effect."""
         return nullcontext()
 

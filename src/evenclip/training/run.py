@@ -27,7 +27,7 @@ from evenclip.mechanism.noise import Ahead, Noise
 from evenclip.mechanism.settings import Settings
 from evenclip.rules import RULES, Constants, Rule
 from evenclip.training import checkpoint
-from evenclip.training.batches import Batches
+from evenclip.training.batches import BatchStream
 from evenclip.training.checkpoint import Checkpoint, CheckpointError
 from evenclip.training.config import TrainConfig
 from evenclip.training.identity import digest, mark, streams
@@ -82,12 +82,12 @@ class Run:
         check_scheduler(self.scheduler)
         # A scheduler expects that the optimiser itself takes the steps.
         self._update.is_plain &= self.scheduler is None
-        self.batches = Batches(data, settings, self.performance, ranks, device, random)
+        self.batches = BatchStream(data, settings, self.performance, ranks, device, random)
         self._sizes = {**self.mechanism.statistics, "gradient": self.tape.layout.size}
         dtype = self.tape.layout.blank.dtype
         self.noise = Ahead(Noise(random["noise"]), self._sizes, dtype, device)
         self._graph: Graph | None = None
-        self._is_listening = False
+        self._is_recording = False
 
     @property
     def optimizer(self) -> Optimizer:
@@ -108,15 +108,15 @@ class Run:
         with (
             precision(self.performance.tf32),
             torch.random.fork_rng(devices=devices),
-            self.tape.listening(),
+            self.tape.recording(),
         ):
             if self.performance.compile and self._graph is None:
                 self._graph = self._compiled(self.performance.compile)
-            self._is_listening = True
+            self._is_recording = True
             try:
                 yield self
             finally:
-                self._is_listening = False
+                self._is_recording = False
                 self.batches.close()
 
     def step(self) -> Step:
@@ -125,7 +125,7 @@ class Run:
         Raises:
             RuntimeError: outside `listening()`, where no gradients are recorded.
         """
-        if not self._is_listening:
+        if not self._is_recording:
             raise RuntimeError(
                 "Take steps inside `with run.listening():`; outside of it no gradients are "
                 "recorded."
@@ -138,7 +138,7 @@ class Run:
         if self._graph is not None and self._graph.takes(chunks, B):
             public, part = self._graph(self.state, chunks[0], noise)
         else:
-            with self.ranks.together():
+            with self.ranks.collective():
                 release = Release(noise, self._totals)
                 public, part = step(self.tape, mechanism, self.state, chunks, B, release)
         sums = WeightedSums(self.tape, chunks)
@@ -192,7 +192,7 @@ class Run:
 
         try:
             if self.ranks.world > 1:
-                raise NoGraph("several ranks take it together")
+                raise NoGraph("several ranks compute it")
             return Graph(
                 self.tape,
                 self.mechanism,

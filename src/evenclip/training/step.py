@@ -8,52 +8,32 @@
     gradient                 released with noise σS, divided by B         public
 
 `step` is a pure function: it draws nothing and writes nothing. Noise is an argument; the run writes
-the ledger before it calls. A batch is a sum of parts (chunks here, ranks in `evenclip.distributed`,
-physical batches in `evenclip.opacus`). `Public` is all that may leave a step. Everything else is
-private, is shown to observers, and is never fed back.
+the ledger before the step. A batch is a sum of parts (chunks here, ranks in `evenclip.distributed`,
+physical batches in `evenclip.opacus`). Only `Public` may leave a step. All other values are private:
+observers receive them, and they are never used in later steps.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from evenclip.gradients import AnyTape, PerSample
-from evenclip.gradients.tape import call
+from evenclip.gradients import AnyTape
 from evenclip.mechanism import Mechanism, Release
-from evenclip.training.loss import Labelled
+from evenclip.training.passes import Chunk, ChunkPass, Passes
 
-__all__ = ["Chunk", "Part", "Public", "Seen", "Step", "WeightedSums", "clip", "step"]
-
-
-class Chunk(NamedTuple):
-    """Samples of a batch that pass through the model at once.
-
-    Attributes:
-        x, y: inputs and targets.  # [sample, ...]
-        group: [sample], int64
-        real: which rows are samples; the others only fill the chunk up and count for nothing. None:
-            all are. # [sample], bool
-        seed: for what the model draws (dropout), so that a second pass draws the same.
-    """
-
-    x: Any
-    y: Any
-    group: Tensor
-    real: Tensor | None = None
-    seed: int = 0
+__all__ = ["Part", "Public", "Seen", "Step", "WeightedSums", "clip", "step"]
 
 
 class Seen(NamedTuple):
-    """What a step saw of some samples. Private.
+    """Values of each sample in a step, all [sample]. Private.
 
     Attributes:
-        losses: ℓ_i.  # [sample], as are all
-        norms: ‖g_i‖, 0 where it is not finite.
+        losses: ℓ_i.
+        norms: ‖g_i‖; 0 where loss or gradient is not finite.
         weights: γ_i.
         group: the sample's group.
         clamped: where the rule broke its bound and was clamped; None: nowhere.
@@ -69,12 +49,12 @@ class Seen(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What some samples add to a step. Private, and additive.
+    """The contribution of some samples to a step. Private; the parts of a batch add up.
 
     Attributes:
         total: Σ γ_i g_i.  # [parameter]
         counts: Σ statistic_i.  # [m]
-        seen: of these samples.
+        seen: values of each of these samples.
     """
 
     total: Tensor
@@ -87,9 +67,9 @@ class Public(NamedTuple):
 
     Attributes:
         gradient: g̃, noisy and divided by the public batch size.  # [parameter]
-        now: what the step clipped with: Z, or the C_k.
+        now: the thresholds of this step: Z, or the C_k.
         state: the rule's state for the next step.
-        sensitivity: S.
+        sensitivity: S, the norm that one sample may add to Σ γ_i g_i.
     """
 
     gradient: Tensor
@@ -99,17 +79,19 @@ class Public(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step as observers see it, at the parameters θ_t that it was computed with.
+    """A step for observers, at the parameters θ_t that it was computed with.
+
+    Everything except `public` is private.
 
     Attributes:
-        public: the only part that may leave.
-        seen: losses, norms, weights, group, clamped and finite, each an attribute of the step too.
+        public: the released values.
+        seen: losses, norms, weights, group, clamped and finite, which are also attributes here.
         clipped_sum: Σ γ_i g_i before noise.  # [parameter]
         weighted_sum: any other Σ w_i g_i of the same batch, w [sample]: g_B, group gradients. It
-            takes the passes again, so it must be called before the update, as observers are.
+            computes the passes again, so call it before the update.
         B: the public expected batch size.
         t: number of the step, from 0.
-        mechanism: the rule held to its bounds.
+        mechanism: the rule with its bounds enforced.
         tape: the model and its loss at θ_t.
         state: the rule's public state before the step.
     """
@@ -126,7 +108,7 @@ class Step(NamedTuple):
 
     @property
     def model(self) -> nn.Module:
-        """At θ_t; not to be changed."""
+        """The model at θ_t; do not change it."""
         return self.tape.model
 
     @property
@@ -136,7 +118,7 @@ class Step(NamedTuple):
 
     @property
     def norms(self) -> Tensor:
-        """‖g_i‖, 0 where it is not finite.  # [sample]"""
+        """‖g_i‖; 0 where loss or gradient is not finite.  # [sample]"""
         return self.seen.norms
 
     @property
@@ -173,17 +155,17 @@ def step(
     B: float,
     release: Release,
 ) -> tuple[Public, Part]:
-    """One step of Algorithm 2 on one batch: what becomes public, and what was seen.
+    """Compute one step of Algorithm 2 on one batch; return its public and its private values.
 
     Args:
         tape: the model and its loss, recording.
-        mechanism: the rule, held to its bounds.
+        mechanism: the rule with its bounds enforced.
         state: the rule's public state.
-        chunks: the batch; none if it is empty, which is a step like any other.
-        B: the public expected batch size, the only number that anything is divided by.
-        release: this step's noise.
+        chunks: the batch. It may be empty; the step then releases noise.
+        B: the public expected batch size; every release is divided by it.
+        release: releases values with the noise of this step.
     """
-    passes = _Passes(tape, chunks, traceable=mechanism.traceable, wants=mechanism.wants)
+    passes = Passes(tape, chunks, traceable=mechanism.traceable, wants=mechanism.wants)
     now = following = state
     if mechanism.rule.counts_first:
         now, following = mechanism.observe(_count(mechanism, passes, state), B, state, release)
@@ -196,35 +178,34 @@ def step(
 def clip(
     tape: AnyTape, mechanism: Mechanism, chunks: Sequence[Chunk], state: Tensor, now: Tensor
 ) -> Part:
-    """Return what a batch would add to a step from `state` that clips with `now`, for auditors.
+    """Return the part of a batch in a step from `state` with thresholds `now`, for audits.
 
     Nothing is released.
     """
-    return _clip(mechanism, _Passes(tape, chunks, wants=mechanism.wants), state, now)[0]
+    return _clip(mechanism, Passes(tape, chunks, wants=mechanism.wants), state, now)[0]
 
 
 class WeightedSums:
     """Σ w_i g_i over the samples of a batch, as a function of the weights w [sample].
 
-    The passes are taken on first use; those of a batch in several chunks, on every use.
+    The passes are computed on first use; for a batch in several chunks, on every use.
 
     Attributes:
-        is_over: whether the parameters have moved on, so that the passes would be those of another
-            step.
+        is_over: whether the parameters have been updated, so that the gradients have changed.
     """
 
     def __init__(self, tape: AnyTape, chunks: Sequence[Chunk]) -> None:
-        self._passes, self.is_over = _Passes(tape, chunks), False
+        self._passes, self.is_over = Passes(tape, chunks), False
 
     def __call__(self, weights: Tensor) -> Tensor:
-        """Σ w_i g_i.  # [parameter]
+        """Return Σ w_i g_i.  # [parameter]
 
         Raises:
-            RuntimeError: after the update, when the gradients would be those of other parameters.
+            RuntimeError: after the update, because the gradients would be at other parameters.
         """
         if self.is_over:
             raise RuntimeError(
-                "The parameters have moved on since this step; ask for weighted sums before "
+                "The parameters have been updated since this step; compute weighted sums before "
                 "run.update()."
             )
         n = self._passes.samples
@@ -237,115 +218,15 @@ class WeightedSums:
         for p in self._passes:
             real = p.chunk.real
             n = len(p.losses) if real is None else int(real.sum())
-            some, at = weights[at : at + n], at + n
+            own, at = weights[at : at + n], at + n
             if real is not None:
-                some = weights.new_zeros(len(real)).masked_scatter(real, some)
-            total = total + p.gradients.weighted_sum(some)
+                own = weights.new_zeros(len(real)).masked_scatter(real, own)
+            total = total + p.gradients.weighted_sum(own)
         return total
 
 
-class _Pass(NamedTuple):
-    """A chunk after its passes through the model."""
-
-    chunk: Chunk
-    gradients: PerSample
-    losses: Tensor
-    norms: Tensor
-    finite: Tensor | None
-    further: dict[str, Any]
-
-    @property
-    def keep(self) -> Tensor | None:
-        """Which rows count; None: all.  # [sample], bool"""
-        if self.finite is None or self.chunk.real is None:
-            return self.chunk.real if self.finite is None else self.finite
-        return self.finite & self.chunk.real
-
-
-class _Passes:
-    """The chunks of a batch, each passed through the model when its turn comes; a single one passes
-    once.
-    """
-
-    def __init__(
-        self,
-        tape: AnyTape,
-        chunks: Sequence[Chunk],
-        *,
-        traceable: bool = False,
-        wants: Sequence[str] = (),
-    ) -> None:
-        self.tape, self._chunks, self._wants = tape, chunks, wants
-        self._pass = _traceable_pass if traceable else _pass
-        self._only: _Pass | None = None
-
-    @property
-    def samples(self) -> int:
-        """How many there are, without rows that only fill a chunk up."""
-        return sum(c.group.shape[0] if c.real is None else int(c.real.sum()) for c in self._chunks)
-
-    def __iter__(self) -> Iterator[_Pass]:
-        if len(self._chunks) != 1:
-            return (self._pass(self.tape, chunk, self._wants) for chunk in self._chunks)
-        if self._only is None:
-            self._only = self._pass(self.tape, self._chunks[0], self._wants)
-        return iter((self._only,))
-
-
-def _pass(tape: AnyTape, chunk: Chunk, wants: Sequence[str]) -> _Pass:
-    """Through the model and back; a sample whose loss or gradient is not finite is masked out."""
-    _seed(chunk)
-    gradients = tape(chunk.x, chunk.y, chunk.group)
-    losses, norms, finite = gradients.losses, gradients.norms(quick=True), None
-    if not math.isfinite(
-        float(torch.dot(norms, norms)) + float(torch.dot(losses, losses))
-    ):  # this synchronises
-        # Exactly, where float32 overflowed and nowhere else: no sample's norm may depend on other
-        # samples.
-        norms = torch.where(torch.isfinite(norms), norms, gradients.norms())
-        finite = torch.isfinite(norms) & torch.isfinite(losses)
-        gradients, norms = gradients.masked(finite), torch.where(finite, norms, 0.0)
-    return _Pass(chunk, gradients, losses, norms, finite, _further(tape, chunk, losses, wants))
-
-
-def _traceable_pass(tape: AnyTape, chunk: Chunk, wants: Sequence[str]) -> _Pass:
-    """The same without reading a value: what is not finite is masked out whether or not there is
-    any.
-    """
-    gradients = tape(chunk.x, chunk.y, chunk.group)
-    losses, norms = gradients.losses, gradients.norms()
-    finite = torch.isfinite(norms) & torch.isfinite(losses)
-    norms = torch.where(finite, norms, 0.0)
-    further = _further(tape, chunk, losses, wants)
-    return _Pass(chunk, gradients.masked(finite), losses, norms, finite, further)
-
-
-def _further(tape: AnyTape, chunk: Chunk, losses: Tensor, wants: Sequence[str]) -> dict[str, Any]:
-    """Return what else a rule's statistic uses of these samples: `loss`, `output`, `y`.
-
-    The output takes a second forward pass, with the same dropout.
-    """
-    further: dict[str, Any] = {}
-    if "loss" in wants:
-        further["loss"] = losses
-    if "output" in wants:
-        _seed(chunk)
-        with torch.no_grad():
-            further["output"] = call(tape.model, chunk.x)
-    if "y" in wants:
-        further["y"] = chunk.y.y if isinstance(chunk.y, Labelled) else chunk.y
-    return further
-
-
-def _seed(chunk: Chunk) -> None:
-    """Dropout draws from torch's global generator: set it to where this chunk's stream begins."""
-    torch.default_generator.manual_seed(chunk.seed)
-    if chunk.group.is_cuda:
-        torch.cuda.manual_seed(chunk.seed)
-
-
-def _count(mechanism: Mechanism, passes: _Passes, state: Tensor) -> Tensor:
-    """Σ statistic_i over the batch."""
+def _count(mechanism: Mechanism, passes: Passes, state: Tensor) -> Tensor:
+    """Return Σ statistic_i over the batch.  # [m], float64"""
     total = state.new_zeros(mechanism.counts, dtype=torch.float64)
     for p in passes:
         total = total + mechanism.count(p.norms, p.chunk.group, state, p.keep, p.further)
@@ -353,10 +234,11 @@ def _count(mechanism: Mechanism, passes: _Passes, state: Tensor) -> Tensor:
 
 
 def _clip(
-    mechanism: Mechanism, passes: _Passes, state: Tensor, now: Tensor
+    mechanism: Mechanism, passes: Passes, state: Tensor, now: Tensor
 ) -> tuple[Part, float | Tensor]:
-    """Σ γ_i g_i with the rule's weights for this `now`, and S. The rule states S once, so that the
-    noise is for the bound that was enforced.
+    """Return the part of the whole batch with thresholds `now`, and S.
+
+    S is read from the rule once, so that the noise is scaled to the enforced bound.
     """
     S = mechanism.sensitivity(now)
     return _add_up(
@@ -364,8 +246,10 @@ def _clip(
     ), S
 
 
-def _part(mechanism: Mechanism, p: _Pass, state: Tensor, now: Tensor, S: float | Tensor) -> Part:
-    """What one chunk adds to the step; rows that only fill it up are not in what was seen."""
+def _part(
+    mechanism: Mechanism, p: ChunkPass, state: Tensor, now: Tensor, S: float | Tensor
+) -> Part:
+    """Return the part of one chunk, without its padding."""
     group, keep = p.chunk.group, p.keep
     weights, clamped = mechanism.weights(p.norms, group, now, S, keep)
     count = mechanism.count(p.norms, group, state, keep, p.further)
@@ -376,7 +260,7 @@ def _part(mechanism: Mechanism, p: _Pass, state: Tensor, now: Tensor, S: float |
 
 
 def _add_up(parts: Iterable[Part], mechanism: Mechanism, tape: AnyTape, state: Tensor) -> Part:
-    """The sum of the parts; only one of them has its sum in memory beside the total."""
+    """Return the sum of the parts; only one of them is in memory beside the total."""
     total: Tensor | None = None
     counts, seen = [], []
     for part in parts:
@@ -393,7 +277,7 @@ def _add_up(parts: Iterable[Part], mechanism: Mechanism, tape: AnyTape, state: T
 
 
 def _join(seen: Sequence[Seen]) -> Seen:
-    """The samples of several chunks side by side."""
+    """Concatenate the values of several chunks."""
     losses, norms, weights, group = (
         torch.cat(column) for column in list(zip(*seen, strict=True))[:4]
     )
@@ -405,7 +289,7 @@ def _join(seen: Sequence[Seen]) -> Seen:
 def _join_masks(
     masks: Sequence[Tensor | None], like: Sequence[Tensor], *, filled: bool
 ) -> Tensor | None:
-    """The masks of all chunks as one; None stands for `filled` everywhere."""
+    """Concatenate the masks of all chunks; None stands for `filled` everywhere."""
     if all(mask is None for mask in masks):
         return None
     pairs = zip(masks, like, strict=True)

@@ -1,6 +1,4 @@
-"""Logs: every epoch once, the privacy report last, and nothing lost when a run is interrupted and
-resumed.
-"""
+"""Logs get every epoch once and the privacy report last, also if a run is interrupted and resumed."""
 
 import csv
 import json
@@ -20,8 +18,8 @@ GIVEN = {
 }
 
 
-class Heard:
-    """A log that keeps what it is told."""
+class ListLog:
+    """A log that keeps its calls in lists."""
 
     def __init__(self):
         self.epochs, self.reports = [], []
@@ -35,38 +33,38 @@ class Heard:
 
 
 def test_every_epoch_is_told_once_and_the_report_at_the_end(toy):
-    heard = Heard()
-    found = fit(toy.mlp(), toy.data(), logs=[heard], **GIVEN)
-    assert [number for number, _ in heard.epochs] == [1, 2, 3]
-    for (_, values), row in zip(heard.epochs, found.trace, strict=True):
+    log = ListLog()
+    result = fit(toy.mlp(), toy.data(), logs=[log], **GIVEN)
+    assert [number for number, _ in log.epochs] == [1, 2, 3]
+    for (_, values), row in zip(log.epochs, result.trace, strict=True):
         names = [name for name in values if name.startswith("loss/")]
         assert [values[name] for name in names] == row["loss"]
         assert values["clip_fraction"] == row["clip_fraction"]
-    assert heard.reports == [found.privacy]
+    assert log.reports == [result.privacy]
 
 
 def test_told_is_the_same_run(toy):
     one, other = (
         fit(toy.mlp(), toy.data(), **GIVEN),
-        fit(toy.mlp(), toy.data(), logs=[Heard()], **GIVEN),
+        fit(toy.mlp(), toy.data(), logs=[ListLog()], **GIVEN),
     )
     assert toy.vector(one.model).equal(toy.vector(other.model))
 
 
 def test_files(toy, tmp_path):
     logs = [JSONL(tmp_path / "new" / "epochs.jsonl"), CSV(tmp_path / "epochs.csv")]
-    found = fit(toy.mlp(), toy.data(), logs=logs, **GIVEN)
+    result = fit(toy.mlp(), toy.data(), logs=logs, **GIVEN)
     lines = [
         json.loads(line) for line in (tmp_path / "new" / "epochs.jsonl").read_text().splitlines()
     ]
     assert lines[0] == {"private": PRIVATE}
     assert [line["epoch"] for line in lines[1:-1]] == [1, 2, 3]
-    assert lines[-1]["privacy"]["epsilon"] == found.epsilon()
+    assert lines[-1]["privacy"]["epsilon"] == result.epsilon()
     with (tmp_path / "epochs.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["epoch"]) for row in rows] == [1, 2, 3]
     assert [float(row["clip_fraction"]) for row in rows] == [
-        row["clip_fraction"] for row in found.trace
+        row["clip_fraction"] for row in result.trace
     ]
 
 
@@ -84,7 +82,7 @@ def test_a_resumed_run_goes_on_in_its_files(toy, tmp_path):
     before = (tmp_path / "epochs.csv").read_text().count("\n") - 1
     assert before > 0
     fit(toy.mlp(), toy.data(), logs=logs(), resume=True, **given)
-    whole = Heard()
+    whole = ListLog()
     fit(toy.mlp(), toy.data(), logs=[whole], **GIVEN)
     lines = [json.loads(line) for line in (tmp_path / "epochs.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines if "epoch" in line] == [1, 2, 3]
@@ -106,18 +104,18 @@ def test_what_cannot_be_written_is_said_before_training(log, tmp_path):
         log(tmp_path / "file" / "epochs")
 
 
-@pytest.mark.filterwarnings("ignore")  # theirs
+@pytest.mark.filterwarnings("ignore")  # warnings of tensorboard
 def test_tensorboard(toy, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = fit(toy.mlp(), toy.data(), logs=[TensorBoard(tmp_path)], **GIVEN)
+    result = fit(toy.mlp(), toy.data(), logs=[TensorBoard(tmp_path)], **GIVEN)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     seen = events.Scalars("clip_fraction")
     assert [event.step for event in seen] == [1, 2, 3]
     assert [event.value for event in seen] == pytest.approx(
-        [row["clip_fraction"] for row in found.trace]
+        [row["clip_fraction"] for row in result.trace]
     )
     assert "privacy/text_summary" in events.Tags()["tensors"]
 
@@ -129,13 +127,13 @@ def test_mlflow(toy, tmp_path, monkeypatch):
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     mlflow.set_experiment("here")
     with mlflow.start_run() as given:
-        found = fit(toy.mlp(), toy.data(), logs=[MLflow()], **GIVEN)
+        result = fit(toy.mlp(), toy.data(), logs=[MLflow()], **GIVEN)
         assert mlflow.active_run() is not None  # the caller's run, which the log leaves open
     history = mlflow.MlflowClient().get_metric_history(given.info.run_id, "clip_fraction")
     seen = {metric.step: metric.value for metric in history}
-    assert seen == pytest.approx({row["epoch"]: row["clip_fraction"] for row in found.trace})
+    assert seen == pytest.approx({row["epoch"]: row["clip_fraction"] for row in result.trace})
     tags = mlflow.get_run(given.info.run_id).data.tags
-    assert tags["evenclip.epsilon"] == str(found.epsilon())
+    assert tags["evenclip.epsilon"] == str(result.epsilon())
 
 
 @pytest.mark.parametrize(("log", "module", "extra"), [

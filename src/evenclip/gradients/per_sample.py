@@ -1,0 +1,174 @@
+"""The loss and gradient of each sample of a batch, as norms and weighted sums.
+
+    norms()            ‖g_i‖           the norms that the rule clips
+    weighted_sum(w)    Σ_i w_i g_i     the update; with indicators as weights, g_B and group sums
+
+Both are computed from the records of one forward and backward pass, any number of times. So an
+audit reads the same gradients as the training step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from evenclip.gradients.layers import Formed, LayerGradient
+from evenclip.gradients.layers.linear import OnePosition, quick_square_norms
+from evenclip.gradients.layout import Layout
+from evenclip.gradients.units import Record
+
+__all__ = ["Blocks", "NamedGradient", "PerSample", "Whole"]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Formed per-sample gradients of the whole model or of one call of a layer."""
+
+    each: dict[str, Tensor]  # the model's name -> [sample, *parameter]
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """The identity map of the model's names."""
+        return {name: name for name in self.each}
+
+    def gradient(self, n: int, names: Collection[str]) -> LayerGradient:
+        """Return the formed gradients of these parameters."""
+        del n
+        return Formed({name: self.each[name] for name in names})
+
+
+class NamedGradient(NamedTuple):
+    """A layer's gradients with the model's names for its parameters."""
+
+    gradient: LayerGradient
+    names: dict[str, str]
+
+
+class PerSample:
+    """The loss and gradient of each sample, most gradients unformed.
+
+    The values are private: only the training step and audits may use them.
+
+    Attributes:
+        losses: ℓ_i.  # [sample]
+        layout: the parameters, in the order of every returned vector.
+    """
+
+    def __init__(self, losses: Tensor, records: Sequence[Record | Whole], layout: Layout) -> None:
+        self.losses, self.layout, self.records = losses, layout, tuple(records)
+
+    @cached_property
+    def gradients(self) -> tuple[NamedGradient, ...]:
+        """The gradients of the layers.
+
+        Gradients of a parameter that several calls use are formed and added first, because the norm
+        of their sum has cross terms.
+        """
+        n, uses = self.losses.shape[0], _uses(self.records)
+        if max(uses.values(), default=1) == 1:
+            return tuple(
+                [NamedGradient(r.gradient(n, r.parameters), r.parameters) for r in self.records]
+            )
+        gradients, shared = [], dict[str, Tensor]()
+        for record in self.records:
+            names = record.parameters
+            used_once = [own for own, full in names.items() if uses[full] == 1]
+            used_again = [own for own, full in names.items() if uses[full] > 1]
+            if used_once:
+                gradients.append(NamedGradient(record.gradient(n, used_once), names))
+            if used_again:
+                for own, each in record.gradient(n, used_again).per_sample().items():
+                    full = names[own]
+                    shared[full] = shared[full] + each if full in shared else each
+        gradients.append(NamedGradient(Formed(shared), {name: name for name in shared}))
+        return tuple(gradients)
+
+    def norms(self, *, quick: bool = False) -> Tensor:
+        """Return ‖g_i‖ over all trainable parameters, rounded up.  # [sample], float64
+
+        Args:
+            quick: use fewer operations if possible. The norms are then slightly larger, and
+                infinite if float32 overflows.
+        """
+        if not self.gradients:
+            return torch.zeros_like(self.losses, dtype=torch.float64)
+        layers = [named.gradient for named in self.gradients]
+        # One layer gains nothing. The choice depends on the model only, not on the layers that this
+        # batch used.
+        quick = quick and len(self.layout.names) > 2
+        quick_layers = [g for g in layers if quick and isinstance(g, OnePosition) and g.is_quick]
+        squares = [quick_square_norms(quick_layers)] if quick_layers else []
+        if len(quick_layers) < len(layers):
+            squares += [g.square_norms() for g in layers if g not in quick_layers]
+        total = squares[0] if len(squares) == 1 else torch.stack(squares).sum(dim=0)
+        return total.sqrt_().mul_(self.layout.rounding_up)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return Σ_i weights_i · g_i as one vector.  weights: [sample] -> [parameter]"""
+        weights = weights.to(self.layout.blank.dtype)
+        total: dict[str, Tensor] = {}
+        for gradient, names in self.gradients:
+            for own, summed in gradient.weighted_sum(weights).items():
+                total[names[own]] = summed
+        return self.layout.join(total)
+
+    def per_sample(self) -> Tensor:
+        """Form every gradient, for tests and small diagnostics.  # [sample, parameter]"""
+        eye = torch.eye(len(self.losses), dtype=torch.float64, device=self.losses.device)
+        return torch.stack([self.weighted_sum(indicator) for indicator in eye])
+
+    def masked(self, keep: Tensor) -> PerSample:
+        """Return a copy with the gradients of all other samples set to 0.  keep: [sample]
+
+        They are exactly 0, also if they were NaN.
+        """
+        masked = PerSample(torch.where(keep, self.losses, 0.0), (), self.layout)
+        masked.gradients = tuple(
+            NamedGradient(g.masked(keep), names) for g, names in self.gradients
+        )
+        return masked
+
+    def formed(self) -> PerSample:
+        """Return a copy without the operands of gradients that are formed."""
+        formed = PerSample(self.losses, (), self.layout)
+        formed.gradients = self.gradients
+        return formed
+
+
+class Blocks(PerSample):
+    """The per-sample gradients of several blocks of samples."""
+
+    def __init__(self, blocks: Sequence[PerSample], layout: Layout) -> None:
+        super().__init__(torch.cat([block.losses for block in blocks]), (), layout)
+        self._blocks, self._sizes = tuple(blocks), [len(block.losses) for block in blocks]
+
+    def norms(self, *, quick: bool = False) -> Tensor:
+        """Return the norms of all blocks."""
+        return torch.cat([block.norms(quick=quick) for block in self._blocks])
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return the sum over all blocks."""
+        first, *others = zip(self._blocks, torch.split(weights, self._sizes), strict=True)
+        total = first[0].weighted_sum(first[1])
+        for block, some in others:
+            total += block.weighted_sum(some)
+        return total
+
+    def masked(self, keep: Tensor) -> PerSample:
+        """Return a copy with every block masked."""
+        pairs = zip(self._blocks, torch.split(keep, self._sizes), strict=True)
+        return Blocks([block.masked(some) for block, some in pairs], self.layout)
+
+
+def _uses(records: Sequence[Record | Whole]) -> dict[str, int]:
+    """Count the uses of each parameter, by the model's names."""
+    uses: dict[str, int] = {}
+    for record in records:
+        for full in record.parameters.values():
+            uses[full] = uses.get(full, 0) + 1
+    return uses
