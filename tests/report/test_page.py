@@ -62,7 +62,9 @@ def with_known_numbers(results):
         "mean": -6.8,
         "low": -7.9,
         "high": -5.7,
-        "reads": "smaller by 6.8",
+        "p": 0.0004,
+        "p_rank": 0.09375,
+        "reads": "smaller by 6.8 (5.7 to 7.9)",
     }
     return results
 
@@ -78,7 +80,7 @@ def test_the_answer_is_one_sentence_with_its_interval(results):
     )
     assert second == (
         "The gap between the groups is 6.8 points smaller with DPSGD-Global-Adapt than with DPSGD "
-        "(95\u00a0% interval 5.7 to 7.9, over 3 seeds)."
+        "(95\u00a0% interval 5.7 to 7.9, p below 0.001 corrected for all rules, over 3 seeds)."
     )
 
 
@@ -96,15 +98,32 @@ def test_an_epsilon_is_never_rounded_down(results):
         ({"reads": "too few seeds to tell", "low": None, "high": None},
          "Whether the gap of DPSGD-Global-Adapt differs from DPSGD's: "
          "too few seeds to tell (3 seeds)."),
-        ({"mean": 2.0, "reads": "larger by 2 (1 to 3)", "low": 1.0, "high": 3.0},
+        ({"reads": "no verdict below 5 seeds; the difference is 2 (-1 to 5)", "mean": 2.0,
+          "low": -1.0, "high": 5.0},
+         "With 3 seeds there is no verdict: the gap between the groups is 2.0 points larger with "
+         "DPSGD-Global-Adapt than with DPSGD, 95\u00a0% interval of the difference −1.0 to 5.0. A "
+         "verdict needs five seeds."),
+        ({"mean": 2.0, "reads": "larger by 2 (1 to 3)", "low": 1.0, "high": 3.0, "p": 0.021},
          "The gap between the groups is 2.0 points larger with DPSGD-Global-Adapt than with DPSGD "
-         "(95\u00a0% interval 1.0 to 3.0, over 3 seeds)."),
+         "(95\u00a0% interval 1.0 to 3.0, p = 0.021 corrected for all rules, over 3 seeds)."),
     ],
 )  # fmt: skip
 def test_what_is_not_shown_is_not_said(results, verdict, sentence):
     results = with_known_numbers(results)
     results["verdict"]["dpsgd-global-adapt"] |= verdict
     assert words.answer(results)[1] == sentence
+
+
+def test_the_page_has_every_rule_s_verdict_with_both_p(results):
+    results = with_known_numbers(results)
+    drawn = page(results)
+    assert (
+        '<th scope="row">DPSGD-Global-Adapt</th><td>−6.8</td><td>−7.9 to −5.7</td>'
+        "<td>&lt; 0.001</td><td>0.094</td><td>smaller</td>"
+    ) in drawn
+    assert drawn.count("no verdict below 5 seeds</td>") == 2  # the other rules have three seeds
+    results["verdict"] = {}
+    assert "signed rank" not in page(results)
 
 
 def test_without_a_valid_epsilon_there_is_no_price(results):
@@ -129,7 +148,7 @@ def test_a_rule_alone_and_a_rule_of_ones_own(results):
         results[what]["halves"] = results[what].pop("dpsgd-global-adapt")
     drawn = page(results)
     assert "halves costs women" in drawn
-    assert "A rule of your own." in drawn
+    assert "A custom rule." in drawn
 
 
 def test_of_many_groups_the_pair_or_those_that_pay_least_and_most(results):

@@ -1,5 +1,4 @@
-"""What came out of a comparison: every rule over all seeds, the cost of privacy by group, and the
-verdicts.
+"""The result of a comparison: every rule over all seeds, the cost of privacy, and the verdicts.
 
 For each group k, on test data:
 
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -36,20 +35,21 @@ class Outcome:
     """One rule over all seeds.
 
     Attributes:
-        name: the rule's.
-        rule: how it was set.
+        name: name of the rule.
+        rule: the rule with its settings, as text.
         lr: learning rate, by seed.
-        soundness: whether its ε can be believed.
-        epsilon: ε by accountant ("pld", "rdp"), the largest over the seeds; None: none is valid.
+        soundness: soundness of the rule.
+        epsilon: accountant ("pld", "rdp") -> largest ε over the seeds; None if none is valid.
         delta: δ.
         metrics: name -> [seed, group]; NaN where undefined. "accuracy" in percent, "loss" and
             "train_loss" in nats.
-        overall: name -> [seed], over everybody.
-        seconds: of training, by seed.
-        course: what training looked like, epoch by epoch, mean over seeds: "loss" and
-            "gradient_norm" by group, each [epoch][group]; "clip_fraction" and "sensitivity"
-            [epoch]; "state" [epoch], the rule's public one.
-        statement: the privacy statement of the first seed's run, see `evenclip.privacy`.
+        overall: name -> [seed], over all test records.
+        seconds: duration of training, by seed.
+        course: values by epoch, averaged over seeds: "loss" and "gradient_norm" by group,
+            [epoch][group]; "clip_fraction" and "sensitivity", [epoch]; "state", [epoch], the public
+            state of the rule.
+        statement: the privacy statement of the first seed's run, see
+            `evenclip.mechanism.statement`.
     """
 
     name: str
@@ -70,16 +70,19 @@ class Comparison:
     """The rules side by side. Not differentially private: group figures carry no noise.
 
     Attributes:
-        dataset, groups, seeds: what was compared on.
-        protocol: "published", "matched" or "one learning rate"; `says` has it in words.
+        dataset: name of the dataset.
+        groups: names of the groups.
+        seeds: the seeds.
+        protocol: "published", "matched" or "one learning rate".
+        says: the protocol in words.
         outcomes: one per rule, the non-private reference first.
         pair: the two groups whose gaps are reported; None: the largest gap between any two.
         uncovered: accesses to the data that ε does not cover.
-        notes: what else should be known, sentences.
-        small: groups too small to judge.
-        n: training records, by seed.
-        risk: rule -> looks at the first seed's run (see `evenclip.runs.risk`), if they were asked
-            for.
+        notes: further remarks, as sentences.
+        small: groups that are too small to judge.
+        n: number of training records, by seed.
+        risk: rule -> measurements of the first seed's run (see `evenclip.sweep.risk`), if
+            requested.
     """
 
     dataset: str
@@ -104,19 +107,19 @@ class Comparison:
         return next((outcome for outcome in self.outcomes if outcome.name == REFERENCE), None)
 
     def privacy_cost(self, name: str) -> NDArray[np.float64]:
-        """π_k in points.  # [seed, group]"""
+        """Return π_k in points.  # [seed, group]"""
         assert self.reference is not None
         return cost.privacy_cost(self.reference.metrics["accuracy"], self[name].metrics["accuracy"])
 
     def excessive_risk(self, name: str) -> NDArray[np.float64]:
-        """R_k on test data.  # [seed, group]"""
+        """Return R_k on test data.  # [seed, group]"""
         assert self.reference is not None
         return cost.excessive_risk(self.reference.metrics["loss"], self[name].metrics["loss"])
 
     def gap(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Between the pair of groups, or the largest.  [seed, group] -> [seed]
+        """Return the gap of the pair, or the largest gap.  [seed, group] -> [seed]
 
-        Groups too small to judge are left out of the largest, if there are two others.
+        The largest gap leaves out groups that are too small to judge, if there are two others.
         """
         if self.pair is not None:
             return cost.gap(
@@ -127,30 +130,30 @@ class Comparison:
 
     @cached_property
     def verdicts(self) -> dict[str, statistics.Paired]:
-        """Each private rule's privacy-cost gap against DPSGD's, seed by seed; the p-values are
-        Holm's.
+        """Each private rule's gap of privacy cost against DPSGD's, seed by seed.
+
+        The p-values and the verdicts are corrected for the number of rules.
         """
         names = [outcome.name for outcome in self.outcomes]
         if self.reference is None or BASELINE not in names or len(self.groups) < 2:
             return {}
         baseline = self.gap(self.privacy_cost(BASELINE))
-        others = [name for name in names if name not in (REFERENCE, BASELINE)]
-        found = {
-            name: statistics.paired(self.gap(self.privacy_cost(name)), baseline) for name in others
-        }
-        adjusted = statistics.holm(
-            {name: pair.p for name, pair in found.items() if pair.p is not None}
+        return statistics.corrected(
+            {
+                name: statistics.paired(self.gap(self.privacy_cost(name)), baseline)
+                for name in names
+                if name not in (REFERENCE, BASELINE)
+            }
         )
-        return {name: replace(pair, p=adjusted.get(name)) for name, pair in found.items()}
 
     def table(self, width: int = 80) -> str:
-        """The table and the verdict, for a terminal of that width."""
+        """Format the table and the verdicts for a terminal of this width."""
         from evenclip.report.terminal import table
 
         return table(self, width)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as plain values; accuracies and costs in percent and points."""
+        """Return all results as plain values; accuracies in percent, costs in points."""
         return {
             "dataset": self.dataset,
             "groups": list(self.groups),
@@ -177,7 +180,7 @@ class Comparison:
         }
 
     def to_dataframe(self) -> pd.DataFrame:
-        """One row per rule, seed, group and metric."""
+        """Return one row per rule, seed, group and metric."""
         import pandas as pd
 
         rows = [
@@ -206,18 +209,18 @@ class Comparison:
         }
 
     def _bootstrap(self, name: str) -> dict[str, Any]:
-        """The bootstrap's interval of the same difference."""
+        """Return the bootstrap interval of the same difference."""
         difference = self.gap(self.privacy_cost(name)) - self.gap(self.privacy_cost(BASELINE))
-        found = statistics.bootstrap_interval(difference)
-        return {"bootstrap": None if found is None else [_finite(end) for end in found]}
+        interval = statistics.bootstrap_interval(difference)
+        return {"bootstrap": None if interval is None else [_finite(end) for end in interval]}
 
     def _metrics(self, outcome: Outcome) -> dict[str, NDArray[np.float64]]:
-        """All that is known by seed and group."""
-        found = dict(outcome.metrics)
+        """Return name -> values of all metrics, cost and risk included.  # [seed, group]"""
+        metrics = dict(outcome.metrics)
         if self.reference is not None:
-            found["privacy_cost"] = self.privacy_cost(outcome.name)
-            found["excessive_risk"] = self.excessive_risk(outcome.name)
-        return found
+            metrics["privacy_cost"] = self.privacy_cost(outcome.name)
+            metrics["excessive_risk"] = self.excessive_risk(outcome.name)
+        return metrics
 
     def _row(self, outcome: Outcome) -> dict[str, Any]:
         metrics = self._metrics(outcome)
@@ -233,7 +236,7 @@ class Comparison:
 
 
 def _mean_se(values: NDArray[np.float64]) -> dict[str, float | None]:
-    """As JSON has it."""
+    """Return mean and standard error for JSON; None where a value is undefined."""
     if not len(values) or bool(np.isnan(values).any()):
         return {"mean": None, "se": None}
     return {
@@ -243,11 +246,12 @@ def _mean_se(values: NDArray[np.float64]) -> dict[str, float | None]:
 
 
 def _plain(pair: statistics.Paired) -> dict[str, Any]:
-    """As JSON has it."""
-    numbers = {name: _finite(getattr(pair, name)) for name in ("mean", "se", "low", "high", "p")}
+    """Return a comparison for JSON."""
+    names = ("mean", "se", "low", "high", "p", "p_rank")
+    numbers = {name: _finite(getattr(pair, name)) for name in names}
     return {"n": pair.n, **numbers, "reads": pair.reads}
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no infinity: a mean loss is infinite where a score was."""
+    """Replace NaN and ±∞, which JSON does not have, by None."""
     return value if value is not None and math.isfinite(value) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -170,19 +169,28 @@ def _verdict(comparison: Comparison, width: int) -> list[str]:
         )
     ]
     for name, pair in comparison.verdicts.items():
-        p = "" if pair.p is None or math.isnan(pair.p) else f"; p = {pair.p:.3f}"
+        p = "" if pair.p is None else f"; p = {_probability(pair.p)}"
         lines.append(
             textwrap.fill(
                 f"{name}: {pair.reads}{p}", width, initial_indent="  ", subsequent_indent="    "
             )
         )
-    least = statistics.smallest_p(len(comparison.seeds))
+    ranks = ", ".join(
+        f"{name} {_probability(pair.p_rank)}"
+        for name, pair in comparison.verdicts.items()
+        if pair.p_rank is not None
+    )
     says = (
-        "In brackets 95 % intervals; p by one-sided Wilcoxon signed rank and Holm, never below "
-        f"{least:.2g} with {len(comparison.seeds)} seed{'s' if len(comparison.seeds) > 1 else ''}."
+        "In brackets 95 % intervals; p by paired t test, corrected for the number of rules "
+        f"(Holm). One-sided signed-rank p, corrected alike: {ranks or 'none'}."
     )
     lines.append(textwrap.fill(says, width, initial_indent="  ", subsequent_indent="  "))
     return ["\n".join(lines)]
+
+
+def _probability(p: float) -> str:
+    """Format a p-value with three decimals."""
+    return "below 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def _warnings(comparison: Comparison, width: int) -> str:

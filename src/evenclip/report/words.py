@@ -71,13 +71,21 @@ def _verdict(results: Mapping[str, Any], best: str, verdict: Mapping[str, Any]) 
         return f"Between the gaps of {display(best)} and DPSGD no difference is shown with {seeds}."
     if verdict["low"] is None:
         return f"Whether the gap of {display(best)} differs from DPSGD's: {reads} ({seeds})."
-    # The interval does not contain 0; otherwise no difference would be shown.
-    ends = sorted(abs(verdict[end]) for end in ("low", "high"))
     way = "smaller" if verdict["mean"] < 0 else "larger"
+    if reads.startswith("no verdict"):
+        return (
+            f"With {seeds} there is no verdict: the gap between the groups is "
+            f"{points(abs(verdict['mean']))} points {way} with {display(best)} than with DPSGD, "
+            f"95\u00a0% interval of the difference {points(verdict['low'])} to "
+            f"{points(verdict['high'])}. A verdict needs five seeds."
+        )
+    # The interval of a verdict does not contain 0.
+    ends = sorted(abs(verdict[end]) for end in ("low", "high"))
+    p = "p below 0.001" if verdict["p"] < 0.001 else f"p = {verdict['p']:.3f}"
     return (
         f"The gap between the groups is {points(abs(verdict['mean']))} points {way} with "
-        f"{display(best)} than with DPSGD "
-        f"(95\u00a0% interval {points(ends[0])} to {points(ends[1])}, over {seeds})."
+        f"{display(best)} than with DPSGD (95\u00a0% interval {points(ends[0])} to "
+        f"{points(ends[1])}, {p} corrected for all rules, over {seeds})."
     )
 
 
