@@ -74,9 +74,9 @@ def test_the_index_links_every_table_and_figure(drawn):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({}, ""),
-        ({"n": 7920}, "Partial: 7,920 training records."),
-        ({"watch": {"epochs": 1}}, "A quick look."),
+        ({}, "One seed, so without errors."),
+        ({"n": 7920}, "Partial: 7,920 training records; one seed, so without errors."),
+        ({"watch": {"epochs": 1}}, "A quick look; one seed, so without errors."),
     ],
     ids=["whole", "partial", "quick"],
 )
@@ -85,10 +85,11 @@ def test_a_figure_that_is_not_the_papers_is_marked(change, says, tmp_path, kept,
         tmp_path, kept, lambda rule: {**seen(rule), "n": 23458, "watch": {"epochs": None}, **change}
     )
     (drawing,) = [path for path in artifacts.draw_figure("adult-noise") if path.suffix == ".svg"]
-    caption = f"{FIGURES['adult-noise'].caption}{says and ' ' + says} (<a"
+    caption = f"{FIGURES['adult-noise'].caption} {says} (<a"
     assert caption in artifacts.index().read_text()
     text = drawing.read_text()
-    assert (says[1:-1] in text) if says else ("partial" not in text and "quick look" not in text)
+    assert says[1:-1] in text
+    assert ("partial" in text, "quick look" in text) == ("Partial" in says, "quick" in says)
 
 
 def test_figures_lack_nothing_of_the_paper():
@@ -107,13 +108,15 @@ def test_a_figure_with_runs_missing_is_not_drawn(tmp_path, kept, seen):
 
 
 def test_noise_at_the_scale_of_the_paper(seen):
-    runs = {method.name: seen(method.name) for method in PUBLISHED["adult"].methods}
+    runs = {method.name: [seen(method.name)] for method in PUBLISHED["adult"].methods}
     drawn = [
         figures.draw(FIGURES["adult-noise"], runs, published_scale=scale) for scale in (False, True)
     ]
     ours, theirs = (figure.axes[0].lines[1].get_ydata()[0] for figure in drawn)
-    assert drawn[0].axes[0].get_ylabel() == r"$R^{\mathrm{noise}}$ in $10^{-1}$"
-    assert drawn[1].axes[0].get_ylabel() == r"$R^{\mathrm{noise}}$ in $10^{3}$, without $1/B^2$"
+    assert drawn[0].axes[0].get_ylabel() == r"$R^{\mathrm{noise}}$"
+    assert drawn[1].axes[0].get_ylabel() == r"$R^{\mathrm{noise}}$, without $1/B^2$"
+    assert drawn[0].axes[0].texts[0].get_text() == r"$\times 10^{-1}$"
+    assert drawn[1].axes[0].texts[0].get_text() == r"$\times 10^{3}$"
     assert theirs * 10**3 == pytest.approx(ours * 10**-1 * 256**2)
 
 
@@ -185,19 +188,25 @@ def test_gradients_of_groups_are_averaged_over_the_batches_that_have_them():
     assert seldom.rows == [[1.75, 1.0, 2.0], [1.0, 1.0, None]]
 
 
-def test_the_matched_reference_is_watched_at_the_rate_that_its_table_chose(tmp_path):
+def test_the_matched_reference_has_the_rates_that_its_table_chose(tmp_path):
     artifacts = Artifacts(tmp_path)
-    assert artifacts.reference_lr("adult") is None
+    assert artifacts.reference_lr("adult") == []
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "adult-matched.json").write_text(
         '{"rules": {"non-private": {"lr": [0.3, 0.1]}}}'
     )
     plan = observed.plan("adult", match=True, reference_lr=artifacts.reference_lr("adult"))
-    rates = {w.rule: w.method.lr for w in plan}
-    assert rates["non-private"] == 0.3
-    assert rates["dpsgd"] == pytest.approx(0.2)  # 0.1/C0
-    unknown = {w.rule: w.method.lr for w in observed.plan("adult", match=True)}
-    assert unknown == rates | {"non-private": 0.01}
+    assert len({w.name for w in plan}) == len(plan) == 5 * 7  # six rules, and one with eigenvalues
+    rates = {w.seed: w.method.lr for w in plan if w.rule == "non-private"}
+    assert rates == {0: 0.3, 1: 0.1, 2: 0.01, 3: 0.01, 4: 0.01}
+    assert {w.method.lr for w in plan if w.rule == "dpsgd"} == {0.2}  # 0.1/C0
+    unknown = [w for w in observed.plan("adult", match=True) if w.rule == "non-private"]
+    assert {w.method.lr for w in unknown} == {0.01}
+
+
+def test_images_and_quick_runs_have_one_seed():
+    assert {w.seed for w in observed.plan("mnist", match=False)} == {0}
+    assert {w.seed for w in observed.plan("adult", match=False, quick=True)} == {0}
 
 
 def test_what_was_watched_is_not_watched_again(tmp_path, here):
@@ -242,7 +251,7 @@ def test_the_list_names_everything_and_what_is_missing(monkeypatch, tmp_path):
     [
         (
             ["paper", "table", "iris"],
-            "There is no table 'iris'; choose among directions, variants, adult,",
+            "There is no table 'iris'; choose among directions, variants, steps, adult,",
         ),
         (
             ["paper", "figure", "iris"],

@@ -239,7 +239,7 @@ def _observe(artifacts: Artifacts, dataset: str, match: bool, how: Training) -> 
         match=match,
         quick=how.quick,
         device=how.device,
-        reference_lr=artifacts.reference_lr(dataset) if match else None,
+        reference_lr=artifacts.reference_lr(dataset) if match else (),
     )
     results = observed.carry_out(plan, artifacts.observed, data_dir=how.data_dir, on=how.on)
     for given, _ in results:

@@ -18,8 +18,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from evenclip.comparison.presets import PUBLISHED
-from evenclip.reproduction import directions, figures, markdown, style, variants
+from evenclip.comparison.presets import PUBLISHED, SETTINGS
+from evenclip.reproduction import (
+    directions,
+    figures,
+    markdown,
+    steps,
+    style,
+    validity,
+    variants,
+)
 from evenclip.reproduction.drawings import DRAWINGS
 from evenclip.reproduction.figures import CLOSER, FIGURES, PaperFigure
 from evenclip.reproduction.observed import Watch
@@ -28,7 +36,7 @@ from evenclip.rules import DPSGD
 
 __all__ = ["MADE", "Artifacts"]
 
-MADE = {directions.NAME: directions, variants.NAME: variants}
+MADE = {made.NAME: made for made in (directions, variants, steps)}
 """Name -> module, for the tables that `evenclip.reproduction.tables` does not make."""
 
 
@@ -59,27 +67,33 @@ class Artifacts:
         path = self.tables / f"{name}.json"
         return json.loads(path.read_text()) if path.is_file() else None
 
-    def reference_lr(self, dataset: str) -> float | None:
-        """Return the learning rate of the first non-private run in the matched table.
+    def reference_lr(self, dataset: str) -> list[float]:
+        """Return the learning rates of the non-private runs in the matched table, by seed.
 
-        It is None if the table does not exist.
+        The list is empty if the table does not exist.
         """
         record = self.record(f"{dataset}-matched")
-        return None if record is None else float(record["rules"][REFERENCE]["lr"][0])
+        return [] if record is None else [float(lr) for lr in record["rules"][REFERENCE]["lr"]]
 
-    def seen(self, figure: PaperFigure) -> dict[str, Any] | None:
-        """Return rule -> measurements of the runs in a figure; None if one of them is missing."""
+    def seen(self, figure: PaperFigure) -> dict[str, list[dict[str, Any]]] | None:
+        """Return rule -> measurements of its runs, by seed; None if a rule has no run.
+
+        Only seeds that were observed for every rule are included.
+        """
         closer = figure.kind in CLOSER
         methods = PUBLISHED[figure.dataset].methods
         rules = [DPSGD.name] if closer else [method.name for method in methods]
-        runs = {}
-        for rule in rules:
-            run = Watch(figure.dataset, rule, figure.match, eigenvalues=closer)
-            path = self.observed / f"{run.name}.json"
-            if not path.is_file():
-                return None
-            runs[rule] = json.loads(path.read_text())
-        return runs
+        runs: dict[str, list[dict[str, Any]]] = {rule: [] for rule in rules}
+        for seed in range(SETTINGS[figure.dataset].figure_seeds):
+            watches = [
+                Watch(figure.dataset, rule, figure.match, seed, eigenvalues=closer)
+                for rule in rules
+            ]
+            paths = [self.observed / f"{watch.name}.json" for watch in watches]
+            if all(path.is_file() for path in paths):
+                for rule, path in zip(rules, paths, strict=True):
+                    runs[rule].append(json.loads(path.read_text()))
+        return runs if runs[rules[0]] else None
 
     def draw_table(self, name: str) -> Path:
         """Draw a table from its record."""
@@ -87,6 +101,17 @@ class Artifacts:
         assert record is not None
         text = MADE[name].draw(record) if name in MADE else markdown.draw(record)
         return _write(self.tables / f"{name}.md", text)
+
+    def draw_validity(self) -> Path | None:
+        """Draw the table of where the risk's expansion holds; None if no run was observed."""
+        observed = {
+            (figure.dataset, figure.match): runs
+            for figure in FIGURES.values()
+            if figure.kind == "risk" and (runs := self.seen(figure)) is not None
+        }
+        if not observed:
+            return None
+        return _write(self.tables / f"{validity.NAME}.md", validity.draw(observed))
 
     def draw_figure(self, name: str, *, published_scale: bool = False) -> list[Path]:
         """Draw a figure; return its paths, or no path if the run of one rule is missing.
@@ -112,13 +137,17 @@ class Artifacts:
         for name in (*MADE, *TABLES):
             if self.record(name) is not None:
                 yield self.draw_table(name)
+        table = self.draw_validity()
+        if table is not None:
+            yield table
         for name in (*DRAWINGS, *FIGURES):
             yield from self.draw_figure(name)
         yield self.index()
 
     def index(self) -> Path:
         """Write the page with all tables and figures."""
-        made = [name for name in (*TABLES, *MADE) if (self.tables / f"{name}.md").is_file()]
+        names = (*TABLES, *MADE, validity.NAME)
+        made = [name for name in names if (self.tables / f"{name}.md").is_file()]
         drawn = [name for name in (*DRAWINGS, *FIGURES) if (self.figures / f"{name}.svg").is_file()]
         links = [
             f'<li><a href="#{name}">{html.escape(_title(name))}</a></li>'

@@ -1,6 +1,8 @@
 """Tables 2 to 5 as Markdown, drawn from their records.
 
 ‡ marks a difference from the printed number that two standard errors and rounding do not explain.
+The numbers of a matched table or of a part of the data cannot be compared with print, so the
+printed ones are left out there.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evenclip.audit import statistics
+from evenclip.comparison.presets import PUBLISHED
+from evenclip.comparison.protocol import STEP, expected_sensitivity
 from evenclip.reproduction.cells import Cell, Columns, cells, verdicts
 from evenclip.reproduction.published import PublishedTable, load
 from evenclip.reproduction.tables import REFERENCE, TABLES, Table
@@ -46,10 +50,11 @@ def draw(record: Mapping[str, Any]) -> str:
             "are not its numbers.**",
             "",
         ]
+    beside = not table.match and not record.get("partial")
     if record.get("partial"):
         lines += [
-            f"**Partial: {record['partial']}. What is there is split by identity and not as "
-            "published.**",
+            f"**Partial: {record['partial']}. The available images are split by identity, and not "
+            "as published. No number can be compared with the printed table.**",
             "",
         ]
     lines += [
@@ -58,9 +63,9 @@ def draw(record: Mapping[str, Any]) -> str:
         "",
     ]
     for column, heading in _HEADINGS.items():
-        lines += _block(columns, column, heading, printed, table)
-    lines += _privacy(record, printed, table) + _claims(record, table)
-    if not table.match:
+        lines += _block(columns, column, heading, printed, beside and column != "test_loss")
+    lines += _privacy(record, printed, beside) + _steps(record, table) + _claims(record, table)
+    if beside:
         lines += [
             "‡ not explained by two standard errors of the difference and the rounding of what is "
             "printed.",
@@ -71,13 +76,12 @@ def draw(record: Mapping[str, Any]) -> str:
 
 
 def _block(
-    columns: Columns, column: str, heading: str, printed: PublishedTable, table: Table
+    columns: Columns, column: str, heading: str, printed: PublishedTable, beside: bool
 ) -> list[str]:
     """Return the lines of one quantity: a row for each rule, with all groups and the gap."""
     rules = [rule for rule in columns if column in columns[rule]]
     gap = f"{column}_gap"
     names = [*printed.groups, *(["gap"] if any(gap in columns[rule] for rule in rules) else [])]
-    beside = not table.match and column != "test_loss"
     head = [
         "",
         *(title for name in names for title in ((name, "printed", "diff.") if beside else (name,))),
@@ -111,7 +115,7 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _privacy(record: Mapping[str, Any], printed: PublishedTable, table: Table) -> list[str]:
+def _privacy(record: Mapping[str, Any], printed: PublishedTable, beside: bool) -> list[str]:
     """Return the lines of the ε of every rule, beside the printed one."""
     from evenclip.mechanism.accounting import rounded_up
 
@@ -123,7 +127,7 @@ def _privacy(record: Mapping[str, Any], printed: PublishedTable, table: Table) -
     lines.append(_line(["---", "---:", "---:", "---:", "---:", "---"]))
     for rule, row in record["rules"].items():
         rdp, pld = (row["epsilon"][name] for name in ("rdp", "pld"))
-        published = str(printed.epsilon) if rule != REFERENCE and not table.match else "–"
+        published = str(printed.epsilon) if rule != REFERENCE and beside else "–"
         rates = sorted({f"{lr:.3g}" for lr in row["lr"]}, key=float)
         shown = [("none" if value is None else rounded_up(value)) for value in (rdp, pld)]
         lines.append(
@@ -144,6 +148,27 @@ def _privacy(record: Mapping[str, Any], printed: PublishedTable, table: Table) -
         "together.",
         "",
     ]
+
+
+def _steps(record: Mapping[str, Any], table: Table) -> list[str]:
+    """Return a sentence for each rule of a matched table that was trained at another step."""
+    if not table.match:
+        return []
+    published, groups = PUBLISHED[table.dataset], len(record["groups"])
+    lines = []
+    for method in published.methods:
+        if not (method.rule.sigma and method.rule.bounded):
+            continue
+        S = expected_sensitivity(method.rule, groups, float(published.batch_size))
+        step = S * record["rules"][method.name]["lr"][0]
+        if abs(step - STEP) > 0.01 * STEP:
+            lines += [
+                f"{method.name} was trained at an expected largest step of {step:.3g}, and not "
+                f"{STEP:g}: an earlier version took its typical sensitivity to be smaller. It has "
+                "not been run again.",
+                "",
+            ]
+    return lines
 
 
 def _claims(record: Mapping[str, Any], table: Table) -> list[str]:

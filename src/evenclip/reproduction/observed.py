@@ -1,8 +1,9 @@
 """Runs that are observed while they train, for the paper's figures.
 
-One seed of every method is observed: losses and gradient norms by group and epoch, and the terms of
-`evenclip.audit.decomposition` at regular steps. Observing does not change a run, so these are the
-runs of the tables. All measurements are private.
+Losses and gradient norms are measured by group and epoch, and the terms of
+`evenclip.audit.decomposition` at regular steps: over five seeds of every method on tables, and one
+seed on images. Observing does not change a run, so these are the runs of the tables. All
+measurements are private.
 """
 
 from __future__ import annotations
@@ -73,8 +74,10 @@ class Watch:
     @property
     def name(self) -> str:
         """The name of its file, without suffix."""
+        protocol = "matched" if self.match else "published"
         closer = "-eigenvalues" if self.eigenvalues else ""
-        return f"{self.dataset}-{'matched' if self.match else 'published'}-{self.rule}{closer}"
+        seed = f"-seed{self.seed}" if self.seed else ""
+        return f"{self.dataset}-{protocol}-{self.rule}{closer}{seed}"
 
     @property
     def hash(self) -> str:
@@ -227,42 +230,34 @@ def plan(
     match: bool,
     quick: bool = False,
     device: str = "cpu",
-    reference_lr: float | None = None,
+    reference_lr: Sequence[float] = (),
 ) -> list[Watch]:
-    """Return the runs to observe for the figures of a dataset: one for each method of its table.
+    """Return the runs to observe for the figures of a dataset: the seeds of each method.
 
-    On Adult there is a further run of DPSGD with eigenvalues. They need dozens of Hessian-vector
-    products, so this run is measured a fourth as often. Runs on images use fewer probes and measure
-    ‖g_B‖ at every fifth step.
+    On Adult there are further runs of DPSGD with eigenvalues. They need dozens of Hessian-vector
+    products, so these runs are measured a fourth as often. Runs on images use fewer probes and
+    measure ‖g_B‖ at every fifth step.
 
     Args:
         dataset: name of the dataset.
         match: whether to use the matched protocol.
         quick: whether to train for one epoch on few records, with few probes.
         device: device to train on.
-        reference_lr: learning rate of the non-private run; see `Watch.lr`.
+        reference_lr: learning rate of the non-private run by seed; see `Watch.lr`.
     """
     setting, image = SETTINGS[dataset], PUBLISHED[dataset].model["name"] == "cnn"
-    every = setting.every
     fewer: dict[str, Any] = {"norms": 5, "probes": 30} if image else {}
-    runs = [
-        Watch(dataset, method.name, match, every=every, device=device, **fewer)
-        for method in PUBLISHED[dataset].methods
-    ]
-    runs = [replace(w, lr=reference_lr) if w.rule == NonPrivate.name else w for w in runs]
-    if setting.eigenvalues:
-        runs.insert(
-            0,
-            Watch(
-                dataset,
-                DPSGD.name,
-                match,
-                every=4 * every,
-                probes=0,
-                eigenvalues=True,
-                device=device,
-            ),
-        )
+    runs = []
+    for seed in range(1 if quick else setting.figure_seeds):
+        base = Watch(dataset, DPSGD.name, match, seed, every=setting.every, device=device)
+        if setting.eigenvalues:
+            closer: dict[str, Any] = {"every": 4 * setting.every, "probes": 0, "eigenvalues": True}
+            runs.append(replace(base, **closer))
+        rates = {NonPrivate.name: reference_lr[seed]} if seed < len(reference_lr) else {}
+        runs += [
+            replace(base, rule=method.name, lr=rates.get(method.name), **fewer)
+            for method in PUBLISHED[dataset].methods
+        ]
     if quick:
         few: dict[str, Any] = {"epochs": 1, "sample": 128, "rows": setting.quick_rows}
         runs = [
