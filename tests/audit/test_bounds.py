@@ -163,7 +163,7 @@ def test_the_bound_of_clipping_can_be_come_near():
 
 
 def test_proposition_3_is_reached():
-    """g_B and ḡ_B lie along two axes; group a is curved along the first, group b along the second."""
+    """g_B and ḡ_B lie along two axes; group a is curved along the first, b along the second."""
     lr, length = 0.25, 0.5
     rho, g_a, g_b = np.array([length]), np.array([0.3, -0.2]), np.array([-0.1, 0.4])
     g_B, clipped = np.array([1.0, 0.0]), np.array([0.0, length])

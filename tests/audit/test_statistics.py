@@ -343,7 +343,7 @@ def test_several_comparisons_are_corrected_by_holm():
 
 @pytest.mark.parametrize("seeds", [5, 8])
 def test_where_there_is_no_difference_at_most_one_comparison_in_twenty_announces_one(seeds):
-    """Gaps of three rules against DPSGD's, all of one distribution, which share the split's luck."""
+    """Gaps of three rules against DPSGD's, all of one distribution, with shared split effects."""
     generator = np.random.default_rng(0)
     trials, announced = 1500, 0
     for _ in range(trials):

@@ -156,7 +156,7 @@ def test_with_dropout_the_ranks_agree_and_drop_different_units(two):
     assert len({seed for rank in seeds for seed in rank}) == sum(len(rank) for rank in seeds) == 4
 
 
-# --- different records on each rank -----------------------------------------------------------------------
+# --- different records on each rank -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -288,7 +288,7 @@ def test_every_number_is_that_of_its_bits(draw, dtype, size, t):
 @over_draws
 @over_dtypes
 def test_where_u_lies_in_the_tail_its_further_bits_count(draw, dtype):
-    """Of eight million pairs about seven use further bits; compare them with a calculation by hand."""
+    """Of eight million pairs about seven use further bits; compare them with a hand calculation."""
     noise, pairs = seeded(0), 1024
     words = philox(noise.key, 0, 2 * pairs, 8000 * pairs // 4, 0)
     where = np.nonzero((words & 0xFFFFFFFF) < TAIL)[0]
@@ -776,7 +776,7 @@ def test_radii_fall_without_a_gap_across_the_switch(draw, dtype, feed):
 @over_draws
 @over_dtypes
 def test_the_largest_radii(draw, dtype, feed):
-    """At u = k·2⁻⁶⁴, −ln u = 64 ln 2 − ln k: the largest number is 9.42, and the next ones differ."""
+    """At u = k·2⁻⁶⁴, −ln u = 64 ln 2 − ln k: the largest number is 9.42; the next ones differ."""
     k = np.arange(1, 1001)
     numbers = radii(draw, k - 1, dtype, feed)
     expected = np.sqrt(2 * (64 * math.log(2) - np.log(k)))

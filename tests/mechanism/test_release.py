@@ -218,7 +218,7 @@ def test_joint_multiplier_at_the_ends():
 
 
 def test_a_value_without_a_bound_has_its_noise_and_is_in_clear_for_the_ledger():
-    """One record may change it by more than the noise is scaled to, so no noise makes it private."""
+    """One record may change it by more than the noise covers, so no noise makes it private."""
     mechanism = Mechanism(FairLens(C0=2.0, sigma=3.0), Constants(groups=2))
     noisy = mechanism.publish(torch.zeros(3), 2.0, 1.0, Release({"gradient": torch.ones(3)}))
     assert noisy.tolist() == [6.0, 6.0, 6.0]

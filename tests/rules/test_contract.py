@@ -1,4 +1,4 @@
-"""What a custom rule may use: constants, several statistics, outputs and labels, a loss, the step."""
+"""What a custom rule may use: constants, several statistics, outputs, labels, a loss, the step."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_two_runs_that_differ_in_anything_share_no_noise(toy, kind):
 
 
 def released(toy, model, data):
-    """Return the noise of a few steps on these data, from this initial model.  # [step, parameter]"""
+    """Return the noise of a few steps on these data, from this model.  # [step, parameter]"""
     rows = []
     fit(
         model,

@@ -1,4 +1,4 @@
-"""A resumed run equals an uninterrupted run; a checkpoint is complete, or is refused with a reason."""
+"""A resumed run equals an uninterrupted run; an incomplete checkpoint is refused."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_training_works_outside_the_main_thread(toy):
     assert toy.same(results[0].model, fit(toy.mlp(), toy.data(), **settings(DPSGD())).model)
 
 
-# --- damaged, foreign and left-over checkpoints ----------------------------------------------------
+# --- damaged, foreign and left-over checkpoints -------------------------------------------------
 
 
 @pytest.fixture

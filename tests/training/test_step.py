@@ -374,7 +374,7 @@ def test_a_custom_rule_has_trace_report_and_resume(toy, tmp_path):
 
 @dataclass(frozen=True)
 class Liar(Rule):
-    """Claims that a sample adds at most 0.1, clips nothing, and counts a thousand instead of one."""
+    """Claims that a sample adds at most 0.1, clips nothing, and counts 1000 instead of 1."""
 
     name: ClassVar[str] = "liar"
 

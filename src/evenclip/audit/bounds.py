@@ -89,8 +89,8 @@ def direction_bound(
 ) -> float:
     """Return the lower bound on R_dir_a − R_dir_b of Proposition 3.
 
-    In the paper's notation it is η(‖g_a‖E[‖ḡ_B‖(cos θ_a − cos θ̄_a)] − ‖g_b‖E[‖ḡ_B‖(cos θ_b − cos θ̄_b)] −
-    E‖ḡ_B‖²), where ‖g_a‖‖ḡ_B‖cos θ_a = ρ⟨g_a, g_B⟩.
+    In the paper's notation it is η(‖g_a‖E[‖ḡ_B‖(cos θ_a − cos θ̄_a)]
+    − ‖g_b‖E[‖ḡ_B‖(cos θ_b − cos θ̄_b)] − E‖ḡ_B‖²), where ‖g_a‖‖ḡ_B‖cos θ_a = ρ⟨g_a, g_B⟩.
     """
     return float(lr * np.mean(_turned(a, rho) - _turned(b, rho) - clipped_norms**2))
 

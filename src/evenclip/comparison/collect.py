@@ -89,7 +89,7 @@ def _outcome(method: Method, results: Sequence[Mapping[str, Any]]) -> Outcome:
 
 
 def _course(traces: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Mean over the seeds of what every epoch looked like; None where some seed has nothing to say."""
+    """Return the mean of each epoch's values over the seeds; None if a seed has none."""
     columns = {}
     for name in ("loss", "gradient_norm", "clip_fraction", "sensitivity", "state"):
         seeds = [_array([row[name] for row in trace]) for trace in traces]  # [epoch, ...] each

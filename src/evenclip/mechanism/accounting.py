@@ -12,8 +12,8 @@ and steps compose. Two accountants compute ε, both through dp-accounting. Both 
 * RDP: the Rényi divergences of (P, Q) add up over the steps and are converted to (ε, δ). It is fast
   and slightly loose. Mironov, Talwar, Zhang 2019, "Rényi differential privacy of the sampled
   Gaussian mechanism", arXiv:1908.10530.
-* PLD: the distribution of the privacy loss ln P/Q, on a grid, is convolved over the steps. It is tight.
-  Koskela, Jälkö, Honkela 2020, "Computing tight differential privacy guarantees using FFT",
+* PLD: the distribution of the privacy loss ln P/Q, on a grid, is convolved over the steps. It is
+  tight. Koskela, Jälkö, Honkela 2020, "Computing tight differential privacy guarantees using FFT",
   arXiv:1906.03049; Gopi, Lee, Wutschitz 2021, "Numerical composition of differential privacy",
   arXiv:2106.02848; Doroshenko, Ghazi, Kamath, Kumar, Manurangsi 2022, "Connect the dots: tighter
   discrete approximations of privacy loss distributions", arXiv:2207.04380, whose discretisation is

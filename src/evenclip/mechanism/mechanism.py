@@ -51,8 +51,8 @@ __all__ = ["Mechanism"]
 _ROUNDING = 1 + 2.0**-50
 # Weights are finite even for a rule without a bound (S = ∞).
 _FINITE = sys.float_info.max
-# A shorter gradient is clamped as if it had this length, so that its weight stays finite in float32,
-# where 0 · ∞ would be NaN.
+# A shorter gradient is clamped as if it had this length, so that its weight stays finite in
+# float32, where 0 · ∞ would be NaN.
 _SHORTEST = 2.0**-100
 # What a statistic may have as parameters beside norm, group and state.
 _FURTHER = ("loss", "output", "y")
@@ -333,7 +333,7 @@ class Mechanism:
         return (held, clamped) if keep is None else (torch.where(keep, held, 0.0), clamped & keep)
 
     def publish(self, total: Tensor, S: float | Tensor, B: float, release: Release) -> Tensor:
-        """Release Σ γ_i g_i, which one record moves by at most S, and divide by B.  # [parameter]"""
+        """Release Σ γ_i g_i, which one record moves by at most S, divided by B.  # [parameter]"""
         noisy = release("gradient", total, sensitivity=S, multiplier=self.noise["gradient"])
         # In clear, `noisy` is the same tensor as `total`.
         return noisy * (1 / B) if noisy is total else noisy.mul_(1 / B)

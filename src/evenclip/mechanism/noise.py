@@ -115,7 +115,7 @@ class Noise:
         return radius, words[:, 1].view(np.int32).astype(kind) * kind.type(math.pi * 2.0**-31)
 
     def _refinements(self, t: int, size: int, first: int, end: int) -> NDArray[np.float64]:
-        """Return what 32 more bits add to u of pairs first to end − 1.  # [pair], in units of 2⁻³²"""
+        """Return what 32 more bits add to u of pairs first to end − 1.  # [pair], in 2⁻³²"""
         words = (
             self._words[1]
             .span(t, size, _blocks((size + 1) // 2, 8), first // 2, (end + 1) // 2)

@@ -110,7 +110,7 @@ def draw(figure: PaperFigure, observed: Observed, *, published_scale: bool = Fal
 
 
 def mark(figure: PaperFigure, observed: Observed) -> str:
-    """Return what a reader must know of the runs: quick or partial ones, and the number of seeds."""
+    """Return a note on the runs: whether they are quick or partial, and the number of seeds."""
     runs = next(iter(observed.values()))
     published = PUBLISHED[figure.dataset]
     n = published.batch_size * (published.batches or 1)

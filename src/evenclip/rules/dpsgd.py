@@ -31,7 +31,8 @@ class DPSGD(Rule):
 
     >>> import torch
     >>> rule = DPSGD(C0=0.5, sigma=1.0)
-    >>> rule.weight(torch.tensor([0.0, 0.5, 2.0]), torch.zeros(3), torch.zeros(0))  # a zero gradient keeps weight 1
+    >>> # A zero gradient keeps the weight 1.
+    >>> rule.weight(torch.tensor([0.0, 0.5, 2.0]), torch.zeros(3), torch.zeros(0))
     tensor([1.0000, 1.0000, 0.2500])
     """
 

@@ -32,7 +32,8 @@ class DPSGDGlobal(Rule):
         Z: strict bound; a larger gradient is dropped.
 
     >>> import torch
-    >>> DPSGDGlobal(C0=1.0, sigma=1.0, Z=4.0).weight(torch.tensor([0.0, 4.0, 4.5]), torch.zeros(3), torch.zeros(0))
+    >>> rule = DPSGDGlobal(C0=1.0, sigma=1.0, Z=4.0)
+    >>> rule.weight(torch.tensor([0.0, 4.0, 4.5]), torch.zeros(3), torch.zeros(0))
     tensor([0.2500, 0.2500, 0.0000])
     """
 

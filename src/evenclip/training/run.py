@@ -103,7 +103,7 @@ class Run:
 
     @contextmanager
     def listening(self) -> Iterator[Self]:
-        """Record forward passes, so that steps can be taken; restore torch's generator at the end."""
+        """Record forward passes, as steps need; restore torch's generator at the end."""
         devices = [self.device] if self.device.type == "cuda" else []
         with (
             precision(self.performance.tf32),

@@ -9,8 +9,8 @@
 
 `step` is a pure function: it draws nothing and writes nothing. Noise is an argument; the run writes
 the ledger before the step. A batch is a sum of parts (chunks here, ranks in `evenclip.distributed`,
-physical batches in `evenclip.opacus`). Only `Public` may leave a step. All other values are private:
-observers receive them, and they are never used in later steps.
+physical batches in `evenclip.opacus`). Only `Public` may leave a step. All other values are
+private: observers receive them, and they are never used in later steps.
 """
 
 from __future__ import annotations

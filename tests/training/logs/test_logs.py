@@ -1,4 +1,4 @@
-"""Logs get every epoch once and the privacy report last, also if a run is interrupted and resumed."""
+"""Logs get every epoch once and the privacy report last, also if a run was resumed."""
 
 import csv
 import json

@@ -1,0 +1,70 @@
+"""Lines of prose are at most 100 characters long: in pages, docstrings and comments."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+
+import pytest
+
+from pages import ROOT
+
+WIDTH = 100
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+MODULES = [path for folder in ("src", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def long_lines_of_a_page(text: str) -> Iterator[int]:
+    """Yield the numbers of the long lines outside of code blocks, tables, links and comments."""
+    in_code = in_comment = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.startswith("```"):
+            in_code = not in_code
+        in_comment = in_comment or line.startswith("<!--")
+        is_prose = not (in_code or in_comment or line.startswith(("|", "[", "![")))
+        if "-->" in line:
+            in_comment = False
+        if is_prose and len(line) > WIDTH:
+            yield number
+
+
+def long_lines_of_a_module(source: str) -> Iterator[int]:
+    """Yield the numbers of the long lines of docstrings, and of comments on their own line."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    lines = source.splitlines()
+    prose = set[int]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            prose.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and token.line.lstrip().startswith("#"):
+            prose.add(token.start[0])
+    yield from (number for number in sorted(prose) if len(lines[number - 1]) > WIDTH)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_prose_of_a_page_is_wrapped(page):
+    assert not list(long_lines_of_a_page(page.read_text(encoding="utf-8")))
+
+
+def test_docstrings_and_comments_are_wrapped():
+    long = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in MODULES
+        for number in long_lines_of_a_module(path.read_text(encoding="utf-8"))
+    ]
+    assert not long
+
+
+def test_long_lines_are_found():
+    """The tests above depend on these two functions."""
+    long = "x" * 101
+    page = f"{long}\n```text\n{long}\n```\n| {long} |\n<!--\n{long}\n-->\n[a]: {long}\n{long}\n"
+    assert list(long_lines_of_a_page(page)) == [1, 10]
+    module = f'"""Title.\n\n{long}\n"""\n\n# {long}\nx = "{long}"  # {long}\n'
+    assert list(long_lines_of_a_module(module)) == [3, 6]
