@@ -1,8 +1,8 @@
 """Layers that normalise within one sample: LayerNorm, GroupNorm, InstanceNorm, RMSNorm.
 
 Such a layer scales and shifts the normalised input x̂. The gradient of sample i is Σ_t x̂_t ⊙ δ_t
-for the scale and Σ_t δ_t for the shift, summed over the positions that share a parameter. Both have the
-size of the parameters and are formed.
+for the scale and Σ_t δ_t for the shift, summed over the positions that share a parameter. Both have
+the size of the parameters and are formed.
 """
 
 from __future__ import annotations
