@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import evenclip
 from evenclip.distributed.ranks import Ranks
 from evenclip.distributed.sharded import Pieces
-from evenclip.training.processes import Alone
+from evenclip.training.processes import SingleProcess
 
 RULES = {
     "non-private": evenclip.NonPrivate(),
@@ -145,7 +145,7 @@ def train(
     with ExitStack() as patches:
         if one_stream:
             patches.enter_context(mock.patch.object(Ranks, "digest", return_value=0))
-            patches.enter_context(mock.patch.object(Alone, "digest", return_value=0))
+            patches.enter_context(mock.patch.object(SingleProcess, "digest", return_value=0))
         names = ("a", "b", "c")
         named = (
             evenclip.data.MapDataset(Items(columns), names)

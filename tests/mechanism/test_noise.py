@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from evenclip.mechanism import noise as module
-from evenclip.mechanism.noise import Ahead, Noise
+from evenclip.mechanism.noise import Noise, StepNoise
 
 
 def seeded(seed):
@@ -349,7 +349,7 @@ def test_a_seed_is_a_stream():
 )
 def test_ahead_has_the_numbers_of_every_step_in_any_order(dtype, sizes):
     total = sum(sizes.values())
-    ahead, noise = Ahead(seeded(4), sizes, dtype, torch.device("cpu")), seeded(4)
+    ahead, noise = StepNoise(seeded(4), sizes, dtype, torch.device("cpu")), seeded(4)
     assert ahead.size == total
     block = max(1, 2**15 // max(total, 1))
     for t in (
@@ -376,9 +376,9 @@ def test_ahead_has_the_numbers_of_every_step_in_any_order(dtype, sizes):
 
 
 def test_a_run_that_goes_on_from_its_state_draws_what_it_would_have_drawn():
-    first = Ahead(seeded(5), {"gradient": 3}, torch.float32, torch.device("cpu"))
+    first = StepNoise(seeded(5), {"gradient": 3}, torch.float32, torch.device("cpu"))
     whole = [first.of(t)["gradient"] for t in range(100)]
-    second = Ahead(seeded(6), {"gradient": 3}, torch.float32, torch.device("cpu"))
+    second = StepNoise(seeded(6), {"gradient": 3}, torch.float32, torch.device("cpu"))
     second.set_state(first.state())
     assert all(torch.equal(second.of(t)["gradient"], whole[t]) for t in range(40, 100))
 
@@ -386,7 +386,7 @@ def test_a_run_that_goes_on_from_its_state_draws_what_it_would_have_drawn():
 @over_dtypes
 @pytest.mark.parametrize("sizes", [{"gradient": 3}, {"count": 2, "gradient": 40_000}])
 def test_ahead_forgets_what_it_has_drawn_when_it_becomes_another(dtype, sizes):
-    ahead, other = (Ahead(seeded(seed), sizes, dtype, torch.device("cpu")) for seed in (5, 6))
+    ahead, other = (StepNoise(seeded(seed), sizes, dtype, torch.device("cpu")) for seed in (5, 6))
     drawn = {t: ahead.of(t)["gradient"].clone() for t in (0, 1, 2)}
     rows = {t: other.of(t)["gradient"].clone() for t in (0, 1, 2, 3)}
     before = ahead.state()
@@ -424,7 +424,7 @@ def test_state_restores_the_stream(draw):
 
 @over_draws
 @pytest.mark.parametrize(
-    "of", [lambda noise: noise, lambda noise: Ahead(noise, {"all": 9}, torch.float32, "cpu")]
+    "of", [lambda noise: noise, lambda noise: StepNoise(noise, {"all": 9}, torch.float32, "cpu")]
 )
 def test_a_state_is_a_copy(draw, of):
     """A state cannot change the noise that it was taken from, or that it was given to."""
@@ -548,7 +548,7 @@ def test_what_is_used_twice_is_seen(draw, fault, monkeypatch):
 def test_what_two_sizes_share_is_seen(draw, fault, monkeypatch):
     plant(FAULTS_OF_SIZES[fault], monkeypatch)
     for size in (64, 65, 66):
-        check_nothing_twice(draw, [size], monkeypatch)  # unnoticed
+        check_nothing_twice(draw, [size], monkeypatch)  # not detected here
     with pytest.raises(AssertionError):
         check_nothing_twice(draw, [64, 65, 66], monkeypatch)
 
@@ -642,7 +642,7 @@ def check_tail(draw, noise, dtype, size, feed):
     )
     z = draw(noise, 0, size, dtype, shape[0]).double().numpy()
     r = np.hypot(*halves(z))
-    # r² − FIRST² is exponential with mean 2, as everywhere
+    # r² − FIRST² is exponential with mean 2, as for every radius
     assert stats.kstest(r**2 - FIRST**2, "expon", args=(0, 2)).pvalue > CHANCE
     for rho in (6.0, 6.5, 7.0, 7.5):
         expected = pairs * math.exp(-(rho**2) / 2) / END
@@ -662,7 +662,7 @@ def test_beyond_six_standard_deviations_the_rates_are_right(draw, dtype, size, f
 
 def test_uniforms_of_24_bits_would_fail(feed):
     noise = TwentyFourBits(np.random.SeedSequence(0))
-    assert stats.kstest(noise.normal(0, MANY)[0].numpy(), "norm").pvalue > CHANCE  # unnoticed
+    assert stats.kstest(noise.normal(0, MANY)[0].numpy(), "norm").pvalue > CHANCE  # not detected here
     with pytest.raises(AssertionError):
         check_tail(by_numpy, noise, torch.float32, 1000, feed)
     assert (
@@ -685,7 +685,7 @@ def add_half(self, u, t, size):
 def test_uniforms_of_32_bits_would_fail(draw, name, fault, feed, monkeypatch):
     owner, _, name = name.rpartition(".")
     monkeypatch.setattr(getattr(module, owner) if owner else module, name, fault)
-    assert stats.kstest(draw(seeded(0), 0, MANY)[0].numpy(), "norm").pvalue > CHANCE  # unnoticed
+    assert stats.kstest(draw(seeded(0), 0, MANY)[0].numpy(), "norm").pvalue > CHANCE  # not detected here
     with pytest.raises(AssertionError):
         check_tail(draw, seeded(0), torch.float32, 1000, feed)
 
@@ -828,7 +828,7 @@ def test_every_small_radius(draw, feed):
 @pytest.mark.parametrize("flat", [2**32, 2**32 - 2**16], ids=["never", "too late"])
 def test_small_radii_by_the_logarithm_of_u_would_fail(draw, flat, feed, monkeypatch):
     monkeypatch.setattr(module, "_FLAT", flat)
-    assert stats.kstest(draw(seeded(0), 0, MANY)[0].numpy(), "norm").pvalue > CHANCE  # unnoticed
+    assert stats.kstest(draw(seeded(0), 0, MANY)[0].numpy(), "norm").pvalue > CHANCE  # not detected here
     with pytest.raises(AssertionError):
         check_small_radii(draw, feed)
 

@@ -1,6 +1,6 @@
 """The privacy mechanism: enforced rule bounds, releases and their ledger, noise, sampling."""
 
 from evenclip.mechanism.mechanism import Mechanism
-from evenclip.mechanism.release import Entry, Here, Ledger, Release, Total, joint_multiplier
+from evenclip.mechanism.release import Entry, Ledger, LocalTotal, Release, Total, joint_multiplier
 
-__all__ = ["Entry", "Here", "Ledger", "Mechanism", "Release", "Total", "joint_multiplier"]
+__all__ = ["Entry", "Ledger", "LocalTotal", "Mechanism", "Release", "Total", "joint_multiplier"]

@@ -340,7 +340,7 @@ class Mechanism:
 
     # --- for observers ---
 
-    def resting(self, nows: Tensor) -> Tensor:
+    def zero_gradient_weight(self, nows: Tensor) -> Tensor:
         """Return the weight of a zero gradient for each step's `now` and each group.
 
         A sample with a smaller weight is clipped. nows: [step, ...] -> [step, group]

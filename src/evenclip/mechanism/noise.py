@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Ahead", "Noise"]
+__all__ = ["Noise", "StepNoise"]
 
 # Minimum number of values drawn per call; for fewer, the call takes longer than the drawing.
 _VALUES_PER_DRAW = 2**15
@@ -212,7 +212,7 @@ def _blocks(pairs: int, each: int) -> int:
     return -(-pairs // each)
 
 
-class Ahead:
+class StepNoise:
     """The noise of consecutive steps, drawn for many steps at once if steps are small.
 
     Attributes:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Entry", "Here", "Ledger", "Release", "Total", "joint_multiplier"]
+__all__ = ["Entry", "Ledger", "LocalTotal", "Release", "Total", "joint_multiplier"]
 
 
 def joint_multiplier(multipliers: Iterable[float]) -> float:
@@ -142,7 +142,7 @@ class Total(Protocol):
         """Return the sum with this process's noise; `add` adds it to a value of the same size."""
 
 
-class Here:
+class LocalTotal:
     """The sum in a single process: the value itself."""
 
     adds_noise = True
@@ -156,7 +156,7 @@ class Here:
         return add(value)
 
 
-_HERE = Here()
+_LOCAL = LocalTotal()
 
 
 class Release:
@@ -189,7 +189,7 @@ class Release:
         if name in self._released:
             raise ValueError(f"This step has released {name!r} already; noise is used once.")
         self._released.add(name)
-        total = self._totals.get(name, _HERE)
+        total = self._totals.get(name, _LOCAL)
         if multiplier == 0 or not total.adds_noise:
             return total.total(value)
         return total.noisy_total(value, partial(self._noisy, name, sensitivity, multiplier))

@@ -21,7 +21,7 @@ from evenclip.rules import Rule
 from evenclip.training.config import Performance, TrainConfig
 from evenclip.training.inputs import check_data, copy_to_device
 from evenclip.training.logs.log import Log
-from evenclip.training.processes import Alone, Processes
+from evenclip.training.processes import Processes, SingleProcess
 from evenclip.training.progress import Interrupt, Progress
 from evenclip.training.result import Record, Result, result
 from evenclip.training.run import Run
@@ -213,7 +213,7 @@ def _prepare(model: nn.Module, data: Any, config: TrainConfig, ranks: Processes 
             f"ranks is {ranks!r}; it must be evenclip.Ranks(), or be left out for one process."
         )
     model, place = copy_to_device(model, config.device)
-    processes = Alone() if ranks is None else ranks
+    processes = SingleProcess() if ranks is None else ranks
     settings = config.settings(model, processes.rows(len(data)).n, data.K)
     data = check_data(model, config.loss, data.to(place), config.rule, place)
     return Run(model, data, settings, config, place, processes)

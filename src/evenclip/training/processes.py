@@ -1,4 +1,4 @@
-"""The interface between a run and the processes that train it, and `Alone`, a single process.
+"""The interface between a run and the processes that train it, and one for a single process.
 
 `evenclip.distributed.Ranks` implements it for several processes; the caller passes it in.
 """
@@ -18,7 +18,7 @@ from evenclip.gradients import AnyTape
 from evenclip.mechanism import Total
 from evenclip.training.update import Update
 
-__all__ = ["Alone", "AnyUpdate", "Processes", "Rows", "Share"]
+__all__ = ["AnyUpdate", "Processes", "Rows", "Share", "SingleProcess"]
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Processes(ABC):
         """Raise unless the digest of parameters and state after step t is equal on all of them."""
 
 
-class Alone(Processes):
+class SingleProcess(Processes):
     """A single process."""
 
     rank, world, local, sharded = 0, 1, False, False

@@ -23,7 +23,7 @@ from evenclip.gradients.losses import Loss, per_sample
 from evenclip.gradients.precision import precision
 from evenclip.gradients.tape import call, count
 from evenclip.mechanism import Ledger, Mechanism, Release
-from evenclip.mechanism.noise import Ahead, Noise
+from evenclip.mechanism.noise import Noise, StepNoise
 from evenclip.mechanism.settings import Settings
 from evenclip.rules import RULES, Constants, Rule
 from evenclip.training import checkpoint
@@ -85,7 +85,7 @@ class Run:
         self.batches = BatchStream(data, settings, self.performance, ranks, device, random)
         self._sizes = {**self.mechanism.statistics, "gradient": self.tape.layout.size}
         dtype = self.tape.layout.blank.dtype
-        self.noise = Ahead(Noise(random["noise"]), self._sizes, dtype, device)
+        self.noise = StepNoise(Noise(random["noise"]), self._sizes, dtype, device)
         self._graph: Graph | None = None
         self._is_recording = False
 

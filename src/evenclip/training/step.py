@@ -144,7 +144,10 @@ class Step(NamedTuple):
     @property
     def clipped(self) -> Tensor:
         """Where the weight is below that of a zero gradient.  # [sample], bool"""
-        return self.weights < self.mechanism.resting(self.public.now.unsqueeze(0))[0, self.group]
+        return (
+            self.weights
+            < self.mechanism.zero_gradient_weight(self.public.now.unsqueeze(0))[0, self.group]
+        )
 
 
 def step(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from evenclip.mechanism import Mechanism
-from evenclip.training.processes import Alone, Processes
+from evenclip.training.processes import Processes, SingleProcess
 from evenclip.training.step import Seen
 
 __all__ = ["Trace"]
@@ -44,7 +44,7 @@ class Trace:
     def __init__(self, mechanism: Mechanism, ranks: Processes | None = None) -> None:
         self.rows: list[Row] = []
         self._mechanism, self._groups = mechanism, mechanism.groups
-        self._ranks: Processes = Alone() if ranks is None else ranks
+        self._ranks: Processes = SingleProcess() if ranks is None else ranks
         # Steps that are not summed yet, each with the public values it clipped with.
         self._open: list[tuple[Seen, Tensor]] = []
         self._held = 0  # number of samples in `_open`
@@ -130,8 +130,8 @@ class Trace:
         place = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
         if self._groups > 1:
             place = place * self._groups + group
-        resting = self._mechanism.resting(torch.stack(nows).cpu())  # [step, group]
-        clipped, finite = weights < resting.flatten()[place], _finite(steps)
+        unclipped = self._mechanism.zero_gradient_weight(torch.stack(nows).cpu())  # [step, group]
+        clipped, finite = weights < unclipped.flatten()[place], _finite(steps)
         if finite is not None:
             losses, norms, clipped, place = (
                 losses[finite],
