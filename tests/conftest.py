@@ -1,6 +1,4 @@
-"""One thread per test process, the same hypothesis examples in every run, and skips that are listed
-by reason.
-"""
+"""Use one thread per test process and fixed hypothesis examples; list skipped tests by reason."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # where tests find `pages`
+sys.path.insert(0, str(Path(__file__).parent))  # the folder of `pages`
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs with SIGINT ignored, and the processes that tests interrupt
@@ -31,7 +29,7 @@ settings.load_profile("evenclip")
 
 
 class Here:
-    """An executor that carries out runs in this process, where a test is not about processes."""
+    """An executor that carries out runs in this process, for tests that are not about processes."""
 
     def check_device(self, device):
         pass
@@ -54,7 +52,7 @@ def here():
     return Here()
 
 
-MOST_REASONS = 9  # lines; one more says how many reasons are left out
+MOST_REASONS = 9  # number of listed reasons; one more line has the number of the others
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

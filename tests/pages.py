@@ -1,13 +1,13 @@
-"""Read the fenced blocks of the documentation's pages and run them, as a reader would.
+"""Read and run the fenced blocks of the documentation's pages.
 
-A block is run after the blocks before it, in one namespace and in the current folder. A Python
-block whose first line is a comment with the name of a file is written to that file, too. Commands
-that start with `evenclip` are run with few seeds and epochs. A block that cannot be run in seconds
-has the reason in a comment before it,
+The blocks of a page run in order, in one namespace and in the current folder. If the first line of
+a Python block is a comment with the name of a file, the block is also written to that file.
+Commands that start with `evenclip` run with few seeds and epochs. A block that cannot be run in
+seconds has the reason in a comment before it,
 
     <!-- not run: the reason -->
 
-and is compiled or parsed all the same.
+and is only compiled or parsed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FENCE = re.compile(
 )
 REASON = re.compile(r"<!-- not run: (.+?) -->\s*\Z")
 SHELL = ("sh", "console", "bash")
-# So that a command takes seconds; the last of two options counts.
+# Appended options, so that a command takes seconds; the last of two equal options counts.
 QUICK = {
     "compare": ["--seeds", "1", "--epochs", "1", "--lr", "0.1", "--workers", "1"],
     "train": ["--epochs", "1"],
@@ -61,13 +61,13 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    found = []
+    read = []
     for match in FENCE.finditer(text):
         before = text[: match.start()]
         reason = REASON.search(before)
         line = before.count("\n") + 2  # of the block's first line
-        found.append(Block(page, line, match["language"], match["text"], reason and reason[1]))
-    return found
+        read.append(Block(page, line, match["language"], match["text"], reason and reason[1]))
+    return read
 
 
 def every_block() -> list[Block]:
@@ -75,9 +75,9 @@ def every_block() -> list[Block]:
 
 
 def run_page(page: Path, folder: Path) -> types.ModuleType:
-    """All blocks of a page, in their order; its namespace."""
+    """Run all blocks of a page in order; return its namespace."""
     module = types.ModuleType(f"page_{page.stem}")
-    sys.modules[module.__name__] = module  # dataclasses look their module up
+    sys.modules[module.__name__] = module  # dataclasses look up their module
     try:
         for block in blocks(page):
             if block.language == "python":
@@ -111,7 +111,7 @@ def run_commands(block: Block) -> None:
 
 
 def parse(words: list[str]) -> None:
-    """Raise for a command that `evenclip` would not understand."""
+    """Raise for a command that `evenclip` does not accept."""
     command, context = typer.main.get_command(app), None
     while True:
         context = command.make_context(command.name or "evenclip", list(words), parent=context)

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 import evenclip
+from evenclip.rules import RULES
 
 ROOT = Path(evenclip.__file__).parent
 
-# From the top: a room may import what stands on a later line, and nothing else of the package.
+# From the top: a room may import the rooms on later lines, and nothing else of the package.
 ORDER = [
     ["cli"],
     ["reproduction", "sklearn", "opacus", "export"],
@@ -36,29 +37,27 @@ def modules() -> list[Path]:
     return sorted(ROOT.rglob("*.py"))
 
 
-def part_of(path: Path) -> str:
-    """The room that a file belongs to: its folder, or itself at the top."""
+def room_of(path: Path) -> str:
+    """Return the room of a file: its folder, or the file itself at the top."""
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
 def imports_of(path: Path) -> list[tuple[int, str]]:
-    """(line, dotted name) of every import, inside functions too, but not those for type checkers
-    only.
-    """
-    found = []
+    """Return (line, dotted name) of every import, also in functions, but not in TYPE_CHECKING."""
+    names = []
     for node in statements(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
+            names += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
-            # `from evenclip import check` names a part, `from evenclip.rules import Rule` lies in
-            # one
-            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
-    return found
+            # `from evenclip import check` imports a room, `from evenclip.rules import Rule` a
+            # name in one
+            names += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return names
 
 
 def imported(path: Path) -> list[tuple[int, str]]:
-    """(line, room) of every import from the package."""
+    """Return (line, room) of every import from the package."""
     return [
         (line, name.split(".")[1])
         for line, name in imports_of(path)
@@ -67,7 +66,7 @@ def imported(path: Path) -> list[tuple[int, str]]:
 
 
 def statements(tree: ast.AST):
-    """All nodes outside of `if TYPE_CHECKING:`."""
+    """Yield all nodes outside of `if TYPE_CHECKING:`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             yield from (inner for branch in node.orelse for inner in [branch, *statements(branch)])
@@ -77,13 +76,13 @@ def statements(tree: ast.AST):
 
 
 def test_every_part_has_its_place():
-    parts = {part_of(path) for path in modules()} - {"__init__"}
-    assert parts == set(LEVEL), "a new part of the package needs a line in ORDER"
+    parts = {room_of(path) for path in modules()} - {"__init__"}
+    assert parts == set(LEVEL), "a new room of the package needs a line in ORDER"
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_down(path):
-    here = part_of(path)
+    here = room_of(path)
     wrong = [
         f"{path}:{line}: {here} imports {part}"
         for line, part in imported(path)
@@ -93,7 +92,7 @@ def test_imports_point_down(path):
 
 
 def test_the_search_for_imports_finds_them(tmp_path):
-    """What the test above leans on, on a file with every kind of import."""
+    """The test above depends on this; the file has every kind of import."""
     path = tmp_path / "module.py"
     path.write_text(
         "from typing import TYPE_CHECKING\n"
@@ -124,9 +123,7 @@ def module_name(path: Path) -> str:
 
 
 def cycles(graph: dict[str, set[str]]) -> list[str]:
-    """The modules that are part of a cycle or lead to one: what is left when leaves are taken away
-    again and again.
-    """
+    """Return the modules in a cycle or leading to one, by removing leaves until none is left."""
     left = {module: set(needs) for module, needs in graph.items()}
     while leaves := {module for module, needs in left.items() if not needs}:
         left = {module: needs - leaves for module, needs in left.items() if module not in leaves}
@@ -134,12 +131,14 @@ def cycles(graph: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_module_imports_itself_in_a_circle():
-    """Imports inside functions count as well."""
+    """Imports in functions count too."""
     names = {module_name(path): path for path in modules() if path != ROOT / "__init__.py"}
     graph = {}
     for name, path in names.items():
-        found = {full if full in names else full.rpartition(".")[0] for _, full in imports_of(path)}
-        graph[name] = (found & set(names)) - {name}
+        needed = {
+            full if full in names else full.rpartition(".")[0] for _, full in imports_of(path)
+        }
+        graph[name] = (needed & set(names)) - {name}
     assert cycles(graph) == []
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
 
@@ -152,7 +151,7 @@ def test_there_are_no_utils():
 
 
 def run(code: str) -> str:
-    """What a fresh Python prints."""
+    """Run code in a new Python process; return its output."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         capture_output=True,
@@ -169,7 +168,7 @@ def environment() -> dict[str, str]:
 
 
 def test_importing_the_package_is_quick_and_imports_nothing_heavy():
-    """Beyond torch, and with everything that `fit` needs."""
+    """The time excludes torch and includes everything that `fit` needs."""
     printed = run(
         "import sys, time, torch, torch.optim\n"
         "start = time.process_time()\n"
@@ -198,7 +197,7 @@ def test_every_public_name_is_there():
 
 
 def test_training_needs_torch_and_numpy_only():
-    """Every rule, a checkpoint and an observer, where importing anything heavy fails."""
+    """Train with every rule, a checkpoint and an observer, while heavy imports fail."""
     printed = run(
         "import sys, tempfile\n"
         f"sys.modules.update(dict.fromkeys({HEAVY}))\n"
@@ -212,7 +211,7 @@ def test_training_needs_torch_and_numpy_only():
         "            checkpoint=folder, observers=[lambda step: {'loss': step.losses.sum()}])\n"
         "    print(result.ledger.steps)\n"
     )
-    assert printed.split() == ["4"] * 6
+    assert printed.split() == ["4"] * len(RULES)
 
 
 def test_epsilon_without_its_library_says_what_to_install():

@@ -1,5 +1,5 @@
-"""The documentation runs: every block of Python, every command, the notebook; and it has every
-public name.
+"""Tests of the documentation: its code, its commands and the notebook run, and the reference has
+every public name.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from evenclip.rules import Constants, Rule
 from evenclip.training import logs
 from pages import FENCE, PAGES, ROOT, SHELL, blocks, every_block, run_page, run_python
 
-# How many blocks are not run. One more needs a reason on its page, and a look at this line.
+# Number of blocks that are not run. A further one needs a reason on its page and a change here.
 NOT_RUN = {"python": 0, "shell": 9}
-# Starts jobs and ranks, for 10 s: tests/evidence runs it.
+# This page starts jobs and ranks, which takes 10 s; tests/evidence runs it.
 SLOW = {"scale"}
 
 
@@ -33,9 +33,7 @@ def names(path: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder to work in with a cache of its own, on a machine with one core: one process
-    for all runs.
-    """
+    """Work in an empty folder with an empty cache, and with one process for all runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EVENCLIP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "100")
@@ -45,7 +43,9 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in SLOW], ids=names)
 @pytest.mark.filterwarnings("ignore:delta is")
-@pytest.mark.filterwarnings("ignore:Secure RNG turned off")  # this and the next are Opacus's own
+@pytest.mark.filterwarnings(
+    "ignore:Secure RNG turned off"
+)  # this warning and the next are Opacus's
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed")
 @pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:opacus")
@@ -65,8 +65,8 @@ def test_few_blocks_are_not_run_and_each_says_why():
 
 
 def test_every_block_says_what_it_is():
-    """So that none is passed over because nobody said that it is Python."""
-    known = {"python", *SHELL, "text", "json", "{toctree}", "{eval-rst}"}
+    """A block without a language would not be run."""
+    known = {"python", *SHELL, "diff", "text", "json", "{toctree}", "{eval-rst}"}
     assert not [
         f"{b.page.name}:{b.line}: {b.language!r}" for b in every_block() if b.language not in known
     ]
@@ -75,7 +75,7 @@ def test_every_block_says_what_it_is():
 
 @pytest.mark.parametrize("page", PAGES, ids=names)
 def test_links_to_files_lead_somewhere(page):
-    """As a Git host follows them; Sphinx checks those of its own site."""
+    """Links are resolved as a Git host does; Sphinx checks the links of the site."""
     linked = re.findall(r"\]\(([^)#\s]+)[^)]*\)", FENCE.sub("", page.read_text(encoding="utf-8")))
     here = [link for link in linked if not re.match(r"[a-z]+:", link)]
     assert not [link for link in here if not (page.parent / link).exists()]
@@ -88,7 +88,7 @@ def test_the_step_times_beside_the_neighbours_are_those_of_the_table():
     said = re.findall(r"\d+\.\d+", row)
     assert (
         said == re.findall(r"\d+\.\d+", measured)[-len(said) :]
-    )  # the last columns: ours, Opacus's two
+    )  # the last columns: evenclip, and Opacus in two modes
 
 
 def test_the_picture_of_the_report_is_small():
@@ -96,7 +96,7 @@ def test_the_picture_of_the_report_is_small():
 
 
 def test_a_mistake_in_a_page_is_found(tmp_path, folder):
-    """What the tests above lean on."""
+    """The tests above depend on this."""
     page = tmp_path / "page.md"
     page.write_text("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
     with pytest.raises(AssertionError):
@@ -113,29 +113,29 @@ def test_a_mistake_in_a_page_is_found(tmp_path, folder):
 
 
 @pytest.fixture
-def own_rules(folder):
-    """The rules that the page about rules defines."""
-    module = types.ModuleType("page_own_rules")
+def rules_of_the_page(folder):
+    """Return the rules that docs/rule.md defines."""
+    module = types.ModuleType("page_rules")
     sys.modules[module.__name__] = module
     for block in blocks(ROOT / "docs" / "rule.md"):
         if block.language == "python" and block.text.startswith("# "):
             run_python(block, folder, module)
-    found = [
+    kinds = [
         c
         for c in vars(module).values()
         if isinstance(c, type) and issubclass(c, Rule) and c is not Rule
     ]
-    yield [rule() for rule in found]
+    yield [rule() for rule in kinds]
     del sys.modules[module.__name__]
 
 
-def test_the_rules_of_the_page_never_exceed_their_sensitivity(own_rules):
-    """One sample's weighted gradient itself, of random networks on random inputs of every size, at
-    random states.
+def test_the_rules_of_the_page_never_exceed_their_sensitivity(rules_of_the_page):
+    """The norm of one sample's weighted gradient is at most S: for random networks, inputs of every
+    size, and random states.
     """
-    assert [rule.name for rule in own_rules] == ["automatic", "quantile"]
+    assert [rule.name for rule in rules_of_the_page] == ["automatic", "quantile"]
     generator = torch.Generator().manual_seed(0)
-    for rule in own_rules:
+    for rule in rules_of_the_page:
         for scale in (1e-6, 1e-2, 1.0, 1e2, 1e6):
             torch.manual_seed(0)
             model = torch.nn.Sequential(
@@ -168,7 +168,7 @@ def test_a_rule_that_is_no_longer_than_a_page_says():
 
 
 def test_the_notebook_runs_from_top_to_bottom(folder, capsys):
-    """Its cells are Python and nothing else, so no kernel is needed to run them."""
+    """Its cells contain only Python, so they run without a kernel."""
     notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))
     assert (notebook["nbformat"], notebook["metadata"]["kernelspec"]["name"]) == (4, "python3")
     namespace: dict[str, object] = {"__name__": "notebook"}
@@ -196,8 +196,7 @@ def test_the_reference_has_every_public_name(package):
     assert sorted(documented) == sorted(package.__all__)
 
 
-# Names that nobody calls: what others are made of or say, and what needs a package that is not a
-# part of this one.
+# Names without an example: base classes, messages, and names that need another package.
 WITHOUT_EXAMPLE = {
     "NAMES",
     "PRIVATE",
@@ -216,7 +215,7 @@ WITHOUT_EXAMPLE = {
     ids=lambda package: package.__name__,
 )
 def test_every_public_name_has_an_example_that_is_run(package):
-    """In its docstring, or in a block of the reference, which the tests above run."""
+    """The example is in the docstring, or in a block of the reference, which tests above run."""
     blocks = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), re.S
     )
@@ -230,6 +229,6 @@ def test_every_public_name_has_an_example_that_is_run(package):
 
 
 def _documentation(thing):
-    """Its docstring and, of a class, those of its methods."""
+    """Return its docstring and, for a class, those of its methods."""
     methods = vars(thing).values() if isinstance(thing, type) else ()
     return " ".join(str(getattr(part, "__doc__", "")) for part in (thing, *methods))

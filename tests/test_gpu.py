@@ -1,7 +1,6 @@
-"""What a GPU must not change. Every test also runs on the CPU, so that it is known to work where
-there is no GPU.
+"""Tests of results that a GPU must not change; each also runs on the CPU.
 
-Ranks on GPUs are not in here: two processes with nccl have never been tried.
+Ranks on GPUs (nccl) have not been tested.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from evenclip.models import cnn, mlp
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=on_cuda)]
 RULES = [evenclip.NonPrivate(), evenclip.DPSGD(), evenclip.DPSGDF(), evenclip.DPSGDGlobalAdapt()]
-# Twenty steps of lr 0.1 along gradients of length about 1, each off by some 1e-6 of it: sums in
-# another order.
+# Tolerance of twenty steps of lr 0.1 along gradients of length about 1, each with a relative error
+# of 1e-6, because sums have another order.
 ROUNDING = 1e-5
 
 
@@ -133,8 +132,8 @@ def test_a_sample_that_is_not_finite_contributes_nothing(device):
 
 # --- products of fewer bits ---------------------------------------------------------------------
 
-# how it is made, one sample's input, one sample's output, axes of the output that run over
-# positions
+# constructor, shape of one sample's input, shape of one sample's output, axes of the output that
+# are positions
 LAYERS = {
     "Linear, one position": (lambda: nn.Linear(70, 50), (70,), (50,), ()),
     "Linear, Gram": (lambda: nn.Linear(64, 64), (32, 64), (32, 64), (1,)),
@@ -145,7 +144,7 @@ LAYERS = {
 
 
 def against(output, y):
-    """The loss whose δ is y."""
+    """A loss whose gradient with respect to the output, δ, is y."""
     return (output * y).flatten(1).sum(dim=1)
 
 
@@ -171,8 +170,8 @@ def test_a_norm_is_never_too_small(device, name, wiggle, precision):
             with plan(
                 model, against, torch.randn(3, *inputs, device=device), delta[:3]
             ).recording() as tape:
-                found = tape(a, delta)
-                norms, added = found.norms(), found.per_sample().double().norm(dim=1)
+                gradients = tape(a, delta)
+                norms, added = gradients.norms(), gradients.per_sample().double().norm(dim=1)
         finally:
             torch.set_float32_matmul_precision(before)
     assert (added <= norms).all()
@@ -180,7 +179,7 @@ def test_a_norm_is_never_too_small(device, name, wiggle, precision):
 
 @on_cuda
 def test_tf32_on_request_has_norms_no_shorter_than_what_is_summed():
-    """Weights are C/norm: were a norm too short, its gradient would be clipped to more than C."""
+    """Weights are C/norm, so a norm that is too small would leave its gradient longer than C."""
     lengths, norms = [], []
 
     def look(step):

@@ -1,6 +1,6 @@
-"""report.html in a real browser: nothing is asked for, nothing complains, nothing hinders a reader.
+"""Tests of report.html in a browser: no requests, no errors, and no barriers for readers.
 
-`make browser` installs what these need (Playwright and axe-core; Chromium comes from the system)
+`make browser` installs their dependencies (Playwright and axe-core; Chromium comes from the system)
 and runs them.
 """
 
@@ -31,21 +31,23 @@ SCREENS = {"desk": (1000, 800), "phone": (360, 740)}
 @pytest.fixture(scope="module")
 def browser():
     with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """The page of a real comparison, of ten groups."""
+    """The page of a comparison with ten groups."""
     import evenclip
     from evenclip.report.page import page
 
     folder = tmp_path_factory.mktemp("report")
-    found = evenclip.compare("digits", seeds=3, epochs=2, model="linear", store=folder / "runs")
+    comparison = evenclip.compare(
+        "digits", seeds=3, epochs=2, model="linear", store=folder / "runs"
+    )
     path = folder / "report.html"
-    path.write_text(page(found.to_json()), encoding="utf-8")
+    path.write_text(page(comparison.to_json()), encoding="utf-8")
     return path
 
 
@@ -80,8 +82,8 @@ def test_it_is_whole_without_scripts(browser, report):
 def test_it_prints_on_paper(browser, report, tmp_path):
     page = browser.new_page()
     page.goto(report.as_uri())
-    found = page.pdf(path=tmp_path / "report.pdf", format="A4")
-    assert found.startswith(b"%PDF")
+    pdf = page.pdf(path=tmp_path / "report.pdf", format="A4")
+    assert pdf.startswith(b"%PDF")
     page.emulate_media(media="print", color_scheme="dark")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     page.close()
@@ -93,8 +95,8 @@ def test_axe_finds_nothing_serious(browser, report, scheme):
     page = browser.new_page(color_scheme=scheme)
     page.goto(report.as_uri())
     page.add_script_tag(path=AXE)
-    found = page.evaluate("axe.run()")
-    serious = [v for v in found["violations"] if v["impact"] in ("serious", "critical")]
+    results = page.evaluate("axe.run()")
+    serious = [v for v in results["violations"] if v["impact"] in ("serious", "critical")]
     assert [(v["id"], [node["html"] for node in v["nodes"]][:3]) for v in serious] == []
-    assert len(found["passes"]) > 10
+    assert len(results["passes"]) > 10
     page.close()

@@ -14,19 +14,19 @@ QUICK = ("toy", "--epochs", "1", "--model", "linear", "--lr", "0.1", "--workers"
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
+def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("EVENCLIP_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
 def typed(capsys):
-    """Arguments -> (exit status, standard output, error output)."""
+    """Return a function arguments -> (exit status, standard output, error output)."""
 
     def run(*arguments):
         with pytest.raises(SystemExit) as ended:
             main(["compare", *map(str, arguments)])
-        said = capsys.readouterr()
-        return ended.value.code or 0, said.out, said.err
+        printed = capsys.readouterr()
+        return ended.value.code or 0, printed.out, printed.err
 
     return run
 

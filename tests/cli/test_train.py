@@ -113,13 +113,13 @@ def test_training_in_json(capsys, file, tmp_path):
 def test_predicting_raw_rows(capsys, file, model):
     status, out, err = run(capsys, "predict", model, file)
     assert (status, err) == (0, "")
-    found = pd.read_csv(io.StringIO(out))
-    assert list(found.columns) == ["row", "prediction", "P(bad)", "P(good)"]
-    assert list(found["row"]) == [3 * i for i in range(900)]  # the file's own, unnamed index
+    predictions = pd.read_csv(io.StringIO(out))
+    assert list(predictions.columns) == ["row", "prediction", "P(bad)", "P(good)"]
+    assert list(predictions["row"]) == [3 * i for i in range(900)]  # the file's own, unnamed index
     raw = pd.read_csv(file, sep=";", decimal=",")
     expected = export.load(model).predict(raw)
-    np.testing.assert_allclose(found["P(good)"], expected["P(good)"], atol=1e-9)
-    assert list(found["prediction"]) == list(expected["prediction"])
+    np.testing.assert_allclose(predictions["P(good)"], expected["P(good)"], atol=1e-9)
+    assert list(predictions["prediction"]) == list(expected["prediction"])
 
 
 def test_predicting_new_rows_into_a_file(capsys, model, tmp_path):
@@ -127,10 +127,10 @@ def test_predicting_new_rows_into_a_file(capsys, model, tmp_path):
     rows.write_text("name,sex,job,income,since\nA,x,Pilot,,2001-01-01\nB,f,Müller,2500.5,never\n")
     out = tmp_path / "predictions.csv"
     assert run(capsys, "predict", model, rows, "--out", out, "--keep", "name") == (0, "", "")
-    found = pd.read_csv(out)
-    assert list(found.columns) == ["row", "name", "prediction", "P(bad)", "P(good)"]
-    assert found[["row", "name"]].to_numpy().tolist() == [[1, "A"], [2, "B"]]
-    assert np.allclose(found["P(bad)"] + found["P(good)"], 1)
+    predictions = pd.read_csv(out)
+    assert list(predictions.columns) == ["row", "name", "prediction", "P(bad)", "P(good)"]
+    assert predictions[["row", "name"]].to_numpy().tolist() == [[1, "A"], [2, "B"]]
+    assert np.allclose(predictions["P(bad)"] + predictions["P(good)"], 1)
     _, text, _ = run(capsys, "predict", model, rows, "--json")
     assert [row["row"] for row in json.loads(text)] == [1, 2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new.csv", "predictions.csv"]

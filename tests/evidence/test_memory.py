@@ -1,4 +1,4 @@
-"""Peak memory of training on a file, which no machine repeats to the byte."""
+"""Tests of the peak memory of training on a file, which varies between processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ print(peak())
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> Path:
-    """600,000 rows of 40 features and a class."""
+    """Write 600,000 rows of 40 features and a class."""
     n, path, random = (
         600_000,
         tmp_path_factory.mktemp("large") / "large.parquet",
@@ -53,7 +53,7 @@ def large(tmp_path_factory) -> Path:
 
 
 def grown(path: Path, memory: int) -> float:
-    """MiB by which the peak of a process grows during an epoch, after two steps."""
+    """Return by how many MiB the peak of a process grows during an epoch, after two steps."""
     done = subprocess.run(
         [sys.executable, "-c", PEAK, str(path), str(memory)],
         capture_output=True,
@@ -77,4 +77,4 @@ def test_memory_is_bounded_by_the_window_and_not_by_the_file(large):
         if small < 96:
             break
     assert small < 96
-    assert whole > 2 * small  # so that there was something to save
+    assert whole > 2 * small  # so that the window saves memory at all

@@ -100,16 +100,17 @@ def test_what_is_loaded_predicts_what_was_trained(trained, folder):
     assert predictor.encoder == trained.tabled.encoder
     assert predictor.privacy == json.loads(json.dumps(trained.privacy))
     rows = people(200, seed=3).set_index(np.arange(200)[::-1] * 10)
-    found = predictor.predict(rows.drop(columns="hired"))
+    predictions = predictor.predict(rows.drop(columns="hired"))
     with torch.no_grad():
         expected = torch.softmax(
             trained.result.model(trained.tabled.encoder.encode(rows)).double(), 1
         )
-    assert list(found.columns) == ["prediction", "P(no)", "P(yes)"]
-    assert found.index.equals(rows.index)
-    np.testing.assert_allclose(found[["P(no)", "P(yes)"]], expected, atol=1e-12)
+    assert list(predictions.columns) == ["prediction", "P(no)", "P(yes)"]
+    assert predictions.index.equals(rows.index)
+    np.testing.assert_allclose(predictions[["P(no)", "P(yes)"]], expected, atol=1e-12)
     assert (
-        list(found["prediction"]) == np.where(expected[:, 1] > expected[:, 0], "yes", "no").tolist()
+        list(predictions["prediction"])
+        == np.where(expected[:, 1] > expected[:, 0], "yes", "no").tolist()
     )
 
 
@@ -129,8 +130,8 @@ def test_unseen_rows_are_handled(folder):
     rows = pd.DataFrame(
         {"age": [None, "old", 1e300], "job": ["pilot", None, "baker"], "sex": "x", "more": 1}
     )
-    found = predictor.predict(rows)
-    assert np.isfinite(found[["P(no)", "P(yes)"]].to_numpy()).all()
+    predictions = predictor.predict(rows)
+    assert np.isfinite(predictions[["P(no)", "P(yes)"]].to_numpy()).all()
     assert refusal(ValueError, lambda: predictor.predict(rows.drop(columns="job"))) == (
         "The rows lack the column 'job', which the model was trained with; add them (empty where "
         "they are unknown)."

@@ -1,5 +1,5 @@
-"""The rules inside Opacus: every mode against sums by hand, noise, logical batches, accounts,
-checkpoints, refusals.
+"""Tests of the rules inside Opacus: every mode against explicit sums, noise, logical batches,
+accounting, checkpoints, and rejected uses.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ RULES = [
 ]
 
 
-def weights_by_hand(rule, norms, Z):
-    """γ of the paper, written again and sample by sample."""
+def expected_weights(rule, norms, Z):
+    """Return γ by the paper's formula, one sample at a time."""
     if isinstance(rule, DPSGD):
         return [min(1.0, rule.C0 / n) for n in norms]
     if isinstance(rule, DPSGDGlobal):
@@ -77,36 +77,36 @@ def weights_by_hand(rule, norms, Z):
     return [rule.C0 / max(Z, n) for n in norms]
 
 
-def made(seed=0, net="mlp"):
+def make_network(seed=0, net="mlp"):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return NETS[net]()
 
 
-def some(n=40, seed=1):
-    """Images whose sizes, and so their gradients' norms, differ by a factor of ten."""
+def images(n=40, seed=1):
+    """Return images whose gradients have norms that differ by a factor of ten."""
     random = np.random.default_rng(seed)
     x = random.normal(size=(n, 1, 4, 4)) * np.exp(random.uniform(-1.2, 1.2, size=(n, 1, 1, 1)))
     return torch.tensor(x, dtype=torch.float32), torch.tensor(random.integers(0, 3, n))
 
 
 def gradients(model, x, y):
-    """Every sample's gradient by one backward pass each.  # [sample, parameter], float64"""
+    """Return each sample's gradient, by one backward pass each.  # [sample, parameter], float64"""
     rows = []
     for i in range(len(x)):
-        found = torch.autograd.grad(
+        parts = torch.autograd.grad(
             cross_entropy(model(x[i : i + 1]), y[i : i + 1]), list(model.parameters())
         )
-        rows.append(torch.cat([g.flatten() for g in found]).double())
+        rows.append(torch.cat([g.flatten() for g in parts]).double())
     return torch.stack(rows)
 
 
-def flat(tensors):
+def flattened(tensors):
     return torch.cat([t.detach().flatten() for t in tensors]).double()
 
 
 class Private:
-    """A network in Opacus's hands with a rule in it, and the inside of a training loop."""
+    """A network that Opacus made private with a rule, and one step of a training loop."""
 
     def __init__(
         self,
@@ -120,8 +120,8 @@ class Private:
         by="engine",
         accountant="prv",
     ):
-        self.net = made(net=net)
-        self.x, self.y = some(n)
+        self.net = make_network(net=net)
+        self.x, self.y = images(n)
         loader = DataLoader(TensorDataset(self.x, self.y), batch_size=batch)
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         inner = torch.optim.SGD(self.net.parameters(), lr=0.1)
@@ -150,34 +150,34 @@ class Private:
 
     @property
     def gradient(self):
-        return flat(p.grad for p in self.net.parameters())
+        return flattened(p.grad for p in self.net.parameters())
 
     @property
     def parameters(self):
-        return flat(self.net.parameters())
+        return flattened(self.net.parameters())
 
     @property
     def Z(self):
         return self.optimizer.rule_state.item()
 
 
-class Silent:
-    """In place of Opacus's noise: none, and a record of what was asked for."""
+class ZeroNoise:
+    """A replacement of Opacus's noise that returns zeros and records each draw."""
 
     def __init__(self):
-        self.asked = []
+        self.draws = []
 
     def __call__(self, *, std, reference, generator, secure_mode):
         assert reference.dtype == torch.float64  # float32 normals have no tail
-        self.asked.append((std, tuple(reference.shape)))
+        self.draws.append((std, tuple(reference.shape)))
         return torch.zeros_like(reference)
 
 
 @pytest.fixture
-def silent(monkeypatch):
-    found = Silent()
-    monkeypatch.setattr(adapter, "_generate_noise", found)
-    return found
+def zero_noise(monkeypatch):
+    recorder = ZeroNoise()
+    monkeypatch.setattr(adapter, "_generate_noise", recorder)
+    return recorder
 
 
 # --- the weighted sum ---
@@ -189,13 +189,13 @@ STEPS += [(mode, RULES[2], "cnn", "even") for mode in MODES]
 
 
 @pytest.mark.parametrize(("mode", "rule", "net", "by"), STEPS, ids=str)
-def test_a_step_is_the_weighted_sum_by_hand(mode, rule, net, by, silent):
+def test_a_step_is_the_weighted_sum_by_hand(mode, rule, net, by, zero_noise):
     run = Private(rule, mode, net, by=by)
-    g = gradients(made(net=net), run.x, run.y)  # the same network, without Opacus's hooks
+    g = gradients(make_network(net=net), run.x, run.y)  # the same network, without Opacus's hooks
     norms = g.norm(dim=1).tolist()
     before = run.parameters
     run.step(run.x, run.y)
-    weights = weights_by_hand(rule, norms, Z=getattr(rule, "Z0", None))
+    weights = expected_weights(rule, norms, Z=getattr(rule, "Z0", None))
     assert 0.1 < np.mean(np.array(weights) < max(weights)) < 0.9  # the data do test both branches
     expected = (
         torch.tensor(weights, dtype=torch.float64) @ g / 10
@@ -209,7 +209,7 @@ def test_a_step_is_the_weighted_sum_by_hand(mode, rule, net, by, silent):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_sum_is_not_divided_and_mean_is_but_the_count_always_is(mode, silent):
+def test_sum_is_not_divided_and_mean_is_but_the_count_always_is(mode, zero_noise):
     rule = RULES[2]
     mean, total = Private(rule, mode), Private(rule, mode, reduction="sum")
     mean.step(mean.x, mean.y)
@@ -219,10 +219,10 @@ def test_sum_is_not_divided_and_mean_is_but_the_count_always_is(mode, silent):
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
-def test_a_model_that_is_not_wrapped(mode, silent):
-    """Opacus's wrap_model=False leaves the model as it is and returns its hooks."""
-    rule, net = RULES[2], made()
-    x, y = some()
+def test_a_model_that_is_not_wrapped(mode, zero_noise):
+    """With wrap_model=False, Opacus does not wrap the model and returns its hooks."""
+    rule, net = RULES[2], make_network()
+    x, y = images()
     out = EvenPrivacyEngine().make_private(
         rule=rule,
         module=net,
@@ -236,16 +236,14 @@ def test_a_model_that_is_not_wrapped(mode, silent):
     same = Private(rule)
     same.step(x, y)
     torch.testing.assert_close(
-        flat(p.grad for p in net.parameters()), same.gradient, rtol=1e-4, atol=1e-6
+        flattened(p.grad for p in net.parameters()), same.gradient, rtol=1e-4, atol=1e-6
     )
 
 
-def test_accumulated_batches_are_one_batch_of_their_sizes_together(silent):
-    """What Opacus allows without Poisson sampling: two backward passes, one step, twice the
-    expected size.
-    """
-    net = made()
-    x, y = some()
+def test_accumulated_batches_are_one_batch_of_their_sizes_together(zero_noise):
+    """Two backward passes before one step; Opacus allows this without Poisson sampling."""
+    net = make_network()
+    x, y = images()
     model, optimizer, _ = PrivacyEngine().make_private(
         module=net,
         optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
@@ -262,7 +260,7 @@ def test_accumulated_batches_are_one_batch_of_their_sizes_together(silent):
     whole = Private(RULES[2])
     whole.step(x, y)
     torch.testing.assert_close(
-        flat(p.grad for p in net.parameters()), whole.gradient / 2, rtol=1e-5, atol=1e-7
+        flattened(p.grad for p in net.parameters()), whole.gradient / 2, rtol=1e-5, atol=1e-7
     )
     b = (math.log(whole.Z / 2.5) + 0.3) / 2  # half the share
     assert optimizer.rule_state.item() == pytest.approx(2.5 * math.exp(-0.3 + b))
@@ -277,7 +275,7 @@ NUMBERS = st.one_of(
 
 
 def clipped(rule, rows, dtype=torch.float32):
-    """Σ γ_i g_i of arbitrary per-sample gradients, as they would lie there after backward()."""
+    """Return Σ γ_i g_i of arbitrary per-sample gradients, stored as backward() would."""
     wide = max((len(row) for row in rows), default=3)
     p, q = (
         nn.Parameter(torch.zeros(wide - 1, dtype=dtype)),
@@ -297,7 +295,7 @@ def clipped(rule, rows, dtype=torch.float32):
     table = torch.tensor(np.array(rows), dtype=torch.float64).reshape(-1, wide).to(dtype)
     p.grad_sample, q.grad_sample = table[:, :-1], table[:, -1]
     optimizer.clip_and_accumulate()
-    return flat([p.summed_grad, q.summed_grad])
+    return flattened([p.summed_grad, q.summed_grad])
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -315,7 +313,7 @@ def test_no_sample_moves_the_sum_by_more_than_S(rule, rows):
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30, 3e37])
 def test_a_finite_gradient_is_clipped_and_not_dropped(size):
-    """Its square is no float32."""
+    """The square of the norm may overflow or underflow float32."""
     row = torch.tensor([size, -size, size], dtype=torch.float64)
     expected = row if size < 1 else row / row.norm()
     torch.testing.assert_close(
@@ -324,9 +322,9 @@ def test_a_finite_gradient_is_clipped_and_not_dropped(size):
 
 
 def test_a_gradient_whose_square_vanishes_has_a_norm_all_the_same():
-    found = clipped(DPSGD(C0=1e-25), [[1e-24, 1e-24, 0.0]])
-    assert found.norm().item() == pytest.approx(1e-25, rel=1e-5)
-    assert found.norm() <= 1e-25
+    total = clipped(DPSGD(C0=1e-25), [[1e-24, 1e-24, 0.0]])
+    assert total.norm().item() == pytest.approx(1e-25, rel=1e-5)
+    assert total.norm() <= 1e-25
 
 
 @pytest.mark.parametrize(
@@ -334,31 +332,29 @@ def test_a_gradient_whose_square_vanishes_has_a_norm_all_the_same():
 )
 @pytest.mark.parametrize("width", [2, 64, 65, 66, 1000])
 def test_the_bound_holds_in_every_precision_and_width(width, dtype):
-    """Widths around the block whose squares are summed in float32."""
+    """The widths are around the size of a block, whose squares are summed in float32."""
     random = np.random.default_rng(width)
     for scale in (1e-2, 1.0, 300.0):
         row = random.normal(size=width) * scale
-        found = clipped(DPSGD(C0=0.1), [row], dtype)
+        total = clipped(DPSGD(C0=0.1), [row], dtype)
         exact = torch.tensor(row).to(dtype).double()
-        assert found.norm() <= 0.1
+        assert total.norm() <= 0.1
         expected = exact * min(1.0, 0.1 / exact.norm().item())
         torch.testing.assert_close(
-            found, expected, rtol=20 * torch.finfo(dtype).eps + 1e-5, atol=1e-6
+            total, expected, rtol=20 * torch.finfo(dtype).eps + 1e-5, atol=1e-6
         )
 
 
 @pytest.mark.parametrize("C0", [1e-3, 1e-5, 1e-6])
 def test_a_weight_that_has_lost_its_digits_is_none(C0):
-    """C0/‖g‖ is no normal float32 here: rounded to the nearest number, it could be half as large
-    again.
-    """
+    """C0/‖g‖ is a subnormal float32 here; rounding could increase it by half."""
     for size in np.geomspace(1e37, 3.4e38, 50):
         assert clipped(DPSGD(C0=C0), [[size, 0.0, 0.0]]).norm() <= C0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("mode", ["hooks", "functorch"])
-def test_a_record_that_is_not_finite_contributes_nothing(mode, bad, silent):
+def test_a_record_that_is_not_finite_contributes_nothing(mode, bad, zero_noise):
     run, clean = Private(RULES[2], mode), Private(RULES[2], mode)
     x, y = run.x.clone(), run.y
     x[7] = bad
@@ -369,7 +365,7 @@ def test_a_record_that_is_not_finite_contributes_nothing(mode, bad, silent):
     assert run.Z == clean.Z
 
 
-def test_in_ghost_mode_a_record_that_is_not_finite_stops_the_training(silent):
+def test_in_ghost_mode_a_record_that_is_not_finite_stops_the_training(zero_noise):
     run = Private(RULES[2], "ghost")
     run.x[7] = math.nan
     before = run.parameters
@@ -400,7 +396,7 @@ def test_the_gradients_noise_has_standard_deviation_sigma_S_over_B(mode):
     )  # 4 standard errors
     assert (
         torch.corrcoef(drawn[:, :50].T).fill_diagonal_(0).abs().max() < 0.5
-    )  # fresh for every coordinate
+    )  # independent coordinates
 
 
 def test_the_counts_noise_has_standard_deviation_sigma_count():
@@ -410,29 +406,29 @@ def test_the_counts_noise_has_standard_deviation_sigma_count():
     for _ in range(400):
         run.step(run.x[:0], run.y[:0])
         Z.append(run.Z)
-    drawn = (np.diff(np.log(Z)) + 0.01) * 2000  # (count + noise), and the count of nobody is 0
+    drawn = (np.diff(np.log(Z)) + 0.01) * 2000  # count + noise; the count is 0
     assert np.mean(drawn) == pytest.approx(0.0, abs=4 * 7 / 20)
     assert np.std(drawn) == pytest.approx(7.0, rel=4 / math.sqrt(800))
 
 
-def test_what_noise_is_asked_for(silent):
+def test_what_noise_is_asked_for(zero_noise):
     run = Private(DPSGDGlobalAdapt(C0=0.5, sigma=2.0, sigma_count=7.0))
     run.step(run.x, run.y)
-    assert silent.asked == [(1.0, (1,)), (1.0, (len(run.parameters),))]
+    assert zero_noise.draws == [(1.0, (1,)), (1.0, (len(run.parameters),))]
 
 
-def test_a_rule_without_a_count_asks_for_none(silent):
+def test_a_rule_without_a_count_asks_for_none(zero_noise):
     run = Private(DPSGDGlobal(C0=0.5, sigma=2.0))
     run.step(run.x, run.y)
-    assert silent.asked == [(1.0, (len(run.parameters),))]
+    assert zero_noise.draws == [(1.0, (len(run.parameters),))]
     assert run.optimizer.noise_multiplier == 2.0
 
 
 def test_noise_in_secure_mode_is_the_generators_too():
-    """Opacus's secure mode sums four draws; its generator stands in for the one of torchcsprng."""
+    """Opacus's secure mode sums four draws; this generator replaces that of torchcsprng."""
 
     def steps(seed):
-        net, generator = made(), torch.Generator().manual_seed(seed)
+        net, generator = make_network(), torch.Generator().manual_seed(seed)
         inner = torch.optim.SGD(net.parameters(), lr=0.1)
         theirs = DPOptimizer(
             inner,
@@ -446,7 +442,7 @@ def test_noise_in_secure_mode_is_the_generators_too():
         for p in net.parameters():
             p.grad_sample = torch.zeros(0, *p.shape)
         optimizer.step()
-        return flat(p.grad for p in net.parameters()), optimizer.rule_state
+        return flattened(p.grad for p in net.parameters()), optimizer.rule_state
 
     (one, Z), (again, again_Z), (other, other_Z) = steps(1), steps(1), steps(2)
     assert torch.equal(one, again)
@@ -457,7 +453,7 @@ def test_noise_in_secure_mode_is_the_generators_too():
 
 
 def test_ghost_and_hooks_are_one_mechanism():
-    """Five steps with the same noise: the same parameters, to rounding, and the same Z."""
+    """Five steps with the same noise give the same parameters, up to rounding, and the same Z."""
     runs = [Private(RULES[2], mode, net="cnn", seed=5) for mode in MODES]
     for t in range(5):
         for run in runs:
@@ -470,11 +466,9 @@ def test_ghost_and_hooks_are_one_mechanism():
 # --- logical and physical batches ---
 
 
-def trained(mode, physical, silent, steps=3):
-    """What `steps` logical batches of Poisson sampling leave behind, passed in pieces of at most
-    `physical`.
-    """
-    del silent.asked[:]
+def train_in_pieces(mode, physical, zero_noise, steps=3):
+    """Train on `steps` Poisson batches, in physical batches of at most `physical` samples."""
+    del zero_noise.draws[:]
     run = Private(RULES[2], mode, accountant="rdp")
     batches = np.random.default_rng(0).random((steps, 40)) < 0.3
     logical = [np.flatnonzero(row).tolist() for row in batches]
@@ -488,30 +482,28 @@ def trained(mode, physical, silent, steps=3):
     return run
 
 
-def same_as_whole(mode, silent):
-    """Whether three pieces to a batch make the same parameters, Z, accounts and draws of noise as
-    one.
-    """
-    whole, pieces = trained(mode, 1000, silent), trained(mode, 5, silent)
+def same_as_whole(mode, zero_noise):
+    """Return whether several physical batches have the same parameters, Z and accounts as one."""
+    whole, pieces = train_in_pieces(mode, 1000, zero_noise), train_in_pieces(mode, 5, zero_noise)
     return (
         torch.allclose(whole.parameters, pieces.parameters, rtol=1e-4, atol=1e-6)
         and pytest.approx(pieces.Z) == whole.Z
         and whole.engine.accountant.history
         == pieces.engine.accountant.history
         == [(joint(RULES[2]), 1 / 4, 3)]
-        and len(silent.asked) == 3 * 2
+        and len(zero_noise.draws) == 3 * 2
     )
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_logical_batch_in_pieces_is_one_release(mode, silent):
-    assert same_as_whole(mode, silent)
+def test_a_logical_batch_in_pieces_is_one_release(mode, zero_noise):
+    assert same_as_whole(mode, zero_noise)
 
 
 def z_moves_with_every_piece(optimizer):
     EvenOptimizer.clip_and_accumulate(optimizer)
     clipper = optimizer._clipper
-    clipper.release(flat(p.summed_grad for p in optimizer.params), 10.0, optimizer._noise)
+    clipper.release(flattened(p.summed_grad for p in optimizer.params), 10.0, optimizer._noise)
     clipper.add(torch.zeros(1, dtype=torch.float64))
 
 
@@ -529,17 +521,17 @@ def only_the_last_piece_is_counted(optimizer):
 @pytest.mark.parametrize(
     "fault", [z_moves_with_every_piece, noise_with_every_piece, only_the_last_piece_is_counted]
 )
-def test_that_test_finds_planted_faults(fault, silent, monkeypatch):
+def test_that_test_finds_planted_faults(fault, zero_noise, monkeypatch):
     class Faulty(EvenOptimizer):
         clip_and_accumulate = fault
 
     monkeypatch.setattr("evenclip.opacus.engine.EvenOptimizer", Faulty)
-    assert not same_as_whole("hooks", silent)
+    assert not same_as_whole("hooks", zero_noise)
 
 
-def test_a_manager_made_before_the_rule_goes_on_working(silent):
-    net = made()
-    x, y = some()
+def test_a_manager_made_before_the_rule_goes_on_working(zero_noise):
+    net = make_network()
+    x, y = images()
     model, optimizer, loader = PrivacyEngine().make_private(
         module=net,
         optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
@@ -555,7 +547,7 @@ def test_a_manager_made_before_the_rule_goes_on_working(silent):
             optimizer.zero_grad()
             cross_entropy(model(a), b).backward()
             optimizer.step()
-    assert len(silent.asked) == 2  # one step
+    assert len(zero_noise.draws) == 2  # one step
     assert all(torch.isfinite(p).all() for p in net.parameters())
 
 
@@ -580,7 +572,7 @@ def test_an_empty_batch_is_a_step_like_any_other(mode, net):
 
 
 def test_opacus_own_loader_with_a_manager_and_many_empty_batches():
-    """Four records at q = 1/4: a third of the batches are empty, the first ones too."""
+    """With four records and q = 1/4, a third of the batches are empty, also the first ones."""
     rule = DPSGDGlobalAdapt(C0=0.5, sigma=1.0, Z0=2.5, sigma_count=2.0)
     run = Private(rule, "hooks", n=4, batch=1, seed=7, accountant="rdp")
     torch.manual_seed(0)
@@ -602,7 +594,7 @@ def test_opacus_own_loader_with_a_manager_and_many_empty_batches():
 
 @pytest.mark.parametrize("accountant", ["rdp", "prv"])
 def test_epsilon_is_that_of_our_own_ledger(accountant):
-    """Count and gradient with much and little noise; without the count ε would be far smaller."""
+    """The count has little noise, so without it ε would be far smaller."""
     rule = DPSGDGlobalAdapt(sigma=1.0, sigma_count=1.5)
     run = Private(rule, n=400, batch=4, accountant=accountant)
     for _ in range(30):
@@ -641,9 +633,9 @@ def test_the_gaussian_accountant_is_told_the_joint_multiplier():
     ids=str,
 )
 def test_noise_for_a_given_epsilon_includes_the_count(rule, accountant):
-    """93 batches: Opacus's loader makes 92 of them, and accounts for q = 1/92."""
-    net = made()
-    x, y = some(93)
+    """Of 93 batches Opacus's loader makes 92, and it accounts for q = 1/92."""
+    net = make_network()
+    x, y = images(93)
     engine = EvenPrivacyEngine(accountant=accountant)
     _, optimizer, loader = engine.make_private_with_epsilon(
         module=net,
@@ -666,7 +658,7 @@ def test_noise_for_a_given_epsilon_includes_the_count(rule, accountant):
     assert epsilon(ledger, 1e-5) <= 2.0
 
 
-def test_a_noise_scheduler_scales_all_the_noise_and_is_accounted(silent):
+def test_a_noise_scheduler_scales_all_the_noise_and_is_accounted(zero_noise):
     run = Private(DPSGDGlobalAdapt(C0=0.5, sigma=2.0, sigma_count=6.0), accountant="rdp")
     scheduler = StepNoise(run.optimizer, step_size=1, gamma=0.5)
     run.step(run.x, run.y)
@@ -729,7 +721,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(mode, tmp_path):
     )
     second.optimizer.generator.set_state(
         first.optimizer.generator.get_state()
-    )  # Opacus does not keep it
+    )  # Opacus does not save it
     assert second.Z == first.Z != RULES[2].Z0
     steps_of(second, 3, 6)
     assert torch.equal(second.parameters, straight.parameters)
@@ -769,14 +761,14 @@ def test_a_checkpoint_of_another_rule_or_of_none_is_refused():
 
 
 def dp_optimizer(kind=DPOptimizer, **more):
-    inner = torch.optim.SGD(made().parameters(), lr=0.1)
+    inner = torch.optim.SGD(make_network().parameters(), lr=0.1)
     return kind(
         inner, **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, "expected_batch_size": 10, **more}
     )
 
 
 class Late(DPSGDGlobalAdapt):
-    """Says nothing of it, and clips with the count that this step has not taken yet."""
+    """A rule that clips with this step's count without declaring `counts_first`."""
 
     def observe(self, noisy, B, state):
         following = super().observe(noisy, B, state)[1]
@@ -819,7 +811,7 @@ def test_names_that_are_refused(name):
 
 @pytest.mark.parametrize("name", ["dpsgd", "dpsgd-global", "dpsgd-global-adapt", None])
 def test_names_make_rules_from_opacus_own_words(name):
-    net, (x, y) = made(), some()
+    net, (x, y) = make_network(), images()
     _, optimizer, _ = EvenPrivacyEngine().make_private(
         module=net,
         optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
@@ -843,9 +835,9 @@ def test_names_make_rules_from_opacus_own_words(name):
         lambda: dp_optimizer(DPPerLayerOptimizer, max_grad_norm=[1.0] * 4),
         lambda: dp_optimizer(AdaClipDPOptimizer, target_unclipped_quantile=0.5, clipbound_learning_rate=0.2,
                              max_clipbound=2.0, min_clipbound=0.1, unclipped_num_std=1.0),
-        lambda: object.__new__(DistributedDPOptimizer),  # which wants a process group
+        lambda: object.__new__(DistributedDPOptimizer),  # it needs a process group
         lambda: even(dp_optimizer(), DPSGD()),
-        lambda: torch.optim.SGD(made().parameters(), lr=0.1),
+        lambda: torch.optim.SGD(make_network().parameters(), lr=0.1),
     ],
 )  # fmt: skip
 def test_other_optimizers_are_refused(optimizer):
@@ -880,7 +872,7 @@ def test_other_optimizers_are_refused(optimizer):
     ids=str,
 )
 def test_arguments_that_are_refused(more, complaint):
-    net, (x, y) = made(), some()
+    net, (x, y) = make_network(), images()
     loader = DataLoader(TensorDataset(x, y), batch_size=10)
     with pytest.raises((TypeError, ValueError), match=complaint):
         EvenPrivacyEngine().make_private(
@@ -904,7 +896,7 @@ def test_a_rule_by_name_needs_its_noise_and_its_bound():
 
 
 def test_a_count_without_an_expected_batch_size_is_refused():
-    inner = torch.optim.SGD(made().parameters(), lr=0.1)
+    inner = torch.optim.SGD(make_network().parameters(), lr=0.1)
     theirs = DPOptimizer(
         inner,
         noise_multiplier=1.0,
@@ -947,7 +939,7 @@ def test_no_gradient_is_added_twice_to_a_logical_batch(mode):
         run.optimizer.step()
 
 
-def test_in_ghost_mode_a_second_backward_replaces_the_first_and_its_count(silent):
+def test_in_ghost_mode_a_second_backward_replaces_the_first_and_its_count(zero_noise):
     run, other = Private(RULES[2], "ghost"), Private(RULES[2], "ghost")
     run.loss(run.model(run.x[:20]), run.y[:20]).backward()
     run.loss(run.model(run.x[20:]), run.y[20:]).backward()
@@ -986,7 +978,7 @@ def test_in_ghost_mode_a_loss_of_several_numbers_a_sample_is_refused():
 
 
 def test_in_ghost_mode_a_layer_without_a_norm_is_refused():
-    """Opacus's formula for linear layers knows inputs of two and three axes."""
+    """Opacus's formula for linear layers supports inputs with two and three axes."""
     net = nn.Sequential(nn.Linear(4, 3), nn.Flatten(), nn.Linear(12, 2))
     x, y = torch.randn(20, 4, 4), torch.randint(2, (20,))
     out = EvenPrivacyEngine().make_private(
@@ -1005,7 +997,7 @@ def test_in_ghost_mode_a_layer_without_a_norm_is_refused():
 
 
 def test_in_ghost_mode_even_needs_the_criterion():
-    net, (x, y) = made(), some()
+    net, (x, y) = make_network(), images()
     _, optimizer, criterion, _ = PrivacyEngine().make_private(
         module=net,
         optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
@@ -1031,8 +1023,8 @@ def test_learning_rate_schedulers_and_other_optimizers_work():
     assert repr(run.optimizer).startswith("SGD")
 
 
-def test_frozen_parameters_are_left_alone(silent):
-    net, (x, y) = made(), some()
+def test_frozen_parameters_are_left_alone(zero_noise):
+    net, (x, y) = make_network(), images()
     net[1].requires_grad_(False)
     model, optimizer, _ = EvenPrivacyEngine().make_private(
         module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), rule=RULES[2],
@@ -1043,14 +1035,14 @@ def test_frozen_parameters_are_left_alone(silent):
     optimizer.step()
     assert torch.equal(net[1].weight, before)
     trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
-    assert silent.asked == [(1.0, (1,)), (1.0, (trained,))]
+    assert zero_noise.draws == [(1.0, (1,)), (1.0, (trained,))]
 
 
 # --- importing ---
 
 
-def fresh(code):
-    """What a new Python prints."""
+def run_python(code):
+    """Run code in a new Python process; return its output."""
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
@@ -1060,7 +1052,7 @@ def fresh(code):
 
 
 def test_without_opacus_the_import_says_what_to_install():
-    printed = fresh(
+    printed = run_python(
         "import sys; sys.modules['opacus'] = None\n"
         "try:\n"
         "    import evenclip.opacus\n"
@@ -1072,7 +1064,9 @@ def test_without_opacus_the_import_says_what_to_install():
 
 def test_the_package_itself_does_not_import_opacus():
     assert (
-        fresh("import sys, evenclip; evenclip.fit, evenclip.DPSGD; print('opacus' in sys.modules)")
+        run_python(
+            "import sys, evenclip; evenclip.fit, evenclip.DPSGD; print('opacus' in sys.modules)"
+        )
         == "False\n"
     )
 
@@ -1086,12 +1080,12 @@ def accuracy(model, test):
 
 
 def test_an_opacus_loop_with_one_changed_line_learns_what_fit_learns():
-    """The digits, two seeds, same q, B, steps, rule and learning rate: the same accuracy within
-    noise, the same ε.
+    """On digits with two seeds and the same settings, the accuracies agree up to noise and the ε
+    are equal.
     """
     train, test, _ = digits()
     rule = DPSGDGlobalAdapt(C0=1.0, sigma=0.8, Z0=5.0)
-    found, epsilons = {"opacus": [], "fit": [], "opacus alone": []}, set()
+    accuracies, epsilons = {"opacus": [], "fit": [], "opacus alone": []}, set()
     for seed in range(2):
         result = evenclip.fit(
             mlp_of_digits(seed),
@@ -1104,7 +1098,7 @@ def test_an_opacus_loop_with_one_changed_line_learns_what_fit_learns():
             seed=seed,
             delta=1e-4,
         )
-        found["fit"].append(accuracy(result.model, test))
+        accuracies["fit"].append(accuracy(result.model, test))
         for name in ("opacus", "opacus alone")[: 2 - seed]:
             network = mlp_of_digits(seed)
             torch.manual_seed(seed)
@@ -1117,22 +1111,22 @@ def test_an_opacus_loop_with_one_changed_line_learns_what_fit_learns():
                 noise_multiplier=0.8,
             )
             if name == "opacus":
-                optimizer = even(optimizer, rule)  # the one changed line
+                optimizer = even(optimizer, rule)  # the changed line
             for _ in range(12):
                 for x, y in loader:
                     optimizer.zero_grad()
                     cross_entropy(model(x), y).backward()
                     optimizer.step()
-            found[name].append(accuracy(network, test))
+            accuracies[name].append(accuracy(network, test))
             if name == "opacus":
                 assert optimizer.expected_batch_size == 62
                 epsilons.add((engine.get_epsilon(1e-4), result.epsilon()))
-    means = {name: np.mean(values) for name, values in found.items()}
+    means = {name: np.mean(values) for name, values in accuracies.items()}
     assert means["fit"] > 0.8
-    assert means["opacus"] == pytest.approx(means["fit"], abs=0.03), found
+    assert means["opacus"] == pytest.approx(means["fit"], abs=0.03), accuracies
     ((theirs, ours),) = epsilons
     assert theirs == pytest.approx(ours, abs=0.02)
-    assert found["opacus"][0] != found["opacus alone"][0]
+    assert accuracies["opacus"][0] != accuracies["opacus alone"][0]
 
 
 def mlp_of_digits(seed):
@@ -1143,9 +1137,9 @@ def mlp_of_digits(seed):
 
 
 def test_the_page_names_what_there_is():
-    """Every name of Opacus's in the left column of the table is one that Opacus has."""
+    """Every name in the left column of the table exists in Opacus."""
     page = (ROOT / "docs" / "opacus.md").read_text()
-    table = page.split("| Opacus | evenclip | |")[1].split("\n\n")[0]
+    table = page.split("| Opacus | evenclip | notes |")[1].split("\n\n")[0]
     left = [row.split("|")[1] for row in table.splitlines()[2:]]
     source = "".join(path.read_text() for path in Path(opacus.__file__).parent.rglob("*.py"))
     for name in re.findall(r"`([A-Za-z_.]+)", " ".join(left)):
@@ -1157,7 +1151,7 @@ READS = itertools.count()
 
 @dataclass(frozen=True)
 class Wavering(Rule):
-    """Says another sensitivity, and another σ, whenever it is asked."""
+    """A rule whose sensitivity and σ change at every call."""
 
     name: ClassVar[str] = "wavering"
     C0: float = 1.0

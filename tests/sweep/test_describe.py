@@ -68,8 +68,8 @@ def test_a_changed_file_is_another_run(stranger, spec):
     [
         (
             "dp-sgd",
-            "There is no rule 'dp-sgd'; choose among non-private, dpsgd, dpsgd-f, dpsgd-global, "
-            "dpsgd-global-adapt, fairlens, or give file.py:Class for your own.",
+            f"There is no rule 'dp-sgd'; choose among {', '.join(RULES)}, or give file.py:Class "
+            "for your own.",
         ),
         ("nowhere.py:Half", "nowhere.py does not exist; give the path of a file."),
     ],
@@ -175,28 +175,28 @@ def test_splits_come_back(splits, tmp_path):
 
 def test_held_out_rows_are_taken_from_the_training_rows(splits, tmp_path):
     description = {**describe.save_splits(splits, tmp_path), "hold_out": 0.2}
-    found, again, other = (describe.load_data(description, seed).splits for seed in (0, 0, 1))
-    assert (len(found.train), len(found.validation), len(found.test)) == (160, 40, 100)
-    rows = [tuple(row) for data in (found.train, found.validation) for row in data.x.tolist()]
+    sampled, again, other = (describe.load_data(description, seed).splits for seed in (0, 0, 1))
+    assert (len(sampled.train), len(sampled.validation), len(sampled.test)) == (160, 40, 100)
+    rows = [tuple(row) for data in (sampled.train, sampled.validation) for row in data.x.tolist()]
     assert sorted(rows) == sorted(tuple(row) for row in splits.train.x.tolist())
-    assert torch.equal(found.validation.x, again.validation.x)
-    assert not torch.equal(found.validation.x, other.validation.x)
+    assert torch.equal(sampled.validation.x, again.validation.x)
+    assert not torch.equal(sampled.validation.x, other.validation.x)
 
 
 def test_fewer_rows_are_a_sample_of_each_part(splits, tmp_path):
     description = {**describe.save_splits(splits, tmp_path), "rows": 120}
-    found, again, other = (describe.load_data(description, seed).splits for seed in (0, 0, 1))
-    assert (len(found.train), len(found.test), found.validation) == (120, 100, None)
+    sampled, again, other = (describe.load_data(description, seed).splits for seed in (0, 0, 1))
+    assert (len(sampled.train), len(sampled.test), sampled.validation) == (120, 100, None)
     whole = [tuple(row) for row in splits.train.x.tolist()]
-    rows = [tuple(row) for row in found.train.x.tolist()]
+    rows = [tuple(row) for row in sampled.train.x.tolist()]
     assert len(set(rows)) == 120
     # Rows keep their order and their labels.
     assert [row for row in whole if row in set(rows)] == rows
     place = [whole.index(row) for row in rows]
-    assert found.train.y.tolist() == splits.train.y[place].tolist()
-    assert found.train.group.tolist() == splits.train.group[place].tolist()
-    assert torch.equal(found.train.x, again.train.x)
-    assert not torch.equal(found.train.x, other.train.x)
+    assert sampled.train.y.tolist() == splits.train.y[place].tolist()
+    assert sampled.train.group.tolist() == splits.train.group[place].tolist()
+    assert torch.equal(sampled.train.x, again.train.x)
+    assert not torch.equal(sampled.train.x, other.train.x)
     held = describe.load_data({**description, "hold_out": 0.25}, 0).splits
     assert (len(held.train), len(held.validation)) == (90, 30)
 

@@ -14,13 +14,13 @@ from evenclip.sweep import Local, RunsError, carry_out
 
 def test_results_come_in_the_order_asked_for_and_once(store, spec, progress):
     specs = [spec(seed) for seed in (2, 0, 2, 1)]
-    found = carry_out(specs, store, progress, Local(2))
-    assert [result["settings"]["seed_given"] for result in found] == [True] * 4
-    assert found[0] == found[2]
-    assert found[0]["test"] != found[1]["test"]
+    results = carry_out(specs, store, progress, Local(2))
+    assert [result["settings"]["seed_given"] for result in results] == [True] * 4
+    assert results[0] == results[2]
+    assert results[0]["test"] != results[1]["test"]
     assert (progress.runs, sorted(progress.begun)) == (3, [0, 1, 2])
     before = {p: p.stat().st_mtime_ns for p in store.root.rglob("result.json")}
-    assert carry_out(specs, store, progress, Local(2)) == found
+    assert carry_out(specs, store, progress, Local(2)) == results
     assert progress.runs == 3  # nothing was computed again
     assert {p: p.stat().st_mtime_ns for p in store.root.rglob("result.json")} == before
 

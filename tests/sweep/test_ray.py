@@ -100,11 +100,11 @@ def written(monkeypatch):
 @pytest.fixture
 def lost(monkeypatch):
     """Collect the unfinished runs of dead workers."""
-    specs, over = [], module.Tries.end_assignment
+    specs, end_assignment = [], module.Tries.end_assignment
 
     def recorded(self, assignment, *why):
         specs.extend(assignment.specs.values())
-        return over(self, assignment, *why)
+        return end_assignment(self, assignment, *why)
 
     monkeypatch.setattr(module.Tries, "end_assignment", recorded)
     return specs
@@ -222,8 +222,8 @@ def test_a_file_that_only_the_driver_has_is_sent(cluster, store, spec, progress,
         path.rename(path.with_suffix(".elsewhere"))
 
     monkeypatch.setattr(module, "contents", then_gone)
-    (found,) = carry_out([given], store, progress, Ray(cluster))
-    assert found["dataset"] == "made"
+    (result,) = carry_out([given], store, progress, Ray(cluster))
+    assert result["dataset"] == "made"
 
 
 def test_a_file_too_large_to_be_sent_must_be_on_the_worker(
@@ -310,7 +310,7 @@ def test_a_command_on_a_cluster_of_its_own(tmp_path):
         "--on",
         "ray",
     ]
-    found = evenclip(*words, "--out", str(tmp_path / "out"), EVENCLIP_CACHE=str(tmp_path))
-    assert found.returncode == 0, found.stderr
-    assert list(json.loads(found.stdout)["table"]) == ["non-private", "dpsgd"]
-    assert [line.split()[0] for line in found.stderr.splitlines()] == ["1/2", "2/2"]
+    done = evenclip(*words, "--out", str(tmp_path / "out"), EVENCLIP_CACHE=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert list(json.loads(done.stdout)["table"]) == ["non-private", "dpsgd"]
+    assert [line.split()[0] for line in done.stderr.splitlines()] == ["1/2", "2/2"]
