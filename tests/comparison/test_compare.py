@@ -12,12 +12,14 @@ import pytest
 import torch
 
 import evenclip
-from evenclip import DPSGD, DPSGDGlobalAdapt
-from evenclip.comparison import plan
+from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt
+from evenclip.comparison.plan import Changes, choose_protocol, in_words, paced
 from evenclip.comparison.presets import PUBLISHED
 from evenclip.comparison.protocol import LEARNING_RATES, for_table
+from evenclip.comparison.trainings import best_rates
 from evenclip.data import Dataset, Splits
 from evenclip.report.page import page
+from evenclip.rules import ENFORCED, SOUND, Constants
 from evenclip.sweep import Store, risk, work
 
 
@@ -94,8 +96,8 @@ def test_a_rate_that_trains_by_luck_is_not_shared():
     """0.1 is best for one seed and fails for the other; each its own, or one for all."""
     accuracy = dict.fromkeys([(seed, lr) for seed in (0, 1) for lr in LEARNING_RATES], 50.0)
     accuracy |= {(0, 0.1): 99.0, (1, 0.1): 10.0, (0, 0.03): 97.0, (1, 0.03): 97.0}
-    assert plan.best_rates(accuracy, [0, 1], shared=False) == {0: 0.1, 1: 0.03}
-    assert plan.best_rates(accuracy, [0, 1], shared=True) == {0: 0.03, 1: 0.03}
+    assert best_rates(accuracy, [0, 1], shared=False) == {0: 0.1, 1: 0.03}
+    assert best_rates(accuracy, [0, 1], shared=True) == {0: 0.03, 1: 0.03}
 
 
 def test_the_reference_rate_is_chosen_on_validation_rows(found, root):
@@ -268,6 +270,47 @@ def test_a_strangers_rule_goes_through_all_of_it(splits, root, tmp_path):
     assert found.to_json()["table"]["half"]["accuracy"]["a"]["mean"] > 0
 
 
+def test_settings_as_published_is_not_said_of_a_custom_rule(tmp_path):
+    path = tmp_path / "my_rules.py"
+    path.write_text(STRANGER)
+    data = {"name": "adult"}, part(50, 0, K=3)
+    plain, mixed, alone = (
+        choose_protocol(*data, rules, match=False)
+        for rules in (["dpsgd"], ["dpsgd", f"{path}:Half"], [f"{path}:Half"])
+    )
+    assert in_words(plain, Changes()).startswith("Settings as published; ")
+    assert "No settings are published for half, which has the expected largest step 0.1." in (
+        in_words(mixed, Changes(epochs=3))
+    )
+    assert in_words(alone, Changes()) == (
+        "No private rule here has published settings; each has the expected largest step 0.1."
+    )
+    assert mixed.only(["half"]).methods[0].lr == pytest.approx(0.05)  # 0.1 / S
+    own = choose_protocol(*data, [DPSGDF(C0=2.0)], match=False)
+    assert own.custom == ("dpsgd-f",)  # a built-in rule with other settings
+    typical = DPSGDF(C0=2.0).typical_sensitivity(Constants(groups=3, B=256.0))
+    assert own.methods[1].lr == pytest.approx(0.1 / typical)  # three groups, not two
+
+
+LOUD = STRANGER.replace("0.5 * self.C0 / norm.clamp(min=1.0)", "0 * norm + 1e3")
+
+
+def test_a_rule_that_breaks_its_bound_is_not_called_sound(splits, root, tmp_path):
+    path = tmp_path / "loud.py"
+    path.write_text(LOUD)
+    loud = evenclip.compare(
+        splits, ["dpsgd", f"{path}:Half"], 1, epochs=1, batch_size=60, epsilon=2.0, delta=1e-4,
+        model="linear", store=root, workers=1,
+    )  # fmt: skip
+    assert (loud["dpsgd"].soundness, loud["half"].soundness) == (SOUND, ENFORCED)
+    assert loud["half"].statement["soundness"] == ENFORCED
+    assert loud["half"].statement["clamped_weights"] > 0
+    (note,) = [note for note in loud.notes if note.startswith("half: ")]
+    assert "were above its declared sensitivity and were reduced to it" in note
+    assert ENFORCED in loud.table()
+    assert max(map(len, loud.table().splitlines())) <= 80
+
+
 def test_rules_with_settings_of_ones_own(splits, root, here):
     rules = [DPSGD(C0=0.5, sigma=2.0), DPSGDGlobalAdapt(C0=0.5, sigma=2.0)]
     found = evenclip.compare(
@@ -409,15 +452,15 @@ def test_a_store_given_as_a_path_is_one(root):
 
 
 def test_the_published_steps_are_kept_unless_the_data_are_others(root):
-    kept, said = plan.paced(PUBLISHED["adult"], 23_650, named=True)  # 93 batches: within 5 %
+    kept, said = paced(PUBLISHED["adult"], 23_650, named=True)  # 93 batches: within 5 %
     assert (kept.batches, said) == (92, [])
-    other, said = plan.paced(PUBLISHED["celeba"], 8_000, named=True)
+    other, said = paced(PUBLISHED["celeba"], 8_000, named=True)
     assert other.batches == 32
     assert said == [
         "There are 8,000 training records, so an epoch has 32 steps and not the published 636."
     ]
-    assert plan.paced(for_table(2), 5_000, named=False)[0].batches is None
-    assert plan.paced(for_table(2), 5_000, named=True)[0].batches == 20
+    assert paced(for_table(2), 5_000, named=False)[0].batches is None
+    assert paced(for_table(2), 5_000, named=True)[0].batches == 20
 
 
 def test_a_rule_that_does_not_apply_is_left_out_with_a_sentence(splits, root, tmp_path, here):

@@ -200,6 +200,6 @@ def test_an_address_that_leads_nowhere_is_a_sentence(
 def test_workers_and_on_are_not_both_given(splits, tmp_path):
     with pytest.raises(
         ValueError,
-        match="workers are processes of this machine; leave them out where `on` says who",
+        match="workers and on are both given; workers is for processes of this machine",
     ):
         compare(splits, seeds=1, workers=2, on=Local(), store=tmp_path)

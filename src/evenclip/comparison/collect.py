@@ -1,4 +1,4 @@
-"""Stored results of runs, put together as a comparison."""
+"""Collect the results of runs into a comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from evenclip.comparison.protocol import Method, Protocol
 from evenclip.comparison.result import Comparison, Outcome
 from evenclip.mechanism.release import Ledger
-from evenclip.rules import NO_EPSILON, Rule
+from evenclip.rules import NO_EPSILON, Rule, soundness
 from evenclip.sweep.describe import Loaded
 
 __all__ = ["collect"]
@@ -25,7 +25,7 @@ def collect(
     results: Sequence[Mapping[str, Any]],
     says: str,
 ) -> Comparison:
-    """The stored results, rule by rule."""
+    """Return the comparison of these results, which are ordered by seed and then by rule."""
     size = len(plan.methods)
     by_rule = [[results[i * size + j] for i in range(len(seeds))] for j in range(size)]
     first = results[0]
@@ -42,7 +42,7 @@ def collect(
         protocol=plan.name,
         says=says,
         outcomes=tuple(
-            _outcome(method, found) for method, found in zip(plan.methods, by_rule, strict=True)
+            _outcome(method, seeds) for method, seeds in zip(plan.methods, by_rule, strict=True)
         ),
         pair=loaded.pair,
         uncovered=(
@@ -51,7 +51,11 @@ def collect(
         ),
         notes=tuple(
             dict.fromkeys(
-                [*loaded.notes, *(note for result in reference for note in result["notes"])]
+                [
+                    *loaded.notes,
+                    *(note for result in reference for note in result["notes"]),
+                    *_clamped(plan, by_rule),
+                ]
             )
         ),
         small=tuple(dict.fromkeys(name for result in reference for name in result["small"])),
@@ -59,29 +63,44 @@ def collect(
     )
 
 
-# What every comparison reads off the data.
+# Accesses to the data that every comparison makes.
 _READ = (
     "the number n of training records, from which q and the steps follow",
     "the splitting of the data",
 )
 
 
+def _clamped(plan: Protocol, by_rule: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Return a sentence about each rule whose weights were reduced to its declared bound."""
+    counts = {
+        method.name: sum(int(row["clamped"]) for result in results for row in result["trace"])
+        for method, results in zip(plan.methods, by_rule, strict=True)
+    }
+    return [
+        f"{name}: {count:,} weights were above its declared sensitivity and were reduced to it, so "
+        "it did not run as its formula says."
+        for name, count in counts.items()
+        if count
+    ]
+
+
 def _outcome(method: Method, results: Sequence[Mapping[str, Any]]) -> Outcome:
+    """Return the outcome of one rule from the results of its seeds."""
     by_group = [result["test"]["groups"] for result in results]
-    metrics = {name: _array([found[name] for found in by_group]) for name in by_group[0]}
+    metrics = {name: _array([seed[name] for seed in by_group]) for name in by_group[0]}
     metrics["train_loss"] = _array([result["train_loss"] for result in results])
     overall = [result["test"]["overall"] for result in results]
     return Outcome(
         name=method.name,
         rule=repr(method.rule),
         lr=tuple(result["settings"]["lr"] for result in results),
-        soundness=method.rule.soundness,
+        soundness=soundness(method.rule),
         epsilon={
             accountant: _epsilon(method.rule, results, accountant) for accountant in ("pld", "rdp")
         },
         delta=max(result["delta"] for result in results),
         metrics=metrics,
-        overall={name: _array([found[name] for found in overall]) for name in overall[0]},
+        overall={name: _array([seed[name] for seed in overall]) for name in overall[0]},
         seconds=tuple(result["seconds"] for result in results),
         course=_course([result["trace"] for result in results]),
         statement=_statement(method.rule, results[0]),
@@ -100,15 +119,15 @@ def _course(traces: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
 
 
 def _rounded(values: NDArray[np.float64]) -> list[Any]:
-    """Four digits are enough for a picture; None where there is no number."""
-    found: list[Any] = [_rounded(row) for row in values] if values.ndim > 1 else [
+    """Return values with four digits, which is enough for a chart; None replaces NaN and ±∞."""
+    rounded: list[Any] = [_rounded(row) for row in values] if values.ndim > 1 else [
         float(f"{value:.4g}") if math.isfinite(value) else None for value in values
     ]  # fmt: skip
-    return found
+    return rounded
 
 
 def _statement(rule: Rule, result: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be known to judge this ε, without the ledger itself."""
+    """Return the privacy statement of a run, without its ledger."""
     from evenclip.mechanism import statement
     from evenclip.mechanism.settings import Settings
 
@@ -118,28 +137,25 @@ def _statement(rule: Rule, result: Mapping[str, Any]) -> dict[str, Any]:
         if name not in ("rule", "seed_given")
     }
     settings = Settings(rule=rule, seed=0, **public)
-    found = statement.report(settings, Ledger.from_json(result["ledger"]), result["trace"])
-    return {name: value for name, value in found.items() if name != "ledger"}
+    report = statement.report(settings, Ledger.from_json(result["ledger"]), result["trace"])
+    return {name: value for name, value in report.items() if name != "ledger"}
 
 
 def _epsilon(rule: Rule, results: Sequence[Mapping[str, Any]], accountant: str) -> float | None:
-    """The largest over the seeds; None where none is valid."""
+    """Return the largest ε over the seeds; None if a seed has no valid ε."""
     from evenclip.mechanism import accounting
 
     if rule.soundness == NO_EPSILON:
         return None
     distinct = {repr((result["ledger"], result["delta"])): result for result in results}
-    found = [
+    epsilons = [
         accounting.epsilon(Ledger.from_json(result["ledger"]), result["delta"], accountant)
         for result in distinct.values()
     ]
-    return (
-        None
-        if any(value is None for value in found)
-        else max(value for value in found if value is not None)
-    )
+    known = [epsilon for epsilon in epsilons if epsilon is not None]
+    return max(known) if len(known) == len(epsilons) else None
 
 
 def _array(rows: Sequence[Any]) -> NDArray[np.float64]:
-    """Numbers, NaN where there is None."""
+    """Return nested lists as an array, with NaN for None."""
     return np.array(rows, dtype=np.float64)

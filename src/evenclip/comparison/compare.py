@@ -1,8 +1,7 @@
-"""What privacy costs each group: several rules, several seeds, one dataset.
+"""Compare rules: what privacy costs each group, over several seeds of one dataset.
 
-Every rule is trained once per seed. A seed fixes the split and the initialisation, so that a
-private run is paired with the non-private one of the same seed; batches and noise are each run's
-own.
+Every rule is trained once per seed. A seed fixes the split and the initialisation, so a private run
+is paired with the non-private run of the same seed. Batches and noise differ between runs.
 """
 
 from __future__ import annotations
@@ -10,29 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from evenclip import check
 from evenclip.comparison.collect import collect
-from evenclip.comparison.plan import (
-    adjusted,
-    calibrated,
-    choose_protocol,
-    choose_rates,
-    doubts,
-    in_words,
-    paced,
-    specify,
-    suited,
-    unsound,
-)
-from evenclip.comparison.result import REFERENCE, Comparison
+from evenclip.comparison.plan import Changes, in_words, make_plan
+from evenclip.comparison.result import Comparison
 from evenclip.comparison.source import check_groups, describe_data
+from evenclip.comparison.trainings import Trainings
 from evenclip.rules import Rule
-from evenclip.sweep import Executor, Local, ProgressDisplay, Silent, Store, carry_out
+from evenclip.sweep import Executor, Local, ProgressDisplay, Silent, Store
 from evenclip.sweep.describe import load_data, make_model
-from evenclip.sweep.risk import measure_risk
 from evenclip.sweep.store import default_root
 
 __all__ = ["compare"]
@@ -63,46 +50,44 @@ def compare(
     on: Executor | None = None,
     show: ProgressDisplay | None = None,
 ) -> Comparison:
-    """Train the rules over the seeds, beside a non-private reference, and measure what privacy
-    costs each group.
+    """Compare private rules with a non-private reference: accuracy, loss and cost by group.
 
     Args:
-        data: a name of the catalogue ("adult"); your own dataset ("my_data.py:faces", a function
+        data: a name of the catalogue ("adult"); a custom dataset ("my_data.py:faces", a function
             of the seed that returns `Splits`, or a `Source`); a CSV, TSV, Parquet or Feather file
             or a DataFrame, with `target` and `group`; or `Splits`.
-        rules: names, rules with their settings, or "file.py:Class"; all five unless given. The
+        rules: names, rules with their settings, or "file.py:Class"; default: all five. The
             non-private reference is always trained.
-        seeds: how many, from 0, or which.
-        target: column to predict, of a table.
-        group: protected column or columns, of a table; for Adult "sex", "race" or "age".
-        epsilon: every private rule gets this joint ε by calibration; otherwise the σ it has.
-        delta: δ; published, or the largest power of ten below 1/(2n).
-        epochs: passes over the training data; published, or 20.
-        batch_size: expected batch size B; published, or 256.
-        lr: one learning rate for all rules; otherwise published, or matched.
-        model: "mlp", "mlp:128,64", "linear", "cnn" or "file.py:function"; published, or an MLP
-            256-256.
-        match: on the paper's datasets, the matched protocol instead of the published settings.
-        rows: a sample of so many training rows at the most, and of as many test rows: for a look.
-        risk: whether to look, in one more run of each rule, at what direction and magnitude cost
-            each group.
-        device: where to train.
-        tf32: whether a GPU may round the operands of products to 11 bits, which is quicker; norms
+        seeds: the number of seeds, from 0, or the seeds.
+        target: column to predict; for tables.
+        group: protected column or columns; for tables, and for Adult "sex", "race" or "age".
+        epsilon: joint ε of every private rule, by calibration; default: the σ of each rule.
+        delta: δ; default: as published, or the largest power of ten below 1/(2n).
+        epochs: passes over the training data; default: as published, or 20.
+        batch_size: expected batch size B; default: as published, or 256.
+        lr: learning rate of all rules; default: as published, or matched.
+        model: "mlp", "mlp:128,64", "linear", "cnn" or "file.py:function"; default: as published, or
+            an MLP 256-256.
+        match: use the matched protocol instead of the published settings.
+        rows: most training rows and most test rows, sampled; for quick runs.
+        risk: also measure what clipping's direction and magnitude cost each group, in a further
+            run of each rule.
+        device: device to train on.
+        tf32: allow a GPU to round the operands of products to 11 bits, which is faster; norms
             allow for it.
-        options: further options of the dataset; for a table those of `evenclip.data.table.table`.
-        data_dir: where files of datasets are; EVENCLIP_DATA unless given.
-        store: where results of runs are kept and found again; the user's cache unless given.
-        workers: processes at a time; one per core unless given.
-        on: who carries out the runs: `evenclip.runs.Ray` or `Slurm`; processes of this machine
-            unless given.
-        show: who is told about progress.
+        options: further options of the dataset; for tables those of `evenclip.data.table.table`.
+        data_dir: folder with dataset files; default: $EVENCLIP_DATA.
+        store: folder of results, where finished runs are found again; default: the user's cache.
+        workers: number of processes; default: one per core.
+        on: executor of the runs, such as `evenclip.sweep.Ray` or `Slurm`; default: processes of
+            this machine.
+        show: receiver of progress events.
 
     Raises:
-        ValueError: for anything that cannot be compared; the message says what to do.
-        RunsError: if runs failed, after all others.
+        ValueError: if the comparison cannot be made; the message says what to do.
+        RunsError: if runs failed; raised after all others are done.
     """
-    chosen = _seeds(seeds)
-    executor = _executor(workers, on)
+    chosen, executor = _seeds(seeds), _executor(workers, on)
     _check_device(device, tf32, executor)
     kept = Store(default_root() if store is None else store)
     described = describe_data(data, target, group, dict(options or {}), data_dir, kept)
@@ -112,72 +97,43 @@ def compare(
     loaded = load_data(described, chosen[0])
     train = loaded.splits.train
     check_groups(train, loaded.splits.test)
-    plan = choose_protocol(described, train, rules, match)
-    plan = adjusted(plan, epochs, batch_size, delta, lr, model, len(train))
-    named = "name" in described or "dataset" in described
-    plan, skipped = suited(*paced(plan, len(train), named), train)
-    if epsilon is not None:
-        check.positive(epsilon=epsilon)
-        plan = calibrated(plan, epsilon, len(train))
-    make_model(
-        plan.model, train, chosen[0]
-    )  # a model that does not fit is found before anything is trained
-    shown = Silent() if show is None else show
-    spec = partial(specify, plan, device=device, tf32=tf32)
-    rates = choose_rates(plan, spec, described, loaded, chosen, kept, executor, shown)
-    specs = [
-        spec(method.rule, rates[seed] if method.lr is None else method.lr, described, seed)
-        for seed in chosen
-        for method in plan.methods
-    ]
-    results = carry_out(specs, kept, shown, executor)
-    settings = {
-        "ε": epsilon,
-        "δ": delta,
-        "epochs": epochs,
-        "batch size": batch_size,
-        "lr": lr,
-        "model": model,
-    }
-    settings |= {"rows": rows, "products in": "TF32" if tf32 else None}
-    says = in_words(
-        plan, [f"{name} {value}" for name, value in settings.items() if value is not None]
-    )
-    notes = (*loaded.notes, *skipped, *doubts(plan, len(train)), *unsound(plan))
-    found = collect(plan, replace(loaded, notes=notes), chosen, results, says)
-    if not risk:
-        return found
-    private = [
-        spec for spec, method in zip(specs, plan.methods, strict=False) if method.name != REFERENCE
-    ]
-    names = [method.name for method in plan.methods if method.name != REFERENCE]
-    return replace(found, risk=dict(zip(names, measure_risk(private, kept, executor), strict=True)))
+    changes = Changes(epsilon, delta, epochs, batch_size, lr, model, rows, tf32)
+    plan, notes = make_plan(described, train, rules, match, changes)
+    make_model(plan.model, train, chosen[0])  # raises before training if the model does not fit
+    display = Silent() if show is None else show
+    trainings = Trainings(plan, described, chosen, kept, executor, display, device, tf32)
+    specs = trainings.specs(trainings.reference_rates(loaded))
+    results = trainings.results(specs)
+    loaded = replace(loaded, notes=(*loaded.notes, *notes))
+    comparison = collect(plan, loaded, chosen, results, in_words(plan, changes))
+    return replace(comparison, risk=trainings.risk(specs)) if risk else comparison
 
 
 def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
+    """Return the seeds."""
     if isinstance(seeds, int):
         check.natural(seeds=seeds)
         return tuple(range(seeds))
-    found = tuple(dict.fromkeys(int(seed) for seed in seeds))
-    if not found or min(found) < 0:
+    distinct = tuple(dict.fromkeys(int(seed) for seed in seeds))
+    if not distinct or min(distinct) < 0:
         raise ValueError(
             f"seeds are {list(seeds)}; give at least one, each a whole number of at least 0."
         )
-    return found
+    return distinct
 
 
 def _executor(workers: int | None, on: Executor | None) -> Executor:
-    """Who carries out the runs."""
+    """Return the executor of the runs."""
     if workers is not None and on is not None:
         raise ValueError(
-            "workers are processes of this machine; leave them out where `on` says who carries "
-            "out runs."
+            "workers and on are both given; workers is for processes of this machine, so leave it "
+            "out with another executor."
         )
     return Local(workers) if on is None else on
 
 
 def _check_device(device: str, tf32: bool, executor: Executor) -> None:
-    """Raise for a device that runs will not have, before every run does."""
+    """Raise if the device is not available to the runs."""
     import torch
 
     try:
@@ -185,7 +141,7 @@ def _check_device(device: str, tf32: bool, executor: Executor) -> None:
     except RuntimeError:
         raise ValueError(f"device is {device!r}; give cpu, cuda or cuda:NUMBER.") from None
     if kind not in ("cpu", "cuda"):
-        raise ValueError(f"device is {device!r} and there is none here; use cpu.")
+        raise ValueError(f"Device {device!r} is not supported; use 'cpu' or 'cuda'.")
     if tf32 and kind == "cpu":
         raise ValueError("tf32 is for a GPU; give cuda as the device with it, or leave it out.")
     executor.check_device(device)

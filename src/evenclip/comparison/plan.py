@@ -1,96 +1,123 @@
-"""How a comparison is run: each rule with its settings, noise and learning rate, as specifications
-of runs.
-"""
+"""The plan of a comparison: each rule with its settings, noise and learning rate."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from evenclip import check
 from evenclip.comparison import protocol
 from evenclip.comparison.presets import PUBLISHED
-from evenclip.comparison.protocol import LEARNING_RATES, Method, Protocol
+from evenclip.comparison.protocol import STEP, Method, Protocol
 from evenclip.comparison.result import REFERENCE
 from evenclip.data import Dataset
-from evenclip.rules import NO_EPSILON, RULES, NonPrivate, Rule
-from evenclip.sweep import Executor, ProgressDisplay, Spec, Store, carry_out
-from evenclip.sweep.describe import (
-    Loaded,
-    default_model,
-    describe_model,
-    describe_rule,
-    find_source,
-    named_rule,
-)
+from evenclip.rules import NO_EPSILON, RULES, Rule
+from evenclip.sweep.describe import default_model, describe_model, named_rule
 
-__all__ = [
-    "adjusted",
-    "best_rates",
-    "calibrated",
-    "choose_protocol",
-    "choose_rates",
-    "doubts",
-    "in_words",
-    "paced",
-    "specify",
-    "suited",
-    "unsound",
-]
+__all__ = ["Changes", "choose_protocol", "in_words", "make_plan", "paced"]
 
-# Of the training rows, where the learning rate has to be chosen and there is no validation split.
-HELD_OUT = 0.2
+
+@dataclass(frozen=True)
+class Changes:
+    """What the caller of a comparison sets; None: the protocol's.
+
+    Attributes:
+        epsilon: ε of every private rule, by calibration.
+        delta: δ.
+        epochs: passes over the training data.
+        batch_size: expected batch size B.
+        lr: learning rate of all rules.
+        model: the model, in the form of `--model`.
+        rows: number of training rows to sample.
+        tf32: whether a GPU may round the operands of products.
+    """
+
+    epsilon: float | None = None
+    delta: float | None = None
+    epochs: int | None = None
+    batch_size: int | None = None
+    lr: float | None = None
+    model: str | None = None
+    rows: int | None = None
+    tf32: bool = False
+
+
+def make_plan(
+    described: Mapping[str, Any],
+    train: Dataset,
+    rules: Sequence[str | Rule] | None,
+    match: bool,
+    changes: Changes,
+) -> tuple[Protocol, list[str]]:
+    """Return the plan of a comparison, and remarks about it as sentences.
+
+    Args:
+        described: description of the data.
+        train: the first seed's training records.
+        rules: rules to compare; None: all that have an ε.
+        match: whether to use the matched protocol instead of published settings.
+        changes: what the caller sets.
+
+    Raises:
+        ValueError: if the plan cannot be carried out on these data.
+    """
+    n = len(train)
+    plan = _changed(choose_protocol(described, train, rules, match), changes, n)
+    plan, notes = paced(plan, n, "name" in described)
+    plan, left_out = _suited(plan, train)
+    if changes.epsilon is not None:
+        check.positive(epsilon=changes.epsilon)
+        plan = _calibrated(plan, changes.epsilon, n)
+    return plan, [*notes, *left_out, *_doubts(plan, n), *_without_epsilon(plan)]
 
 
 def choose_protocol(
     described: Mapping[str, Any], train: Dataset, rules: Sequence[str | Rule] | None, match: bool
 ) -> Protocol:
-    """The settings of every rule, reference first."""
+    """Return the settings of every rule, the reference first."""
     published = PUBLISHED.get(described.get("name", ""))
     base = protocol.for_table(train.K) if published is None else published
     model = default_model(described, train) if published is None else None
     if model is not None:
         base = replace(base, model=model)
-    base = (
-        base.only([m.name for m in base.methods if m.rule.bounded])
-        if rules is None
-        else with_rules(base, rules)
-    )
+    if rules is None:
+        base = base.only([m.name for m in base.methods if m.rule.bounded])
+    else:
+        base = _with_rules(base, rules, train.K)
     return protocol.matched(base, train.K) if match or published is None else base
 
 
-def with_rules(base: Protocol, rules: Sequence[str | Rule]) -> Protocol:
-    """The reference and those rules; a stranger's rule is matched, since nothing is published for
-    it.
+def _with_rules(base: Protocol, rules: Sequence[str | Rule], groups: int) -> Protocol:
+    """Return the protocol with the reference and these rules.
+
+    A rule without published settings gets the learning rate of the matched protocol.
     """
-    found: dict[str, Method] = {REFERENCE: base.only([REFERENCE]).methods[0]}
+    methods: dict[str, Method] = {REFERENCE: base.only([REFERENCE]).methods[0]}
+    custom = []
     for given in rules:
         rule = named_rule(given) if isinstance(given, str) else given
         if isinstance(rule, str) and any(method.name == rule for method in base.methods):
             (method,) = base.only([rule]).methods
         else:
             made = RULES[rule]() if isinstance(rule, str) else rule
-            (method,) = protocol.matched(replace(base, methods=(Method(made, None),)), 2).methods
-        if method.name in found and method.name != REFERENCE:
+            alone = replace(base, methods=(Method(made, None),))
+            (method,) = protocol.matched(alone, groups).methods
+            custom.append(method.name)
+        if method.name in methods and method.name != REFERENCE:
             raise ValueError(
-                f"The rule {method.name!r} is given twice; rules need names of their own."
+                f"The rule {method.name!r} is given twice; rules need different names."
             )
-        found[method.name] = method
-    return replace(base, methods=tuple(found.values()))
+        methods[method.name] = method
+    return replace(base, methods=tuple(methods.values()), custom=tuple(custom))
 
 
-def adjusted(
-    plan: Protocol,
-    epochs: int | None,
-    batch_size: int | None,
-    delta: float | None,
-    lr: float | None,
-    model: str | None,
-    n: int,
-) -> Protocol:
-    """With what the user has set."""
+def _changed(plan: Protocol, changes: Changes, n: int) -> Protocol:
+    """Return the plan with what the caller sets, except ε."""
+    epochs, batch_size, delta, lr = (
+        changes.epochs, changes.batch_size, changes.delta, changes.lr
+    )  # fmt: skip
     if epochs is not None:
         check.natural(epochs=epochs)
         plan = replace(plan, epochs=epochs)
@@ -104,11 +131,10 @@ def adjusted(
         plan = replace(plan, delta=delta)
     if lr is not None:
         check.positive(lr=lr)
-        plan = replace(
-            plan, name="one learning rate", methods=tuple(Method(m.rule, lr) for m in plan.methods)
-        )
-    if model is not None:
-        plan = replace(plan, model=describe_model(model))
+        methods = tuple(Method(method.rule, lr) for method in plan.methods)
+        plan = replace(plan, name="one learning rate", methods=methods)
+    if changes.model is not None:
+        plan = replace(plan, model=describe_model(changes.model))
     if plan.batch_size > n:
         raise ValueError(
             f"The batch size is {plan.batch_size} and there are {n} training rows; give "
@@ -118,8 +144,9 @@ def adjusted(
 
 
 def paced(plan: Protocol, n: int, named: bool) -> tuple[Protocol, list[str]]:
-    """With the steps of an epoch: pinned for a named dataset, whose n may differ between seeds
-    although ε must not.
+    """Return the plan with its steps per epoch, and a remark if they are not the published ones.
+
+    The steps of a named dataset are fixed: n may differ between seeds, and ε must not.
     """
     if not named:
         return plan, []
@@ -135,113 +162,38 @@ def paced(plan: Protocol, n: int, named: bool) -> tuple[Protocol, list[str]]:
     return replace(plan, batches=steps), [says]
 
 
-def suited(plan: Protocol, notes: Sequence[str], train: Dataset) -> tuple[Protocol, list[str]]:
-    """Without the rules that are not for such data, and a sentence about each."""
+def _suited(plan: Protocol, train: Dataset) -> tuple[Protocol, list[str]]:
+    """Return the plan without rules that do not fit the data, and a sentence about each."""
     classes = len(train.class_names) or int(train.y.max()) + 1
     why = {method.name: method.rule.unsuited(train.K, classes) for method in plan.methods}
-    kept = tuple(method for method in plan.methods if why[method.name] is None)
-    return replace(plan, methods=kept), [
-        *notes,
-        *(f"{name} is left out: {text}" for name, text in why.items() if text),
-    ]
+    methods = tuple(method for method in plan.methods if why[method.name] is None)
+    left_out = [f"{name} is left out: {text}" for name, text in why.items() if text]
+    return replace(plan, methods=methods), left_out
 
 
-def _rate(plan: Protocol, n: int) -> tuple[float, int]:
-    """q, and the steps of an epoch."""
-    return (plan.batch_size / n, math.ceil(n / plan.batch_size)) if plan.batches is None else (
-        1 / plan.batches, plan.batches
-    )  # fmt: skip
-
-
-def calibrated(plan: Protocol, epsilon: float, n: int) -> Protocol:
-    """Every private rule with the noise for this ε."""
+def _calibrated(plan: Protocol, epsilon: float, n: int) -> Protocol:
+    """Return the plan with the noise that gives every private rule this ε."""
     from evenclip.mechanism.accounting import default_delta
     from evenclip.mechanism.calibration import calibrate
 
-    q, batches = _rate(plan, n)
+    batches = math.ceil(n / plan.batch_size) if plan.batches is None else plan.batches
+    q = plan.batch_size / n if plan.batches is None else 1 / plan.batches
     delta = default_delta(n) if plan.delta is None else plan.delta
-    methods = [
-        m
-        if m.rule.sigma == 0
-        else Method(
-            calibrate(m.rule, epsilon=epsilon, delta=delta, q=q, steps=plan.epochs * batches), m.lr
-        )
-        for m in plan.methods
-    ]
-    return replace(plan, methods=tuple(methods), delta=delta)
-
-
-def choose_rates(
-    plan: Protocol,
-    spec: Callable[..., Spec],
-    described: Mapping[str, Any],
-    loaded: Loaded,
-    seeds: Sequence[int],
-    store: Store,
-    executor: Executor,
-    show: ProgressDisplay,
-) -> dict[int, float]:
-    """Seed -> the reference's learning rate, chosen by accuracy on that seed's own validation rows.
-
-    One choice for all seeds would see test rows, where what is validation in one split is test in
-    another. Where the test rows are the same for all, it is one choice by the mean over seeds,
-    which a rate that only sometimes trains (MNIST at 0.1) does not win by luck.
-    """
-    if all(method.lr is not None for method in plan.methods):
-        return {}
-    held = {} if loaded.splits.validation is not None else {"hold_out": HELD_OUT}
-    pairs = [(seed, lr) for seed in seeds for lr in LEARNING_RATES]
-    tries = [spec(NonPrivate(), lr, {**described, **held}, seed) for seed, lr in pairs]
-    accuracy = {
-        pair: result["validation"]["overall"]["accuracy"]
-        for pair, result in zip(pairs, carry_out(tries, store, show, executor), strict=True)
-    }
-    source = find_source(described)
-    return best_rates(accuracy, seeds, shared=source is not None and source.fixed_test)
-
-
-def best_rates(
-    accuracy: Mapping[tuple[int, float], float], seeds: Sequence[int], *, shared: bool
-) -> dict[int, float]:
-    """Seed -> the learning rate with the best accuracy, of (seed, rate): of that seed's, or shared
-    by all.
-    """
-    if not shared:
-        return {seed: max(LEARNING_RATES, key=lambda lr: accuracy[seed, lr]) for seed in seeds}
-    return dict.fromkeys(
-        seeds, max(LEARNING_RATES, key=lambda lr: sum(accuracy[seed, lr] for seed in seeds))
+    steps = plan.epochs * batches
+    methods = tuple(
+        replace(method, rule=calibrate(method.rule, epsilon=epsilon, delta=delta, q=q, steps=steps))
+        if method.rule.sigma
+        else method
+        for method in plan.methods
     )
+    return replace(plan, methods=methods, delta=delta)
 
 
-def specify(
-    plan: Protocol,
-    rule: Rule,
-    lr: float,
-    described: Mapping[str, Any],
-    seed: int,
-    *,
-    device: str,
-    tf32: bool,
-) -> Spec:
-    """The specification of one run."""
-    q = None if plan.batches is None or not rule.poisson else 1 / plan.batches
-    return Spec(
-        dict(described),
-        plan.model,
-        describe_rule(rule),
-        lr,
-        plan.epochs,
-        plan.batch_size,
-        q,
-        plan.delta,
-        seed,
-        device,
-        tf32,
-    )
+# --- in words -----------------------------------------------------------------------------------
 
 
-def doubts(plan: Protocol, n: int) -> list[str]:
-    """A sentence where δ promises next to nothing."""
+def _doubts(plan: Protocol, n: int) -> list[str]:
+    """Return a sentence if δ is too large to promise anything."""
     if plan.delta is None or plan.delta < 1 / n:
         return []
     return [
@@ -250,25 +202,36 @@ def doubts(plan: Protocol, n: int) -> list[str]:
     ]
 
 
-def unsound(plan: Protocol) -> list[str]:
-    """A sentence about each rule that adds noise and has no ε all the same."""
+def _without_epsilon(plan: Protocol) -> list[str]:
+    """Return a sentence about each rule that adds noise and has no ε."""
     rules = [m.rule for m in plan.methods if m.rule.sigma and m.rule.soundness == NO_EPSILON]
     return [f"{rule.name} has no valid ε, whatever noise it adds: {rule.why}." for rule in rules]
 
 
 _SAYS = {
     "published": "Settings as published; the largest step of one sample, learning rate times "
-    "sensitivity, differs "
-    "between the rules. --match makes it the same.",
-    "matched": f"Matched: every private rule has the expected largest step {protocol.STEP:g}; the "
-    "reference's learning "
-    "rate was chosen on validation data.",
+    "sensitivity, differs between the rules. --match makes it the same.",
+    "matched": f"Matched: every private rule has the expected largest step {STEP:g}; the "
+    "reference's learning rate was chosen on validation data.",
     "one learning rate": "One learning rate for all; the largest step of one sample, learning "
-    "rate times sensitivity, "
-    "may differ between the rules.",
+    "rate times sensitivity, may differ between the rules.",
 }
 
 
-def in_words(plan: Protocol, changed: Sequence[str]) -> str:
-    """What was held equal, in words; and what is not as the protocol has it."""
-    return _SAYS[plan.name] + (f" Given: {', '.join(changed)}." if changed else "")
+def in_words(plan: Protocol, changes: Changes) -> str:
+    """Return what was held equal, which rules have no published settings, and what was set."""
+    says = _SAYS[plan.name]
+    if plan.name == "published" and plan.custom:
+        step = f"the expected largest step {STEP:g}"
+        private = [method.name for method in plan.methods if method.rule.sigma]
+        if set(private) <= set(plan.custom):
+            says = f"No private rule here has published settings; each has {step}."
+        else:
+            says += f" No settings are published for {', '.join(plan.custom)}, which has {step}."
+    values = {
+        "ε": changes.epsilon, "δ": changes.delta, "epochs": changes.epochs,
+        "batch size": changes.batch_size, "lr": changes.lr, "model": changes.model,
+        "rows": changes.rows, "products in": "TF32" if changes.tf32 else None,
+    }  # fmt: skip
+    given = [f"{name} {value}" for name, value in values.items() if value is not None]
+    return says + (f" Given: {', '.join(given)}." if given else "")

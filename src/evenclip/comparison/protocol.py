@@ -1,9 +1,9 @@
-"""What is held equal when rules are compared: the settings as published, or the matched ones.
+"""Protocols of a comparison: what is equal for all rules.
 
-As published, the rules differ not only in how they clip but in how far one sample can move the
-model, η·S: twenty times further for DPSGD-Global-Adapt than for DPSGD on Adult. *Matched*, every
-private rule has the same expected largest step η·E[S] = 0.1, and the learning rate of the
-non-private reference is chosen on validation data.
+With published settings the rules differ in how they clip and in how far one sample can move the
+model, η·S: 20 times further for DPSGD-Global-Adapt than for DPSGD on Adult. The *matched* protocol
+gives every private rule the same expected largest step η·E[S] = 0.1, and chooses the learning rate
+of the non-private reference on validation data.
 
 The published settings are in `evenclip.comparison.presets`.
 """
@@ -28,37 +28,43 @@ __all__ = [
 ]
 
 STEP = 0.1
-"""The largest step η·E[S] of the matched protocol: DPSGD-Global-Adapt's published one on all four datasets."""
+"""Largest step η·E[S] of the matched protocol: that of DPSGD-Global-Adapt in all four tables."""
 
 LEARNING_RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
-"""What the non-private reference chooses from, on validation data."""
+"""Learning rates that the non-private reference is tried with."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A rule with its learning rate; None: chosen on validation data."""
+    """A rule with its learning rate.
+
+    Attributes:
+        rule: the rule.
+        lr: its learning rate; None: chosen on validation data.
+    """
 
     rule: Rule
     lr: float | None
 
     @property
     def name(self) -> str:
-        """The rule's."""
+        """The name of the rule."""
         return self.rule.name
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """Everything about a comparison but the data and the seeds.
+    """The settings of a comparison, without data and seeds.
 
     Attributes:
-        name: "published" or "matched".
+        name: "published", "matched" or "one learning rate".
         methods: the rules with their learning rates.
         model: description of the model; see `evenclip.sweep.describe`.
         epochs: passes over the training data.
         batch_size: expected batch size B.
-        batches: steps of an epoch, q being 1/batches; None: from the number of records.
+        batches: steps per epoch, where q = 1/batches; None: from the number of records.
         delta: δ; None: the largest power of ten below 1/(2n).
+        custom: names of the rules whose settings are not published.
     """
 
     name: str
@@ -68,18 +74,20 @@ class Protocol:
     batch_size: int = 256
     batches: int | None = None
     delta: float | None = None
+    custom: tuple[str, ...] = ()
 
     def only(self, names: Sequence[str]) -> Protocol:
-        """The same with those rules alone, in that order; a rule without published settings is an
-        error.
+        """Return the protocol with these rules only, in this order.
+
+        Raises:
+            ValueError: if a rule has no settings here.
         """
         known = {method.name: method for method in self.methods}
         unknown = [name for name in names if name not in known]
         if unknown:
             raise ValueError(
                 f"There is no rule {unknown[0]!r} with settings here; choose among "
-                f"{', '.join(known)}, or give "
-                "file.py:Class for a rule of your own."
+                f"{', '.join(known)}, or give file.py:Class for a custom rule."
             )
         return replace(self, methods=tuple(known[name] for name in names))
 
@@ -105,9 +113,7 @@ def expected_sensitivity(rule: Rule, groups: int, B: float) -> float:
 
 
 def matched(protocol: Protocol, groups: int) -> Protocol:
-    """The same rules, each private one at the learning rate that makes its expected largest step
-    `STEP`.
-    """
+    """Return the protocol in which every private rule has the expected largest step `STEP`."""
     B = float(protocol.batch_size)
     methods = [
         Method(m.rule, STEP / expected_sensitivity(m.rule, groups, B) if m.rule.sigma else None)
@@ -117,7 +123,7 @@ def matched(protocol: Protocol, groups: int) -> Protocol:
 
 
 def for_table(groups: int, rules: Sequence[Rule] = ()) -> Protocol:
-    """The defaults on anybody's table: C0 = 1, Z = Z0 = 10, MLP 256-256, 20 epochs, matched."""
+    """Return the defaults for tables: C0 = 1, Z = Z0 = 10, MLP 256-256, 20 epochs, matched."""
     rules = rules or (
         NonPrivate(),
         DPSGD(C0=1.0),

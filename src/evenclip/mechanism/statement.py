@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from evenclip.mechanism.release import Ledger
-from evenclip.rules import NO_EPSILON
+from evenclip.rules import NO_EPSILON, soundness
 
 if TYPE_CHECKING:
     from evenclip.mechanism.settings import Settings
@@ -66,7 +66,7 @@ def report(
         **_epsilons(settings, ledger),
         "method": rule.name,
         "rule": repr(rule),
-        "soundness": rule.soundness,
+        "soundness": soundness(rule),
         "why_no_epsilon": rule.why if rule.soundness == NO_EPSILON else None,
         "reference": rule.reference,
         "group_labels_entered_training": rule.uses_groups,

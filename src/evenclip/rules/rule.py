@@ -28,9 +28,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-__all__ = ["NO_EPSILON", "REPAIRED", "SOUND", "Constants", "Rule"]
+__all__ = ["ENFORCED", "NO_EPSILON", "REPAIRED", "SOUND", "Constants", "Rule"]
 
 SOUND = "sound"
+ENFORCED = "bound enforced, not proved"
 REPAIRED = "sound here, unsound as published"
 NO_EPSILON = "no valid ε"
 
@@ -67,7 +68,8 @@ class Rule(ABC):
         sigma: noise multiplier of the gradient; 0 publishes it in clear, and the run has no ε.
         sigma_count: noise multiplier of the summed statistic, or {name: multiplier} for several
             statistics; None for a rule without any.
-        soundness: `SOUND`, `REPAIRED` or `NO_EPSILON`, printed beside every ε.
+        soundness: `SOUND`, `REPAIRED` or `NO_EPSILON`, printed beside every ε. Reports print
+            `ENFORCED` for a custom rule with an ε: see `evenclip.rules.soundness`.
         uses_groups: whether a method reads the group label, which then enters training.
         counts_first: whether `now` depends on this step's noisy statistics. The step then counts
             the whole batch before it clips. If False, `observe` must return the state as `now`;

@@ -14,6 +14,7 @@ import torch
 
 from evenclip.audit import metrics
 from evenclip.data import Dataset
+from evenclip.rules import soundness
 from evenclip.sweep.describe import Loaded, load_data, make_model, make_rule
 from evenclip.sweep.spec import FORMAT, Spec, code
 from evenclip.training.fit import prepare, train
@@ -62,7 +63,7 @@ def _result(spec: Spec, loaded: Loaded, result: Result, seconds: float) -> dict[
     return {
         "format": FORMAT,
         "rule": settings.rule.name,
-        "soundness": settings.rule.soundness,
+        "soundness": soundness(settings.rule),
         "settings": settings.to_json(),
         "delta": settings.delta,
         "n": settings.n,
