@@ -1191,7 +1191,7 @@ CORE = (
         HELD,
         "if self.rule.counts_first or now is state:",
         "if True:",
-        (f"{STEP}::test_a_rule_whose_bound_follows_from_its_count_is_clipped_with_it",),
+        (f"{STEP}::test_a_rule_that_clips_with_its_count_and_does_not_declare_it_is_refused",),
     ),
     Fault(
         "step-counts-filling",
