@@ -118,6 +118,7 @@ def compare(
     from evenclip.comparison.compare import compare as run_comparison
     from evenclip.report.live import watching
     from evenclip.report.page import page
+    from evenclip.report.terminal import table
 
     prepared, executor = _options(options, allow_partial), runs.executor()
     with kept(), watching() as show:
@@ -135,7 +136,7 @@ def compare(
     if out is not None:
         files.write(out / "results.json", text + "\n")
         files.write(out / "report.html", page(results))
-    print(text if as_json else outcome.table())
+    print(text if as_json else table(results))
     if out is not None and not as_json:
         print(f"\nWrote {out / 'report.html'} and {out / 'results.json'}.")
 

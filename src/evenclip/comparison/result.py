@@ -150,7 +150,7 @@ class Comparison:
         """Format the table and the verdicts for a terminal of this width."""
         from evenclip.report.terminal import table
 
-        return table(self, width)
+        return table(self.to_json(), width)
 
     def to_json(self) -> dict[str, Any]:
         """Return all results as plain values; accuracies in percent, costs in points."""

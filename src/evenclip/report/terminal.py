@@ -1,96 +1,88 @@
-"""A comparison as text at 80 columns: the table, and the verdict in words."""
+"""A comparison as text at 80 columns: the table, and the verdicts in words.
+
+It is drawn from results.json alone, like the page.
+"""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from evenclip.audit import statistics
-from evenclip.report.words import REFERENCE
-
-if TYPE_CHECKING:
-    from evenclip.comparison import Comparison, Outcome
+from evenclip.report.words import REFERENCE, count
 
 __all__ = ["table"]
 
 _NAME, _CELL = 20, 14
-Best = Callable[[Sequence[float]], float]
+Results = Mapping[str, Any]
 
 
-def table(comparison: Comparison, width: int = 80) -> str:
-    """Format accuracy, cost and loss of every rule and group, and the verdict.
+def table(results: Results, width: int = 80) -> str:
+    """Format accuracy, cost and loss of every rule and group, and the verdicts.
 
     The best of the private rules is marked.
     """
-    sections = [_head(comparison, width)]
-    sections += [_block(comparison, *block, width) for block in _blocks(comparison)]
-    sections += [_privacy(comparison), *_verdict(comparison, width), _warnings(comparison, width)]
+    sections = [_head(results, width)]
+    sections += [_block(results, *block, width) for block in _blocks(results)]
+    sections += [_privacy(results), _verdicts(results, width), _warnings(results, width)]
     return "\n\n".join(section for section in sections if section)
 
 
-def _head(comparison: Comparison, width: int) -> str:
-    seeds = f"{len(comparison.seeds)} seed{'s' if len(comparison.seeds) > 1 else ''}"
-    n = f"{min(comparison.n):,}" + (
-        f" to {max(comparison.n):,}" if min(comparison.n) != max(comparison.n) else ""
-    )
+def _head(results: Results, width: int) -> str:
+    least, most = min(results["n_train"]), max(results["n_train"])
+    n = f"{least:,}" + (f" to {most:,}" if most != least else "")
+    seeds = count(len(results["seeds"]), "seed")
     return textwrap.fill(
-        f"{comparison.dataset}: {seeds}, {n} training records. {comparison.says}", width
+        f"{results['dataset']}: {seeds}, {n} training records. {results['protocol_in_words']}",
+        width,
     )
 
 
-# Heading, rule -> values by seed, which value is best.
-Column = tuple[str, dict[str, NDArray[np.float64]], Best | None]
+# Heading, rule -> {"mean", "se"}, which mean is best.
+Column = tuple[str, dict[str, Mapping[str, Any]], Callable[[Sequence[float]], float]]
 
 
-def _blocks(comparison: Comparison) -> list[tuple[str, list[Column], int]]:
+def _blocks(results: Results) -> list[tuple[str, list[Column], int]]:
     """Return heading, columns and digits of each block of the table."""
-    names = [o.name for o in comparison.outcomes]
-    blocks = []
-    wanted: list[tuple[str, str, Best, int]] = [
-        ("accuracy, %", "accuracy", max, 1),
-        ("test loss", "loss", min, 3),
+    blocks = [
+        ("accuracy, %", _by_group(results, "accuracy", max), 1),
+        ("test loss", _by_group(results, "loss", min), 3),
     ]
-    for heading, metric, best, digits in wanted:
-        columns: list[Column] = [
-            (
-                _marked(comparison, group),
-                {o.name: o.metrics[metric][:, k] for o in comparison.outcomes},
-                best,
-            )
-            for k, group in enumerate(comparison.groups)
-        ]
-        blocks.append((heading, columns, digits))
-    if comparison.reference is not None:
-        private = [name for name in names if name != comparison.reference.name]
-        costs = {name: comparison.privacy_cost(name) for name in private}
-        columns = [
-            (
-                _marked(comparison, group),
-                {name: values[:, k] for name, values in costs.items()},
-                min,
-            )
-            for k, group in enumerate(comparison.groups)
-        ]
-        columns.append(
-            ("gap", {name: comparison.gap(values) for name, values in costs.items()}, min)
-        )
-        blocks.insert(1, ("privacy cost, points", columns, 1))
-        risks = {name: comparison.gap(comparison.excessive_risk(name)) for name in private}
-        blocks[-1][1].append(("risk gap", risks, min))
+    if REFERENCE in results["table"]:
+        costs = _by_group(results, "privacy_cost", min) + _gap(results, "privacy_cost", "gap")
+        blocks.insert(1, ("privacy cost, points", costs, 1))
+        blocks[-1][1].extend(_gap(results, "excessive_risk", "risk gap"))
     return blocks
 
 
-def _marked(comparison: Comparison, group: str) -> str:
-    return f"{group}†" if group in comparison.small else group
+def _by_group(results: Results, metric: str, best: Callable[..., float]) -> list[Column]:
+    """Return a column for each group; the reference has no cost of its own."""
+    rows = {
+        rule: row[metric]
+        for rule, row in results["table"].items()
+        if not (metric == "privacy_cost" and rule == REFERENCE)
+    }
+    return [
+        (_marked(results, group), {rule: cells[group] for rule, cells in rows.items()}, best)
+        for group in results["groups"]
+    ]
 
 
-def _block(
-    comparison: Comparison, heading: str, columns: list[Column], digits: int, width: int
-) -> str:
+def _gap(results: Results, metric: str, heading: str) -> list[Column]:
+    """Return the column of a gap; no column if there is one group only."""
+    cells = {
+        rule: row[f"{metric}_gap"]
+        for rule, row in results["table"].items()
+        if rule != REFERENCE and f"{metric}_gap" in row
+    }
+    return [(heading, cells, min)] if cells else []
+
+
+def _marked(results: Results, group: str) -> str:
+    return f"{group}†" if group in results["small_groups"] else group
+
+
+def _block(results: Results, heading: str, columns: list[Column], digits: int, width: int) -> str:
     """Format one block; columns that do not fit continue below."""
     fit = max(1, (width - _NAME) // _CELL)
     lines = []
@@ -100,11 +92,11 @@ def _block(
             f"{heading if not start else '':{_NAME}}"
             + "".join(f"{_short(name):>{_CELL}}" for name, _, _ in some)
         )
-        for outcome in comparison.outcomes:
-            cells = [_cell(outcome, values, best, digits) for _, values, best in some]
+        for rule in results["table"]:
+            cells = [_cell(rule, values, best, digits) for _, values, best in some]
             if any(cells):
                 lines.append(
-                    f"  {outcome.name:{_NAME - 2}}" + "".join(f"{cell:>{_CELL}}" for cell in cells)
+                    f"  {rule:{_NAME - 2}}" + "".join(f"{cell:>{_CELL}}" for cell in cells)
                 )
     return "\n".join(lines)
 
@@ -114,78 +106,74 @@ def _short(name: str) -> str:
 
 
 def _cell(
-    outcome: Outcome, values: dict[str, NDArray[np.float64]], best: Best | None, digits: int
+    rule: str, cells: Mapping[str, Mapping[str, Any]], best: Callable[..., float], digits: int
 ) -> str:
     """Format mean ± standard error, with a star for the best of the private rules."""
-    if outcome.name not in values:
+    if rule not in cells:
         return ""
-    own = values[outcome.name]
-    mean, se = statistics.mean_se(own)
-    if mean is None or bool(np.isnan(own).any()):
+    mean, se = cells[rule]["mean"], cells[rule]["se"]
+    if mean is None:
         return "–"
     shown = f"{mean:.{digits}f}" + ("" if se is None else f" ±{se:.{digits}f}")
     private = [
-        float(np.mean(v))
-        for name, v in values.items()
-        if name != REFERENCE and not np.isnan(v).any()
+        cell["mean"]
+        for name, cell in cells.items()
+        if name != REFERENCE and cell["mean"] is not None
     ]
-    star = (
-        best is not None
-        and len(private) > 1
-        and outcome.name != REFERENCE
-        and best(private) == float(np.mean(own))
-    )
+    star = len(private) > 1 and rule != REFERENCE and best(private) == mean
     return shown + ("*" if star else " ")
 
 
-def _privacy(comparison: Comparison) -> str:
+def _privacy(results: Results) -> str:
     """Format ε, soundness and learning rate of every rule."""
     from evenclip.mechanism.accounting import rounded_up
 
     lines = [f"{'privacy':{_NAME}}{'ε PLD':>7}{'ε RDP':>7}{'δ':>6}{'lr':>6}  soundness"]
-    for o in comparison.outcomes:
+    for rule, privacy in results["privacy"].items():
         pld, rdp = (
-            ("none" if e is None else rounded_up(e)) for e in (o.epsilon["pld"], o.epsilon["rdp"])
+            "none" if privacy[name] is None else rounded_up(privacy[name])
+            for name in ("epsilon_pld", "epsilon_rdp")
         )
-        delta = f"{o.delta:.0e}" if o.epsilon["pld"] is not None else "–"
+        delta = "–" if privacy["delta"] is None else f"{privacy['delta']:.0e}"
+        rate = _rate(results["settings"][rule]["lr"])
         lines.append(
-            f"  {o.name:{_NAME - 2}}{pld:>7}{rdp:>7}{delta:>6}{_rate(o):>6}  {o.soundness}"
+            f"  {rule:{_NAME - 2}}{pld:>7}{rdp:>7}{delta:>6}{rate:>6}  {privacy['soundness']}"
         )
     return "\n".join(lines)
 
 
-def _rate(outcome: Outcome) -> str:
+def _rate(rates: Sequence[float]) -> str:
     """Format the learning rate; "var." if it varies between seeds."""
-    return f"{outcome.lr[0]:.2g}" if len(set(outcome.lr)) == 1 else "var."
+    return f"{rates[0]:.2g}" if len(set(rates)) == 1 else "var."
 
 
-def _verdict(comparison: Comparison, width: int) -> list[str]:
+def _verdicts(results: Results, width: int) -> str:
     """Describe what the seeds show about the gaps."""
-    if not comparison.verdicts:
-        return []
-    lines = [
-        textwrap.fill(
-            "Gap in privacy cost between the groups, in points, against dpsgd's, by seed:", width
-        )
-    ]
-    for name, pair in comparison.verdicts.items():
-        p = "" if pair.p is None else f"; p = {_probability(pair.p)}"
+    verdicts = results["verdict"]
+    if not verdicts:
+        return ""
+    lines = ["Gap in privacy cost between the groups, in points, against dpsgd's, by seed:"]
+    for rule, verdict in verdicts.items():
+        p = "" if verdict["p"] is None else f"; p = {_probability(verdict['p'])}"
         lines.append(
             textwrap.fill(
-                f"{name}: {pair.reads}{p}", width, initial_indent="  ", subsequent_indent="    "
+                f"{rule}: {verdict['reads']}{p}",
+                width,
+                initial_indent="  ",
+                subsequent_indent="    ",
             )
         )
     ranks = ", ".join(
-        f"{name} {_probability(pair.p_rank)}"
-        for name, pair in comparison.verdicts.items()
-        if pair.p_rank is not None
+        f"{rule} {_probability(verdict['p_rank'])}"
+        for rule, verdict in verdicts.items()
+        if verdict["p_rank"] is not None
     )
     says = (
         "In brackets 95 % intervals; p by paired t test, corrected for the number of rules "
         f"(Holm). One-sided signed-rank p, corrected alike: {ranks or 'none'}."
     )
     lines.append(textwrap.fill(says, width, initial_indent="  ", subsequent_indent="  "))
-    return ["\n".join(lines)]
+    return "\n".join(lines)
 
 
 def _probability(p: float) -> str:
@@ -193,20 +181,20 @@ def _probability(p: float) -> str:
     return "below 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _warnings(comparison: Comparison, width: int) -> str:
+def _warnings(results: Results, width: int) -> str:
     """Format the notes and warnings."""
+    small, pair, groups = results["small_groups"], results["pair"], results["groups"]
     lines = []
-    if comparison.small:
-        out = comparison.pair is None and len(comparison.groups) - len(comparison.small) > 1
+    if small:
+        out = pair is None and len(groups) - len(small) > 1
         what = "left out of gaps" if out else "but included in gaps"
-        lines.append(f"† too small to judge, {what}: {', '.join(comparison.small)}.")
-    lines += [note for note in comparison.notes if not note.startswith("Too small to judge")]
-    if comparison.uncovered:
-        lines.append(
-            f"Not covered by ε: {'; '.join(_clause(text) for text in comparison.uncovered)}."
-        )
-    if comparison.pair is not None and len(comparison.groups) > 2:
-        lines.append(f"Gaps are those between {comparison.pair[0]} and {comparison.pair[1]}.")
+        lines.append(f"† too small to judge, {what}: {', '.join(small)}.")
+    lines += [note for note in results["notes"] if not note.startswith("Too small to judge")]
+    if results["not_covered_by_epsilon"]:
+        accesses = "; ".join(_clause(text) for text in results["not_covered_by_epsilon"])
+        lines.append(f"Not covered by ε: {accesses}.")
+    if pair is not None and len(groups) > 2:
+        lines.append(f"Gaps are those between {pair[0]} and {pair[1]}.")
     lines.append(
         "* best of the private rules. The group figures are measured on test data and are not "
         "differentially private."
