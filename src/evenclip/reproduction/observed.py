@@ -23,7 +23,7 @@ from evenclip.audit import RiskTerms
 from evenclip.comparison import protocol
 from evenclip.comparison.presets import PUBLISHED, SETTINGS
 from evenclip.comparison.protocol import Method, Protocol
-from evenclip.data import SOURCES, data_directory
+from evenclip.data import SOURCES, Dataset, Splits, data_directory
 from evenclip.reproduction.published import load
 from evenclip.rules import DPSGD, NonPrivate
 from evenclip.sweep import Executor, Local
@@ -158,32 +158,17 @@ class GroupGradients:
 
 def watch(given: Watch, data_dir: str | None = None) -> dict[str, Any]:
     """Train and observe a run; return its measurements."""
-    settings, method = given.settings, given.method
-    described: dict[str, Any] = {"name": given.dataset, "options": SETTINGS[given.dataset].options}
-    if given.rows is not None:
-        described["rows"] = given.rows
-    loaded = load_data(
-        {**described, **({} if data_dir is None else {"directory": data_dir})}, given.seed
-    )
-    train = loaded.splits.train.to(given.device)
+    settings, method, splits = given.settings, given.method, _splits(given, data_dir)
+    train = splits.train.to(given.device)
     assert method.lr is not None
+    assert train.group is not None
     batches = settings.batches or 1
     if abs(len(train) / settings.batch_size - batches) > 0.05 * batches:
         batches = -(-len(train) // settings.batch_size)  # a partial copy of the data
     groups = [train.group_names.index(group) for group in load(given.dataset).groups]
     gradients = GroupGradients(groups, batches, given.norms)
-    risk = RiskTerms(
-        train,
-        method.lr,
-        every=given.every,
-        groups=groups,
-        probes=given.probes,
-        sample=given.sample,
-        eigenvalues=given.eigenvalues,
-        seed=given.seed,
-    )
     result = fit(
-        make_model(settings.model, loaded.splits.train, given.seed),
+        make_model(settings.model, splits.train, given.seed),
         train,
         rule=method.rule,
         epochs=given.epochs or settings.epochs,
@@ -193,19 +178,17 @@ def watch(given: Watch, data_dir: str | None = None) -> dict[str, Any]:
         delta=settings.delta,
         seed=given.seed,
         device=given.device,
-        observers=[gradients, risk],
+        observers=[gradients, _risk_terms(given, train, groups)],
         progress=False,
     )
     gradients.close()
-    assert train.group is not None
-    shares = [float((train.group == k).double().mean()) for k in groups]
     return {
         "watch": asdict(given),
         "hash": given.hash,
         "lr": method.lr,
         "rule": repr(method.rule),
         "groups": [train.group_names[k] for k in groups],
-        "shares": shares,
+        "shares": [float((train.group == k).double().mean()) for k in groups],
         "n": len(train),
         "q": result.settings.q,
         "B": result.settings.B,
@@ -214,6 +197,31 @@ def watch(given: Watch, data_dir: str | None = None) -> dict[str, Any]:
         "norm": gradients.rows,
         "risk": [_rounded(record) for record in result.records if "risk" in record],
     }
+
+
+def _splits(given: Watch, data_dir: str | None) -> Splits:
+    """Load the data of a run."""
+    described: dict[str, Any] = {"name": given.dataset, "options": SETTINGS[given.dataset].options}
+    if given.rows is not None:
+        described["rows"] = given.rows
+    if data_dir is not None:
+        described["directory"] = data_dir
+    return load_data(described, given.seed).splits
+
+
+def _risk_terms(given: Watch, train: Dataset, groups: Sequence[int]) -> RiskTerms:
+    """Return the observer of the terms of the risk."""
+    assert given.method.lr is not None
+    return RiskTerms(
+        train,
+        given.method.lr,
+        every=given.every,
+        groups=groups,
+        probes=given.probes,
+        sample=given.sample,
+        eigenvalues=given.eigenvalues,
+        seed=given.seed,
+    )
 
 
 def _rounded(record: Mapping[str, Any]) -> dict[str, Any]:
