@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,11 @@ def number(value: float | None) -> str:
     )
 
 
+def prose(text: str) -> str:
+    """Wrap a paragraph at 100 characters, like the rest of the pages."""
+    return textwrap.fill(text, 100, break_on_hyphens=False, break_long_words=False)
+
+
 def machines(*files: Result) -> str:
     """Describe the machines of a table, one sentence per file."""
     return " ".join(dict.fromkeys(_machine(result["environment"]) for result in files))
@@ -78,13 +84,19 @@ def _machine(about: Result) -> str:
     )
 
 
+def measured(rows: Sequence[Result], values: str) -> list[str]:
+    """Return the ways, after plain SGD, that have a value in some row."""
+    return [way for way in WAYS[1:] if any(way in row[values] for row in rows)]
+
+
 def step_table(*files: Result) -> str:
     """Return the ratios to plain SGD, one row per model and batch size."""
     rows = [row for result in files for row in result["rows"]]
-    head = ["model", "batch", "plain SGD, ms", *WAYS[1:]]
+    ways = measured(rows, "ratio")
+    head = ["model", "batch", "plain SGD, ms", *ways]
     lines = [
         [TITLES[row["model"]], str(row["batch"]), number(row["ms"].get("plain SGD"))]
-        + [number(row["ratio"].get(way)) for way in WAYS[1:]]
+        + [number(row["ratio"].get(way)) for way in ways]
         for row in rows
     ]
     dash = (
@@ -92,7 +104,7 @@ def step_table(*files: Result) -> str:
         if any(r["failed"] for r in rows)
         else ""
     )
-    return f"{grid(head, lines)}\n\n{dash}{machines(*files)}"
+    return f"{grid(head, lines)}\n\n{prose(dash + machines(*files))}"
 
 
 def short_table(result: Result) -> str:
@@ -108,17 +120,18 @@ def short_table(result: Result) -> str:
 
 def memory_table(result: Result) -> str:
     """Return the peak memory in MiB: allocated, and held by the process."""
+    ways = ["plain SGD", *measured(result["rows"], "MiB")]
     lines = [
         [TITLES[row["model"]], str(row["batch"])]
         + [
             f"{number(row['MiB'].get(way))} / {number(row['held'].get(way))}"
             if way in row["MiB"]
             else "–"
-            for way in WAYS
+            for way in ways
         ]
         for row in result["rows"]
     ]
-    return grid(["model, MiB allocated / held", "batch", *WAYS], lines)
+    return grid(["model, MiB allocated / held", "batch", *ways], lines)
 
 
 def scaling_table(result: Result) -> str:
@@ -131,7 +144,7 @@ def scaling_table(result: Result) -> str:
         )
         lines.append([f"{axis['what']} ({axis['where']})", number(ms[points[0]]), shown])
     head = ["what grows", "ms at the first", "ratio to the first"]
-    return f"{grid(head, lines)}\n\n{machines(result)}"
+    return f"{grid(head, lines)}\n\n{prose(machines(result))}"
 
 
 def command_table(*files: Result) -> str:
@@ -141,7 +154,7 @@ def command_table(*files: Result) -> str:
         for result in files
         for row in result["rows"]
     ]
-    return f"{grid(['command', 's'], lines)}\n\n{machines(*files)}"
+    return f"{grid(['command', 's'], lines)}\n\n{prose(machines(*files))}"
 
 
 def parquet_table(result: Result) -> str:
@@ -167,7 +180,7 @@ def parquet_table(result: Result) -> str:
         "peak, MiB",
     ]
     file = f"The file: {result['file']['rows']:,} rows, {result['file']['MiB']:.0f} MiB."
-    return f"{grid(head, rows)}\n\n{file} {machines(result)}"
+    return f"{grid(head, rows)}\n\n{prose(f'{file} {machines(result)}')}"
 
 
 def before_after_table(result: Result) -> str:
@@ -180,7 +193,7 @@ def before_after_table(result: Result) -> str:
     ]
     commits = f"Before: commit {result['before']}; after: commit {result['after']}."
     head = ["model", "before ÷ plain SGD", "after ÷ plain SGD", "after ÷ before", "quartiles"]
-    return f"{grid(head, lines)}\n\n{commits} {machines(result)}"
+    return f"{grid(head, lines)}\n\n{prose(f'{commits} {machines(result)}')}"
 
 
 # Name of each table -> its input files, its function, and the command that writes the files.
