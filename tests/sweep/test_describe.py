@@ -63,6 +63,15 @@ def test_a_changed_file_is_another_run(stranger, spec):
     assert before.hash != after.hash
 
 
+def test_a_file_that_changed_after_it_was_described_is_not_loaded(stranger):
+    stranger.write_text(STRANGER.replace("0.5 *", "0.6 *"))  # no other test has loaded this
+    description = describe.describe_rule(describe.named_rule(f"{stranger}:Half"))
+    stranger.write_text(STRANGER.replace("0.5 *", "0.7 *"))
+    sys.modules.pop(f"evenclip_given_{description['sha256'][:16]}")  # as in a new process
+    with pytest.raises(ValueError, match=r"has changed since the comparison began; start it again"):
+        describe.make_rule(description)
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

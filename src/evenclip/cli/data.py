@@ -32,6 +32,8 @@ def datasets(
 ) -> None:
     """List the datasets: rows, groups, licence, availability, and how to get them.
 
+    `evenclip compare` also takes your own dataset from a Python file, as file.py:name.
+
     Example: evenclip data --data-dir ~/datasets
     """
     if context.invoked_subcommand is not None:
