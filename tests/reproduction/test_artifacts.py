@@ -209,6 +209,14 @@ def test_images_and_quick_runs_have_one_seed():
     assert {w.seed for w in observed.plan("adult", match=False, quick=True)} == {0}
 
 
+def test_norms_of_a_run_are_by_its_own_epochs():
+    """Adult's seed 3 has 93 shuffled batches an epoch, not the published 92."""
+    given = Watch("adult", "non-private", seed=3, epochs=2, every=180, sample=32, probes=0)
+    measured = observed.watch(given)
+    assert measured["steps"] == 2 * 93
+    assert len(measured["norm"]) == len(measured["loss"]) == 2
+
+
 def test_what_was_watched_is_not_watched_again(tmp_path, here):
     given = Watch("adult", "dpsgd", epochs=1, every=90, sample=32, probes=2, rows=600)
     first = list(observed.carry_out([given], tmp_path, on=here))

@@ -25,7 +25,7 @@ from evenclip.comparison.presets import PUBLISHED, SETTINGS
 from evenclip.comparison.protocol import Method, Protocol
 from evenclip.data import SOURCES, Dataset, Splits, data_directory
 from evenclip.reproduction.published import load
-from evenclip.rules import DPSGD, NonPrivate
+from evenclip.rules import DPSGD, NonPrivate, Rule
 from evenclip.sweep import Executor, Local
 from evenclip.sweep.describe import load_data, make_model
 from evenclip.sweep.pool import write_whole
@@ -162,9 +162,7 @@ def watch(given: Watch, data_dir: str | None = None) -> dict[str, Any]:
     train = splits.train.to(given.device)
     assert method.lr is not None
     assert train.group is not None
-    batches = settings.batches or 1
-    if abs(len(train) / settings.batch_size - batches) > 0.05 * batches:
-        batches = -(-len(train) // settings.batch_size)  # a partial copy of the data
+    batches = _batches(method.rule, settings, len(train))
     groups = [train.group_names.index(group) for group in load(given.dataset).groups]
     gradients = GroupGradients(groups, batches, given.norms)
     result = fit(
@@ -207,6 +205,17 @@ def _splits(given: Watch, data_dir: str | None) -> Splits:
     if data_dir is not None:
         described["directory"] = data_dir
     return load_data(described, given.seed).splits
+
+
+def _batches(rule: Rule, settings: Protocol, n: int) -> int:
+    """Return the steps per epoch: those of the records for shuffled batches, or the published ones.
+
+    A partial copy of the data has fewer steps than published.
+    """
+    own = -(-n // settings.batch_size)
+    published = settings.batches or own
+    close = abs(n / settings.batch_size - published) <= 0.05 * published
+    return published if rule.poisson and close else own
 
 
 def _risk_terms(given: Watch, train: Dataset, groups: Sequence[int]) -> RiskTerms:

@@ -1,0 +1,273 @@
+"""Data as plain values: a named or custom dataset, a table, or splits given in memory.
+
+With `rows` in the description, each split is sampled down to at most that many rows. With
+`hold_out`, this fraction of the training rows becomes the validation split, unless there is one.
+
+The `content` of a custom dataset is a digest of what it returned for seed 0, because its file may
+read others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import io
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evenclip.data import SOURCES, Dataset, Source, Splits, data_directory
+from evenclip.data.source import check_splits, source_of
+from evenclip.sweep.describe.files import call, check_content, describe_file, load_module
+
+__all__ = [
+    "NO_DATASET",
+    "Loaded",
+    "describe_dataset",
+    "file_sizes",
+    "find_source",
+    "load_data",
+    "save_splits",
+]
+
+STREAM = int.from_bytes(b"held out", "big")
+
+NO_DATASET = (
+    "There is no dataset {!r}; choose among {}, or give a table or your own dataset "
+    "(my_data.py:name)."
+)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Data and the notes about them.
+
+    Attributes:
+        splits: training, test and optionally validation rows.
+        pair: the two groups whose gap is reported; None: the largest gap of any two.
+        uncovered: accesses to the data that ε does not cover.
+        notes: notes for the user.
+        small: groups too small to judge.
+    """
+
+    splits: Splits
+    pair: tuple[str, str] | None = None
+    uncovered: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    small: tuple[str, ...] = ()
+
+
+def load_data(description: Mapping[str, Any], seed: int) -> Loaded:
+    """Load the data of a run."""
+    loaded = _load(description, seed)
+    rows = description.get("rows")
+    if rows:
+        loaded = replace(loaded, splits=_fewer(loaded.splits, int(rows), seed))
+    fraction = description.get("hold_out")
+    if fraction and loaded.splits.validation is None:
+        loaded = replace(loaded, splits=_held_out(loaded.splits, float(fraction), seed))
+    return loaded
+
+
+def _load(description: Mapping[str, Any], seed: int) -> Loaded:
+    if description.get("tensors"):
+        return _tensors(description)
+    if description.get("table"):
+        return _table(description, seed)
+    source = find_source(description)
+    if source is None:
+        raise ValueError(NO_DATASET.format(description["name"], ", ".join(SOURCES)))
+    directory = data_directory(description.get("directory"))
+    if "dataset" in description:
+        splits = _custom_splits(description, source, directory, seed)
+    else:
+        splits = source.load(seed, directory=directory, **description.get("options", {}))
+    return Loaded(splits, source.pair, source.uncovered)
+
+
+def find_source(description: Mapping[str, Any]) -> Source | None:
+    """Return the `Source` of a named or custom dataset; None for other data and unknown names."""
+    if "dataset" not in description:
+        return SOURCES.get(description.get("name", ""))
+    name, where = description["dataset"], _where(description)
+    module = load_module(description)
+    if not name or not hasattr(module, name):
+        raise ValueError(
+            f"{Path(description['path']).name} has no dataset {name!r}; give file.py:name with a "
+            f"function of the seed or a Source, such as {_candidates(module)}."
+        )
+    return source_of(getattr(module, name), name, where)
+
+
+def _candidates(module: ModuleType) -> str:
+    """Return the names of up to five functions and sources that the module defines."""
+    own = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, Source)
+        or (inspect.isfunction(value) and value.__module__ == module.__name__)
+    ]
+    return ", ".join([name for name in own if not name.startswith("_")][:5]) or "faces(seed)"
+
+
+def file_sizes(
+    description: Mapping[str, Any], directory: str | Path | None = None
+) -> dict[str, int]:
+    """Return the size of each existing file of a named or custom dataset.
+
+    The size of a file is its number of bytes, that of a folder its number of entries.
+    """
+    source, root = find_source(description), data_directory(directory)
+    files = () if source is None else source.files
+    located = [(file.path, file.find(root)) for file in files]
+    return {path: _size(location) for path, location in located if location is not None}
+
+
+def _size(path: Path) -> int:
+    return sum(1 for _ in path.iterdir()) if path.is_dir() else path.stat().st_size
+
+
+def describe_dataset(
+    given: str, options: Mapping[str, Any], directory: Path | None
+) -> dict[str, Any]:
+    """Describe a custom dataset given as file.py:name; it is loaded once, with seed 0."""
+    path, _, name = given.rpartition(":")
+    description = {"dataset": name, "options": dict(options), **describe_file(path)}
+    if directory is not None:
+        description["directory"] = str(directory.resolve())
+    sizes = file_sizes(description, directory)
+    if sizes:
+        description["files"] = sizes
+    return {**description, "content": _digest(_load(description, 0).splits)}
+
+
+def _custom_splits(
+    description: Mapping[str, Any], source: Source, directory: Path | None, seed: int
+) -> Splits:
+    """Call the loader of a custom dataset and check what it returns."""
+    where = _where(description)
+    options = description.get("options", {})
+    returned = call(
+        lambda: source.load(seed, directory=directory, **options), where, description["path"]
+    )
+    splits = check_splits(returned, source, where)
+    content = description.get("content")
+    if seed == 0 and content is not None and _digest(splits) != content:
+        raise ValueError(
+            f"{where} returned other data for seed 0 than before. It must return the same data "
+            "whenever it is called with the same seed: take every random number from a generator "
+            "with this seed, do not rely on the order of a set, and leave the files that it reads "
+            "unchanged during a comparison."
+        )
+    return splits
+
+
+def _where(description: Mapping[str, Any]) -> str:
+    """Return a custom dataset as the user named it, without the folder."""
+    return f"{Path(description['path']).name}:{description['dataset']}"
+
+
+def _digest(splits: Splits) -> str:
+    """Return the SHA-256 of all tensors and names."""
+    digest = hashlib.sha256()
+    for data in splits:
+        if data is None:
+            digest.update(b"no split")
+            continue
+        digest.update(repr((data.group_names, data.class_names, data.name)).encode())
+        for tensor in (data.x, data.y, data.group):
+            assert isinstance(tensor, Tensor)
+            digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+            plain = tensor.detach().cpu().contiguous().flatten()
+            digest.update(plain.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _table(description: Mapping[str, Any], seed: int) -> Loaded:
+    from evenclip.data.table import table
+
+    options = dict(description["options"])
+    test = description.get("test")
+    for file in (description, test):
+        if file is not None:
+            check_content(file)
+    tabled = table(
+        description["path"], seed=seed, test=None if test is None else test["path"], **options
+    )
+    return Loaded(tabled.splits, None, tabled.uncovered, tabled.notes, tabled.small)
+
+
+def save_splits(splits: Splits, folder: Path) -> dict[str, Any]:
+    """Write in-memory splits to a file that workers can read; return their description."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = {
+        split: {
+            "x": data.x,
+            "y": data.y,
+            "group": data.group,
+            "names": [list(data.group_names), list(data.class_names)],
+        }
+        for split, data in zip(Splits._fields, splits, strict=True)
+        if data is not None
+    }
+    buffer = io.BytesIO()  # saved to a path, the content would include the file's name
+    torch.save({"name": splits.train.name, **plain}, buffer)
+    digest = hashlib.sha256(buffer.getvalue()).hexdigest()
+    path, scratch = folder / f"{digest[:24]}.pt", folder / f".writing-{uuid.uuid4().hex}"
+    scratch.write_bytes(buffer.getvalue())
+    scratch.replace(path)
+    return {"tensors": True, "path": str(path.resolve()), "sha256": digest}
+
+
+def _tensors(description: Mapping[str, Any]) -> Loaded:
+    check_content(description)
+    plain = torch.load(description["path"], weights_only=True)
+    splits = {
+        split: Dataset(
+            d["x"], d["y"], d["group"], tuple(d["names"][0]), tuple(d["names"][1]), plain["name"]
+        )
+        for split, d in plain.items()
+        if split != "name"
+    }
+    return Loaded(Splits(**splits))
+
+
+def _fewer(splits: Splits, most: int, seed: int) -> Splits:
+    """Sample at most `most` rows of each split."""
+    train, test, validation = splits
+    held = None if validation is None else _sampled(validation, most, seed)
+    return Splits(_sampled(train, most, seed), _sampled(test, most, seed), held)
+
+
+def _sampled(data: Dataset, most: int, seed: int) -> Dataset:
+    if len(data) <= most:
+        return data
+    stream = np.random.SeedSequence([seed, STREAM, len(data)])
+    chosen = np.random.Generator(np.random.PCG64(stream)).permutation(len(data))[:most]
+    return _rows(data, torch.from_numpy(np.sort(chosen)))
+
+
+def _held_out(splits: Splits, fraction: float, seed: int) -> Splits:
+    """Use a fraction of the training rows as the validation split."""
+    train = splits.train
+    order = np.random.Generator(
+        np.random.PCG64(np.random.SeedSequence([seed, STREAM]))
+    ).permutation(len(train))
+    cut = round(fraction * len(train))
+    held, rest = torch.from_numpy(np.sort(order[:cut])), torch.from_numpy(np.sort(order[cut:]))
+    return splits._replace(train=_rows(train, rest), validation=_rows(train, held))
+
+
+def _rows(data: Dataset, rows: Tensor) -> Dataset:
+    """Select rows."""
+    assert isinstance(data.x, Tensor)
+    return replace(
+        data, x=data.x[rows], y=data.y[rows], group=None if data.group is None else data.group[rows]
+    )
