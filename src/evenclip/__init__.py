@@ -1,4 +1,4 @@
-"""evenclip: differentially private training that is fair to every group, with the proof.
+"""evenclip: differentially private training that shows what privacy costs each group.
 
 >>> import torch
 >>> import evenclip

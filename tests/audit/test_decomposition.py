@@ -234,22 +234,30 @@ def test_the_noise_term_is_what_noise_does_to_the_loss():
         assert value > 10 * error  # the test has power
 
 
+def test_the_error_of_one_batch_is_unknown():
+    """Not 0: the terms are expectations over batches."""
+    for sample in (None, 64):
+        one = observed(DPSGD(), data=toy(300), steps=1, every=1, sample=sample).records[0]
+        for group in one["risk"]:
+            errors = {name: se for name, (_, se) in group["terms"].items()}
+            assert errors.pop("noise") > 0  # that of the trace
+            assert set(errors.values()) == {None}
+
+
 def test_a_sample_of_a_group_is_right_within_its_error():
     data = toy(4000)
-    whole = observed(DPSGD(C0=0.3, sigma=0.5), data=data, steps=1, every=1, probes=0).records[0][
-        "risk"
-    ]
+    given = {"data": data, "steps": 1, "every": 1, "probes": 0, "batches": 24}
+    rule = DPSGD(C0=0.3, sigma=0.5)
+    whole = observed(rule, **given).records[0]["risk"]
     far = []
-    for seed in range(12):
-        some = observed(
-            DPSGD(C0=0.3, sigma=0.5), data=data, steps=1, every=1, probes=0, sample=256, seed=seed
-        )
-        for group, exact in zip(some.records[0]["risk"], whole, strict=True):
+    for seed in range(1, 13):
+        some = observed(rule, **given, sample=256, seed=seed).records[0]["risk"]
+        for group, exact in zip(some, whole, strict=True):
             assert group["n"] == 256
             assert group["of"] == exact["of"]
             value, se = group["terms"]["dir"]
-            assert se > 0
-            far.append((value - exact["terms"]["dir"][0]) / se)
+            other, error = exact["terms"]["dir"]
+            far.append((value - other) / math.hypot(se, error))
     assert 0.5 < float(np.std(far)) < 2
     assert max(map(abs, far)) < 5
 

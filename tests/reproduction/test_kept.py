@@ -9,6 +9,7 @@ import pytest
 
 from evenclip.reproduction.artifacts import MADE, Artifacts
 from evenclip.reproduction.cells import cells
+from evenclip.reproduction.figures import FIGURES
 from evenclip.reproduction.published import load
 from evenclip.reproduction.tables import TABLES
 
@@ -108,3 +109,25 @@ def test_every_kept_table_is_linked_from_the_page_and_the_index():
         assert f"results/paper/tables/{name}.md" in page
         assert f'id="{name}"' in index
     assert set(RECORDS) <= {*MADE, *TABLES}
+
+
+def test_the_gaps_that_the_page_names_are_those_of_the_kept_table():
+    """Of Dutch at four steps, for DPSGD; and of DPSGD-Global-Adapt at the longest."""
+    lines = (KEPT / "tables" / "steps.md").read_text().split("**Dutch**")[1].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
+    gaps = {(row[0], row[1]): row[4] for row in rows}
+    page = " ".join(PAGE.read_text().split())
+    for step in ("0.1", "0.2", "0.4", "0.8"):
+        assert gaps[step, "dpsgd"] in page
+    assert gaps["0.8", "dpsgd-global-adapt"] in page
+    verdicts = {(row[0], row[1]): row[5] for row in rows}
+    for (step, rule), verdict in verdicts.items():
+        if rule.startswith("dpsgd-"):
+            smaller = step in ("0.1", "0.2")
+            assert verdict.startswith("smaller by") == smaller, (step, rule)
+
+
+def test_figures_of_tables_are_of_five_seeds_and_those_of_images_of_one():
+    for name, seeds in (("adult-risk", 5), ("dutch-risk-matched", 5), ("mnist-risk", 1)):
+        runs = Artifacts(KEPT).seen(FIGURES[name])
+        assert {len(each) for each in runs.values()} == {seeds}

@@ -45,10 +45,10 @@ _ACCURACY = 1e-4
 
 
 class Estimate(NamedTuple):
-    """A number and its standard error, which is 0 if the number is exact."""
+    """A number and its standard error: 0 if the number is exact, None if the error is unknown."""
 
     value: float
-    se: float
+    se: float | None
 
 
 def signs(number: int, size: int, seed: int = 0) -> Tensor:

@@ -83,7 +83,7 @@ class GroupTerms:
     """The effect of a step on one group's loss.
 
     Estimates have a standard error over batches and, if only a sample of the group is measured,
-    over samples.
+    over samples. With one batch, the errors of the clipping terms are unknown (None).
 
     Attributes:
         group: number of the group.
@@ -265,7 +265,8 @@ class RiskTerms:
         trace = curvature.trace(probes, of if partial else None) if len(probes) else None
         if trace is not None:
             scale = self._lr**2 / 2 * noise**2
-            estimates["noise"] = Estimate(scale * trace.value, scale * trace.se)
+            error = None if trace.se is None else scale * trace.se
+            estimates["noise"] = Estimate(scale * trace.value, error)
         mean = sizes @ slopes / sizes.sum()
         gradient = torch.from_numpy(sizes).to(gradients) @ gradients / len(rows)
         length = float(gradient.norm())
@@ -320,10 +321,13 @@ class RiskTerms:
 def _estimate(values: NDArray[np.float64], sizes: NDArray[np.float64], of: int | None) -> Estimate:
     """Return the mean of [part, batch] with its standard error.
 
-    The error covers batches and, if the parts are a sample of `of` samples, also parts.
+    The error covers batches and, if the parts are a sample of `of` samples, also parts. With one
+    batch it is unknown.
     """
     batch = sizes @ values / sizes.sum()
-    square = float(batch.var(ddof=1) / len(batch)) if len(batch) > 1 else 0.0
+    if len(batch) == 1:
+        return Estimate(float(batch[0]), None)
+    square = float(batch.var(ddof=1) / len(batch))
     if of is not None:
         each = values.mean(axis=1)
         square += float(each.var(ddof=1) / len(each)) * (1 - sizes.sum() / of)

@@ -64,4 +64,4 @@ def _evenclip(
         ),
     ] = False,
 ) -> None:
-    """Differentially private training that is fair to every group, with the proof."""
+    """Differentially private training that shows what privacy costs each group."""
