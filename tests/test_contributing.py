@@ -75,7 +75,10 @@ def apply(diff: str, folder: Path) -> None:
         assert {sign for sign, _ in lines} <= set(" +-\n"), hunk
         old = "".join(line or sign for sign, line in lines if sign != "+")
         new = "".join(line or sign for sign, line in lines if sign != "-")
-        assert text.count(old) == 1, f"{path.name} has these lines {text.count(old)} times:\n{old}"
+        assert text.count(old) == 1, (
+            f"{PAGE.name}: the diff of {path.name} no longer fits; the file has these lines "
+            f"{text.count(old)} times, so change the lines on the page:\n{old}"
+        )
         text = text.replace(old, new)
     path.write_text(text, encoding="utf-8")
 
@@ -139,7 +142,7 @@ def test_a_mistake_in_a_recipe_is_found(tmp_path):
     (tmp_path / "file.py").write_text("a = 1\nb = 2\n")
     apply("--- file.py\n@@\n a = 1\n-b = 2\n+b = 3\n+c = 4\n", tmp_path)
     assert (tmp_path / "file.py").read_text() == "a = 1\nb = 3\nc = 4\n"
-    with pytest.raises(AssertionError, match=r"file\.py has these lines 0 times"):
+    with pytest.raises(AssertionError, match=r"the file has these lines 0 times, so change"):
         apply("--- file.py\n@@\n-b = 2\n", tmp_path)
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
         run([sys.executable, "-c", "1 / 0"], tmp_path)

@@ -49,7 +49,8 @@ def long_lines_of_a_module(source: str) -> Iterator[int]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_prose_of_a_page_is_wrapped(page):
-    assert not list(long_lines_of_a_page(page.read_text(encoding="utf-8")))
+    long = list(long_lines_of_a_page(page.read_text(encoding="utf-8")))
+    assert not long, f"lines {long} of {page.name} have more than 100 characters; wrap them"
 
 
 def test_docstrings_and_comments_are_wrapped():
@@ -58,7 +59,7 @@ def test_docstrings_and_comments_are_wrapped():
         for path in MODULES
         for number in long_lines_of_a_module(path.read_text(encoding="utf-8"))
     ]
-    assert not long
+    assert not long, f"more than 100 characters of docstring or comment; wrap or shorten: {long}"
 
 
 def test_long_lines_are_found():

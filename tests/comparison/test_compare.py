@@ -229,6 +229,9 @@ def test_one_seed_has_no_standard_error(splits, root, here):
     assert cell["se"] is None
     assert found.protocol == "one learning rate"
     assert found.says.endswith("Given: δ 0.0001, epochs 4, batch size 60, lr 0.1, model mlp:8.")
+    assert found.model == "mlp:8"
+    assert ", model mlp:8. " in " ".join(found.table().split())
+    assert ", model mlp:8.</p>" in page(found.to_json())
     assert [o.name for o in found.outcomes] == ["non-private", "dpsgd"]
     assert found.table()
 

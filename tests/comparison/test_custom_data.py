@@ -204,8 +204,8 @@ BAD = {
     "def faces(seed): return 3": "my_data.py:faces returned an int; it must return Splits(train, "
     "test), or Splits(train, test, validation), from evenclip.data.",
     "import numpy, evenclip\ndef faces(seed): return evenclip.data.Dataset(numpy.eye(2), 1)": (
-        "my_data.py:faces failed: TypeError: x is a ndarray; Dataset holds tensors: use as_dataset "
-        "(line 2)."
+        "my_data.py:faces failed: TypeError: x is a ndarray; Dataset holds tensors: use "
+        "torch.as_tensor, or evenclip.data.as_dataset for all of (x, y, group) (line 2)."
     ),
 }
 

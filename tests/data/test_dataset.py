@@ -83,7 +83,8 @@ REFUSED = {  # case -> attempt, error, whole message
     "array in the strict core": (
         lambda: Dataset(X.numpy(), Y),
         TypeError,
-        "x is a ndarray; Dataset holds tensors: use as_dataset.",
+        "x is a ndarray; Dataset holds tensors: use torch.as_tensor, or evenclip.data.as_dataset "
+        "for all of (x, y, group).",
     ),
     "non-finite x": (
         lambda: Dataset(*with_bad_values()),

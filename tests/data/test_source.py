@@ -56,18 +56,18 @@ def test_a_source_is_one_and_says_itself_what_is_not_covered():
         ),
         (
             lambda: None,
-            "f.py:it has the parameters (); it is called as it(seed): give the others default "
-            "values.",
+            "f.py:it has the parameters (); it is called as it(seed): add those that are "
+            "missing, and give all others default values.",
         ),
         (
             lambda seed, path: None,
-            "f.py:it has the parameters (seed, path); it is called as it(seed): give the others "
-            "default values.",
+            "f.py:it has the parameters (seed, path); it is called as it(seed): add those "
+            "that are missing, and give all others default values.",
         ),
         (
             Source(name="it", load=faces),
             "load of f.py:it has the parameters (seed); it is called as load(seed, directory): "
-            "give the others default values.",
+            "add those that are missing, and give all others default values.",
         ),
     ],
 )

@@ -662,7 +662,9 @@ def test_beyond_six_standard_deviations_the_rates_are_right(draw, dtype, size, f
 
 def test_uniforms_of_24_bits_would_fail(feed):
     noise = TwentyFourBits(np.random.SeedSequence(0))
-    assert stats.kstest(noise.normal(0, MANY)[0].numpy(), "norm").pvalue > CHANCE  # not detected here
+    assert (
+        stats.kstest(noise.normal(0, MANY)[0].numpy(), "norm").pvalue > CHANCE
+    )  # not detected here
     with pytest.raises(AssertionError):
         check_tail(by_numpy, noise, torch.float32, 1000, feed)
     assert (
@@ -685,7 +687,9 @@ def add_half(self, u, t, size):
 def test_uniforms_of_32_bits_would_fail(draw, name, fault, feed, monkeypatch):
     owner, _, name = name.rpartition(".")
     monkeypatch.setattr(getattr(module, owner) if owner else module, name, fault)
-    assert stats.kstest(draw(seeded(0), 0, MANY)[0].numpy(), "norm").pvalue > CHANCE  # not detected here
+    assert (
+        stats.kstest(draw(seeded(0), 0, MANY)[0].numpy(), "norm").pvalue > CHANCE
+    )  # not detected here
     with pytest.raises(AssertionError):
         check_tail(draw, seeded(0), torch.float32, 1000, feed)
 
@@ -828,7 +832,9 @@ def test_every_small_radius(draw, feed):
 @pytest.mark.parametrize("flat", [2**32, 2**32 - 2**16], ids=["never", "too late"])
 def test_small_radii_by_the_logarithm_of_u_would_fail(draw, flat, feed, monkeypatch):
     monkeypatch.setattr(module, "_FLAT", flat)
-    assert stats.kstest(draw(seeded(0), 0, MANY)[0].numpy(), "norm").pvalue > CHANCE  # not detected here
+    assert (
+        stats.kstest(draw(seeded(0), 0, MANY)[0].numpy(), "norm").pvalue > CHANCE
+    )  # not detected here
     with pytest.raises(AssertionError):
         check_small_radii(draw, feed)
 

@@ -572,7 +572,7 @@ def test_multipliers_are_what_a_step_releases(rule, take_step, batch):
     assert rule.multipliers() == MULTIPLIERS.get(rule.name, counts | {"gradient": 2.0})
     assert all(type(m) is float for m in rule.multipliers().values())
     noise = {
-        "count": torch.zeros(6 if rule.uses_groups else 1),
+        "count": torch.zeros(Mechanism(rule, Constants(groups=3)).counts),
         "gradient": torch.zeros(3),
     }  # the batch has 3 groups
     assert (
@@ -582,7 +582,7 @@ def test_multipliers_are_what_a_step_releases(rule, take_step, batch):
 
 
 @pytest.mark.parametrize(
-    "rule", [*HONEST, dataclasses.replace(BUILT_IN[2], sigma_count=5.0)], ids=case
+    "rule", [*HONEST, dataclasses.replace(made(RULES["dpsgd-f"]), sigma_count=5.0)], ids=case
 )
 def test_scaled_multiplies_all_noise_and_nothing_else(rule):
     scaled = rule.scaled(1.5)
@@ -596,6 +596,7 @@ def test_scaled_multiplies_all_noise_and_nothing_else(rule):
 
 @pytest.mark.parametrize("rule", BUILT_IN, ids=case)
 def test_without_counts_first_the_step_clips_with_the_state_it_began_with(rule):
-    state = rule.init(Constants(groups=GROUPS))
-    now, _ = rule.observe(torch.arange(2.0 * GROUPS, dtype=torch.float64), 10.0, state)
+    mechanism = Mechanism(rule, Constants(groups=GROUPS))
+    state = mechanism.start()
+    now, _ = rule.observe(torch.arange(mechanism.counts, dtype=torch.float64), 10.0, state)
     assert rule.counts_first or now is state

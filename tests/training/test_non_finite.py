@@ -109,7 +109,7 @@ def case(request):
 def noise_for(model):
     random = torch.Generator().manual_seed(0)
     size = sum(p.numel() for p in model.parameters())
-    return torch.randn(6, generator=random).double(), torch.randn(size, generator=random).double()
+    return torch.randn(64, generator=random).double(), torch.randn(size, generator=random).double()
 
 
 def taken(toy, model, rule, chunks, tape=None):

@@ -168,7 +168,7 @@ def test_an_empty_batch_is_a_step_of_pure_noise(toy, private_rule):
 
 def noise_for(toy, rule, model):
     random = torch.Generator().manual_seed(5)
-    counts = {"dpsgd-f": 2 * K, "dpsgd-global-adapt": 1}.get(rule.name, 0)
+    counts = Mechanism(rule, Constants(groups=K)).counts
     return {
         "count": torch.randn(counts, generator=random, dtype=torch.float64),
         "gradient": torch.randn(len(toy.vector(model)), generator=random, dtype=torch.float64),

@@ -13,7 +13,7 @@ from evenclip.comparison.protocol import Method, Protocol
 from evenclip.comparison.result import Comparison, Outcome
 from evenclip.mechanism.release import Ledger
 from evenclip.rules import NO_EPSILON, Rule, soundness
-from evenclip.sweep.describe import Loaded
+from evenclip.sweep.describe import Loaded, model_name
 
 __all__ = ["collect"]
 
@@ -60,6 +60,7 @@ def collect(
         ),
         small=tuple(dict.fromkeys(name for result in reference for name in result["small"])),
         n=tuple(result["n"] for result in reference),
+        model=model_name(plan.model),
     )
 
 

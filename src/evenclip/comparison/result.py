@@ -81,6 +81,7 @@ class Comparison:
         notes: further remarks, as sentences.
         small: groups that are too small to judge.
         n: number of training records, by seed.
+        model: the model, in the form of `--model`.
         risk: rule -> measurements of the first seed's run (see `evenclip.sweep.risk`), if
             requested.
     """
@@ -96,6 +97,7 @@ class Comparison:
     notes: tuple[str, ...]
     small: tuple[str, ...]
     n: tuple[int, ...]
+    model: str = ""
     risk: Mapping[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Outcome:
@@ -160,6 +162,7 @@ class Comparison:
             "seeds": list(self.seeds),
             "protocol": self.protocol,
             "protocol_in_words": self.says,
+            "model": self.model,
             "pair": None if self.pair is None else list(self.pair),
             "n_train": list(self.n),
             "privacy": {outcome.name: self._privacy(outcome) for outcome in self.outcomes},

@@ -138,8 +138,8 @@ def _check_call(
         signature.bind(*given, **named)
     except TypeError:
         raise TypeError(
-            f"{where} has the parameters {signature}; it is called as {call}: give the others "
-            "default values."
+            f"{where} has the parameters {signature}; it is called as {call}: add those that are "
+            "missing, and give all others default values."
         ) from None
 
 

@@ -25,7 +25,10 @@ def check_lengths(tensors: dict[str, Any]) -> None:
     """Raise unless all are tensors with one row per sample, and there is at least one sample."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} is {describe(tensor)}; Dataset holds tensors: use as_dataset.")
+            raise TypeError(
+                f"{name} is {describe(tensor)}; Dataset holds tensors: use torch.as_tensor, or "
+                "evenclip.data.as_dataset for all of (x, y, group)."
+            )
         if tensor.ndim == 0:
             raise ValueError(f"{name} is a single number; it must have one row per sample.")
     lengths = {name: len(tensor) for name, tensor in tensors.items()}

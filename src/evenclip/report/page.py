@@ -78,11 +78,13 @@ def _head(results: Mapping[str, Any], title: str) -> str:
         if min(results["n_train"]) != max(results["n_train"])
         else ""
     )
+    model = results.get("model")
     said = "".join(f"<p>{text(sentence)}</p>" for sentence in more)
     not_said = "".join(f"<li>{text(sentence)}</li>" for sentence in words.limits(results))
     return (
         f'<header><p class="what">{text(title)}</p><h1>{unbroken(first)}</h1>{said}'
-        f"<p>{words.count(len(results['seeds']), 'seed')}, {known} training records.</p></header>"
+        f"<p>{words.count(len(results['seeds']), 'seed')}, {known} training records"
+        f"{text(f', model {model}' if model else '')}.</p></header>"
         '<aside class="warning" role="note"><strong>Not differentially private.</strong> '
         f"{text(WARNING)}</aside>"
         '<section aria-labelledby="limits"><h2 id="limits">What this does not '

@@ -32,8 +32,10 @@ def _head(results: Results, width: int) -> str:
     least, most = min(results["n_train"]), max(results["n_train"])
     n = f"{least:,}" + (f" to {most:,}" if most != least else "")
     seeds = count(len(results["seeds"]), "seed")
+    model = f", model {results['model']}" if results.get("model") else ""
     return textwrap.fill(
-        f"{results['dataset']}: {seeds}, {n} training records. {results['protocol_in_words']}",
+        f"{results['dataset']}: {seeds}, {n} training records{model}. "
+        f"{results['protocol_in_words']}",
         width,
     )
 

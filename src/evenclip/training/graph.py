@@ -199,7 +199,7 @@ def _trace(function: Callable[..., list[Tensor]], given: list[Tensor]) -> torch.
         if _reads_a_value(error):
             raise NoGraph(
                 "the rule or the model reads the value of a tensor; use torch.where instead of if, "
-                "and no float() or .item()"
+                "torch.gather instead of indexing with a tensor, and no float() or .item()"
             ) from error
         raise NoGraph(f"torch cannot trace it ({_first_line(error)})") from error
     random = next((str(node.target) for node in graph.graph.nodes if _is_random(node)), None)
@@ -246,5 +246,8 @@ def _agree(a: Tensor, b: Tensor) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the first line of the error at the root; the compiler wraps it in several others."""
+    while (inner := error.__cause__) is not None:
+        error = inner
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

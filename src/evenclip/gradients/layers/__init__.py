@@ -1,35 +1,39 @@
 """Layers with a formula: type -> gradient(module, a, delta, names).
 
-Each kind of layer has its own file; a new kind needs one row in `FORMULAS`. Recurrent layers have
-several inputs and outputs, so their formula has another signature (`recurrent`).
+Each kind of layer has its own file, and its `FORMULAS` names the types that it is for. Recurrent
+layers have several inputs and outputs, so their formula has another signature (`recurrent`).
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 
 from torch import nn
 
-from evenclip.gradients.layers import convolution, embedding, linear, normalisation
 from evenclip.gradients.layers.layer import Formed, LayerGradient, square_sums
 
 __all__ = ["FORMULAS", "Formed", "LayerGradient", "formula", "square_sums"]
 
 Formula = Callable[..., LayerGradient]
 
-FORMULAS: dict[type[nn.Module], Formula] = {
-    nn.Linear: linear.gradient,
-    nn.Conv1d: convolution.gradient,
-    nn.Conv2d: convolution.gradient,
-    nn.Conv3d: convolution.gradient,
-    nn.Embedding: embedding.gradient,
-    nn.LayerNorm: normalisation.layer_norm,
-    nn.RMSNorm: normalisation.rms_norm,
-    nn.GroupNorm: normalisation.group_norm,
-    nn.InstanceNorm1d: normalisation.instance_norm,
-    nn.InstanceNorm2d: normalisation.instance_norm,
-    nn.InstanceNorm3d: normalisation.instance_norm,
-}
+
+def _formulas() -> dict[type[nn.Module], Formula]:
+    """Return the formulas of all files of this folder."""
+    modules = [
+        importlib.import_module(f"{__name__}.{found.name}")
+        for found in pkgutil.iter_modules(__path__)
+    ]
+    return {
+        kind: gradient
+        for module in modules
+        for kind, gradient in getattr(module, "FORMULAS", {}).items()
+    }
+
+
+FORMULAS = _formulas()
+"""Type of layer -> formula."""
 
 
 def formula(module: nn.Module) -> Formula | None:

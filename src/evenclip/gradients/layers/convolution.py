@@ -37,7 +37,7 @@ from evenclip.gradients.layers.layer import (
 )
 from evenclip.gradients.layers.linear import product_square_norms
 
-__all__ = ["Convolution", "gradient"]
+__all__ = ["FORMULAS", "Convolution", "gradient"]
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -221,3 +221,10 @@ def _padded(module: Convolution, a: Tensor) -> Tensor:
         return a
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     return F.pad(a, sides, mode=mode)
+
+
+FORMULAS = {
+    nn.Conv1d: gradient,
+    nn.Conv2d: gradient,
+    nn.Conv3d: gradient,
+}

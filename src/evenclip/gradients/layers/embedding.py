@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from evenclip.gradients.layers.layer import LayerGradient, kept
 
-__all__ = ["gradient"]
+__all__ = ["FORMULAS", "gradient"]
 
 
 def gradient(
@@ -81,3 +81,6 @@ class EmbeddingGradient(LayerGradient):
                 1, self._tokens.unsqueeze(-1).expand(n, T, width), self._delta
             )
         }
+
+
+FORMULAS = {nn.Embedding: gradient}

@@ -35,7 +35,14 @@ from evenclip.gradients.layers.layer import (
     sum_square_norms,
 )
 
-__all__ = ["OnePosition", "gradient", "operands", "product_square_norms", "quick_square_norms"]
+__all__ = [
+    "FORMULAS",
+    "OnePosition",
+    "gradient",
+    "operands",
+    "product_square_norms",
+    "quick_square_norms",
+]
 
 # Size of a block of per-sample products that are formed only to be measured: 64 MiB in float32.
 _BLOCK = 2**24
@@ -221,3 +228,6 @@ def _formed_square_norms(a: Tensor, delta: Tensor) -> Tensor:
 def _over_positions(delta: Tensor) -> Tensor:
     """Return Σ_t δ_t.  # [sample, out]"""
     return delta[:, 0] if delta.shape[1] == 1 else delta.sum(dim=1)
+
+
+FORMULAS = {nn.Linear: gradient}

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from evenclip.gradients.layers.layer import Formed, LayerGradient, wanted
 
-__all__ = ["group_norm", "instance_norm", "layer_norm", "rms_norm"]
+__all__ = ["FORMULAS", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
 
 
 def layer_norm(
@@ -69,3 +69,13 @@ def _channels(normal: Tensor, delta: Tensor, names: Collection[str]) -> LayerGra
         "bias": delta.reshape(n, c, -1).sum(dim=2),
     }
     return Formed(wanted(gradients, names))
+
+
+FORMULAS = {
+    nn.LayerNorm: layer_norm,
+    nn.RMSNorm: rms_norm,
+    nn.GroupNorm: group_norm,
+    nn.InstanceNorm1d: instance_norm,
+    nn.InstanceNorm2d: instance_norm,
+    nn.InstanceNorm3d: instance_norm,
+}

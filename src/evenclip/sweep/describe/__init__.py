@@ -28,7 +28,7 @@ from evenclip.sweep.describe.data import (
     save_splits,
 )
 from evenclip.sweep.describe.files import describe_file, sha256
-from evenclip.sweep.describe.model import default_model, describe_model, make_model
+from evenclip.sweep.describe.model import default_model, describe_model, make_model, model_name
 from evenclip.sweep.describe.rule import describe_rule, make_rule, named_rule
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "load_data",
     "make_model",
     "make_rule",
+    "model_name",
     "named_rule",
     "save_splits",
     "sha256",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from evenclip.data import Dataset
 from evenclip.sweep.describe.data import find_source
 from evenclip.sweep.describe.files import call, describe_file, load_module
 
-__all__ = ["default_model", "describe_model", "make_model"]
+__all__ = ["default_model", "describe_model", "make_model", "model_name"]
 
 
 def describe_model(given: str) -> dict[str, Any]:
@@ -40,6 +41,20 @@ def describe_model(given: str) -> dict[str, Any]:
         f"There is no model {given!r}; choose mlp, mlp:WIDTH,WIDTH, linear, cnn or "
         "sigmoid-then-softmax, or give file.py:function for your own."
     )
+
+
+def model_name(description: Mapping[str, Any]) -> str:
+    """Return a model in the form of the command line.
+
+    >>> model_name(describe_model("mlp:64,32")), model_name(describe_model("linear"))
+    ('mlp:64,32', 'linear')
+    """
+    if "function" in description:
+        return f"{Path(description['path']).name}:{description['function']}"
+    name, hidden = description["name"], description.get("options", {}).get("hidden")
+    if name != "mlp":
+        return str(name)
+    return "mlp:" + ",".join(map(str, hidden)) if hidden else "linear"
 
 
 def default_model(description: Mapping[str, Any], data: Dataset) -> dict[str, Any] | None:
