@@ -57,9 +57,9 @@ def test_fairlearn_agrees():
     assert max(frame.difference()["tpr"], frame.difference()["fpr"]) == pytest.approx(odds)
 
 
-def test_a_rate_of_nobody_is_not_zero():
+def test_a_rate_of_an_empty_group_is_nan():
     s = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
-    frame = metric_frame(s, torch.tensor([1, 1, 0]), torch.tensor([0, 0, 2]), ("a", "nobody", "b"))
+    frame = metric_frame(s, torch.tensor([1, 1, 0]), torch.tensor([0, 0, 2]), ("a", "empty", "b"))
     assert list(frame.by_group.index) == ["a", "b"]
     assert frame.by_group["tpr"]["a"] == 0.5
     assert np.isnan(frame.by_group["tpr"]["b"])

@@ -56,12 +56,12 @@ def report(tmp_path_factory):
 def test_it_asks_for_nothing_and_nothing_sticks_out(browser, report, screen, scheme):
     width, height = SCREENS[screen]
     page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-    asked, said = [], []
-    page.on("request", lambda request: asked.append(request.url))
+    requested, said = [], []
+    page.on("request", lambda request: requested.append(request.url))
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
     page.goto(report.as_uri())
-    assert asked == [report.as_uri()]
+    assert requested == [report.as_uri()]
     assert said == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.locator("svg.chart").count() >= 5

@@ -166,7 +166,7 @@ def test_the_table_reads_at_80_columns(found):
 
 
 def test_the_same_comparison_is_not_trained_again(found, splits, root):
-    class Nobody:
+    class NoRuns:
         def planned(self, runs):
             assert runs == 0
 
@@ -179,7 +179,7 @@ def test_the_same_comparison_is_not_trained_again(found, splits, root):
         delta=1e-4,
         model="mlp:8",
         store=root,
-        show=Nobody(),
+        show=NoRuns(),
     )
     assert again.to_json() == found.to_json()
 

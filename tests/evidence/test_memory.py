@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 data = evenclip.data.parquet(path, target="y", memory=memory)
 def trained(**more):
     evenclip.fit(nn.Linear(40, 2), data, rule=evenclip.DPSGD(), batch_size=512, seed=0, **more)
-def peak():  # not ru_maxrss, which begins with the peak of whoever started this
+def peak():  # not ru_maxrss, which begins with the peak of the parent process
     (line,) = [line for line in pathlib.Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) / 1024
 trained(steps=2)

@@ -266,7 +266,7 @@ def its_own_derivative(tanh, x):
         *(partial(Around, around) for around in (mapped, negated_by_a_bit, its_own_derivative)),
     ],
     ids=[
-        "a layer of one's own",
+        "a layer written by a user",
         "checkpointed",
         "mapped",
         "negated by a bit",

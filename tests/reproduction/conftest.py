@@ -1,4 +1,4 @@
-"""Kept records that nobody trained: known numbers, so that what is drawn of them is known too."""
+"""Stored records with known numbers and without training, so that their drawings are known."""
 
 import pytest
 

@@ -222,12 +222,12 @@ def test_what_was_watched_is_not_watched_again(tmp_path, here):
     first = list(observed.carry_out([given], tmp_path, on=here))
     assert len(first) == 1
 
-    class Nobody:
+    class NoRuns:
         def map_processes(self, work, items):
             assert items == []
             return ()
 
-    assert list(observed.carry_out([given], tmp_path, on=Nobody())) == first
+    assert list(observed.carry_out([given], tmp_path, on=NoRuns())) == first
     assert observed.read(tmp_path, replace(given, sample=33)) is None
 
 

@@ -128,16 +128,16 @@ def test_a_table_of_a_part_of_the_data_says_so(kept):
 
 @pytest.mark.parametrize(("name", "rows"), [("mnist", 2560), ("celeba", 640), ("adult", None)])
 def test_a_quick_look_takes_one_epoch_and_few_images(monkeypatch, tmp_path, name, rows):
-    heard = {}
+    passed = {}
 
-    def listen(*given, **more):
-        heard.update(more)
+    def stop(*given, **more):
+        passed.update(more)
         raise RuntimeError("enough")
 
-    monkeypatch.setattr(tables, "compare", listen)
+    monkeypatch.setattr(tables, "compare", stop)
     with pytest.raises(RuntimeError, match="enough"):
         tables.make(TABLES[name], Training(quick=True, store=tmp_path))
-    assert (heard["epochs"], heard["rows"]) == (1, rows)
+    assert (passed["epochs"], passed["rows"]) == (1, rows)
     assert all(
         w.rows == rows and w.epochs == 1 for w in observed.plan(name, match=False, quick=True)
     )
@@ -149,25 +149,25 @@ def test_a_record_survives_json(kept):
 
 def test_the_settings_of_the_paper_are_trained(monkeypatch, tmp_path):
     """What is handed to `compare`: all methods of the table, FairLens included."""
-    heard = {}
+    passed = {}
 
-    def listen(*given, **more):
-        heard.update(given=given, **more)
+    def stop(*given, **more):
+        passed.update(given=given, **more)
         raise RuntimeError("enough")
 
-    monkeypatch.setattr(tables, "compare", listen)
+    monkeypatch.setattr(tables, "compare", stop)
     with pytest.raises(RuntimeError, match="enough"):
         tables.make(TABLES["dutch-matched"], Training(seeds=3, store=tmp_path))
-    assert heard["given"] == (
+    assert passed["given"] == (
         "dutch",
         ["dpsgd", "fairlens", "dpsgd-f", "dpsgd-global", "dpsgd-global-adapt"],
         3,
     )
-    assert heard["match"] is True
-    assert heard["tf32"] is False
+    assert passed["match"] is True
+    assert passed["tf32"] is False
     with pytest.raises(RuntimeError, match="enough"):
         tables.make(TABLES["celeba"], Training(device="cuda", tf32=True, store=tmp_path))
-    assert (heard["device"], heard["tf32"]) == ("cuda", True)
+    assert (passed["device"], passed["tf32"]) == ("cuda", True)
     assert [m.name for m in PUBLISHED["mnist"].methods].count("fairlens") == 0
 
 

@@ -47,15 +47,15 @@ def test_the_table_is_drawn_from_its_record():
     assert "adult: a Male, b Female; dutch: a Male, b Female." in text
 
 
-def test_what_is_trained_is_asked_of_compare(monkeypatch, tmp_path):
-    asked = []
+def test_training_goes_through_compare(monkeypatch, tmp_path):
+    passed = []
 
-    def listen(*given, **more):
-        asked.append((given, more))
+    def stop(*given, **more):
+        passed.append((given, more))
         raise RuntimeError("enough")
 
-    monkeypatch.setattr(variants, "compare", listen)
+    monkeypatch.setattr(variants, "compare", stop)
     with pytest.raises(RuntimeError, match="enough"):
         variants.make(Training(seeds=3, store=tmp_path))
-    (dataset, rules, seeds), more = asked[0]
+    (dataset, rules, seeds), more = passed[0]
     assert (dataset, rules[0].name, seeds, more["lr"]) == ("adult", "dpsgd-global", 3, 1.0)

@@ -16,7 +16,7 @@ from evenclip.mechanism.noise import Noise
 from evenclip.mechanism.release import Release
 from evenclip.rules import DPSGD, Constants, DPSGDGlobalAdapt
 
-NOBODY = torch.zeros(0, dtype=torch.int64)
+NO_GROUPS = torch.zeros(0, dtype=torch.int64)
 
 
 def algorithm_2(gradients, C0, Z, tau, eta_Z, sigma, sigma_count, B, noise, count_noise):
@@ -169,7 +169,7 @@ def test_Z_stays_finite_on_batches_of_one_with_huge_noise(Z0):
 def test_an_empty_batch_lowers_Z_by_exactly_eta_Z():
     rule = DPSGDGlobalAdapt(Z0=4.0, eta_Z=0.25)
     count = Mechanism(rule).count(
-        torch.zeros(0, dtype=torch.float64), NOBODY, rule.init(Constants(groups=1)), None
+        torch.zeros(0, dtype=torch.float64), NO_GROUPS, rule.init(Constants(groups=1)), None
     )
     assert count.tolist() == [0.0]
     assert float(rule.observe(count, 256.0, rule.init(Constants(groups=1)))[1]) == pytest.approx(

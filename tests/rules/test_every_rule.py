@@ -436,7 +436,7 @@ def test_padded_rows_change_nothing(rule, b):
 
 @pytest.mark.parametrize("rule", EVERY, ids=case)
 def test_empty_batch(rule):
-    state, none, nobody = (
+    state, none, no_groups = (
         rule.init(Constants(groups=GROUPS)),
         torch.zeros(0, dtype=torch.float64),
         torch.zeros(0, dtype=torch.int64),
@@ -444,9 +444,9 @@ def test_empty_batch(rule):
     one = Mechanism(rule).count(
         torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64), state, None
     )
-    found = Mechanism(rule).count(none, nobody, state, None)
+    found = Mechanism(rule).count(none, no_groups, state, None)
     assert torch.equal(found, torch.zeros_like(one))
-    held, lies = Mechanism(rule).weights(none, nobody, state, rule.sensitivity(state), None)
+    held, lies = Mechanism(rule).weights(none, no_groups, state, rule.sensitivity(state), None)
     assert (held.shape, lies.shape) == ((0,), (0,))
 
 

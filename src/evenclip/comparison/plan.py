@@ -205,7 +205,7 @@ def _doubts(plan: Protocol, n: int) -> list[str]:
 def _without_epsilon(plan: Protocol) -> list[str]:
     """Return a sentence about each rule that adds noise and has no ε."""
     rules = [m.rule for m in plan.methods if m.rule.sigma and m.rule.soundness == NO_EPSILON]
-    return [f"{rule.name} has no valid ε, whatever noise it adds: {rule.why}." for rule in rules]
+    return [f"{rule.name} has no valid ε with any amount of noise: {rule.why}." for rule in rules]
 
 
 _SAYS = {
