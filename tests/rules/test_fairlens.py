@@ -211,7 +211,9 @@ def test_the_table_of_a_comparison_says_none_and_why(tmp_path):
         line for line in comparison.table().splitlines() if "fairlens" in line and "none" in line
     )
     assert row.split()[1:3] == ["none", "none"]
-    assert "fairlens has no valid ε with any amount of noise" in " ".join(comparison.table().split())
+    assert "fairlens has no valid ε with any amount of noise" in " ".join(
+        comparison.table().split()
+    )
     assert comparison.to_json()["privacy"]["fairlens"]["delta"] is None
 
 
