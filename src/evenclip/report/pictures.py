@@ -73,11 +73,12 @@ def _dots(
                 [_dot(row[metric].get(name), len(results["seeds"]), least) for name in names],
             )
         )
-    describes = (
-        f"One row for each rule, one marker for each of {', '.join(names)}, with 95 % "
-        "intervals over seeds."
+    bars = any(dot.low is not None for _, dots in rows for dot in dots)
+    describes = f"One row for each rule, one marker for each of {', '.join(names)}" + (
+        ", with 95 % intervals over seeds." if bars else "; too few seeds for intervals."
     )
-    return charts.dots(title, describes, f"{unit}; bars: 95 % intervals over seeds", rows)
+    note = "bars: 95 % intervals over seeds" if bars else "no intervals below three seeds"
+    return charts.dots(title, describes, f"{unit}; {note}", rows)
 
 
 def _dot(cell: Mapping[str, Any] | None, seeds: int, least: float) -> Dot:

@@ -241,6 +241,9 @@ def _risk(observed: Observed, note: str) -> Figure:
         axes[1, column].set_xlabel("step")
     axes[0, 0].set_ylabel(r"$R^{\mathrm{dir}}$")
     axes[1, 0].set_ylabel(r"$R^{\mathrm{mag}}$")
+    if left_out == total:  # automatic ticks of empty axes would mean nothing
+        for panel in axes.flat:
+            panel.set(xticks=[], yticks=[])
     if left_out:
         note += f"\nnot drawn: {left_out:,} of {total:,} values outside the range of the expansion"
     _legend(figure, axes[0, 0], note)
