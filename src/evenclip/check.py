@@ -1,11 +1,12 @@
-"""Checks of named values; the error states the value and what is expected."""
+"""Checks of named values, and errors of custom code, as sentences."""
 
 from __future__ import annotations
 
 import math
+import traceback
 from typing import SupportsFloat
 
-__all__ = ["fraction", "natural", "positive"]
+__all__ = ["fraction", "natural", "positive", "reason"]
 
 
 def positive(**named: float) -> None:
@@ -34,6 +35,14 @@ def fraction(**named: float) -> None:
     for name, value in named.items():
         if not (_number(value) and 0 < value <= 1):
             raise ValueError(f"{name} is {value}; it must lie above 0 and at most at 1.")
+
+
+def reason(error: BaseException, path: str) -> str:
+    """Return an error of custom code in a file, with the line of that file where it was raised."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+    place = f" (line {lines[-1]})" if lines else ""
+    kind, text = type(error).__name__, " ".join(f"{error}".split()).removesuffix(".")
+    return f"{kind}: {text}{place}." if text else f"{kind}{place}."
 
 
 def _number(value: object) -> bool:

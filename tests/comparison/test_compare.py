@@ -13,9 +13,9 @@ import torch
 
 import evenclip
 from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt
-from evenclip.comparison.plan import Changes, choose_protocol, in_words, paced
+from evenclip.comparison.plan import Changes, choose_protocol, in_words, make_plan, paced
 from evenclip.comparison.presets import PUBLISHED
-from evenclip.comparison.protocol import LEARNING_RATES, for_table
+from evenclip.comparison.protocol import LEARNING_RATES, for_table, with_rates
 from evenclip.comparison.trainings import best_rates
 from evenclip.data import Dataset, Splits
 from evenclip.report.page import page
@@ -288,11 +288,33 @@ def test_settings_as_published_is_not_said_of_a_custom_rule(tmp_path):
     assert in_words(alone, Changes()) == (
         "No private rule here has published settings; each has the expected largest step 0.1."
     )
+    mixed = with_rates(mixed, Constants(groups=3))
     assert mixed.only(["half"]).methods[0].lr == pytest.approx(0.05)  # 0.1 / S
     own = choose_protocol(*data, [DPSGDF(C0=2.0)], match=False)
     assert own.custom == ("dpsgd-f",)  # a built-in rule with other settings
     typical = DPSGDF(C0=2.0).typical_sensitivity(Constants(groups=3, B=256.0))
-    assert own.methods[1].lr == pytest.approx(0.1 / typical)  # three groups, not two
+    (_, method) = with_rates(own, Constants(groups=3)).methods
+    assert method.lr == pytest.approx(0.1 / typical)  # three groups, not two
+
+
+BY_CONSTANTS = STRANGER.replace(
+    "    def sensitivity(self, now):",
+    """    def typical_sensitivity(self, constants):
+        c = constants
+        return c.parameters**-0.5 + c.classes + c.B * c.q / c.steps
+
+    def sensitivity(self, now):""",
+)
+
+
+def test_the_matched_step_is_for_the_constants_of_the_comparison(tmp_path, splits):
+    path = tmp_path / "my_rules.py"
+    path.write_text(BY_CONSTANTS)
+    changes = Changes(epochs=2, batch_size=50, model="linear")
+    plan, _ = make_plan({}, splits.train, [f"{path}:Half"], False, changes)
+    n, d = 600, (4 + 1) * 2
+    S = d**-0.5 + 2 + 50 * (50 / n) / (2 * math.ceil(n / 50))
+    assert plan.methods[1].lr == pytest.approx(0.1 / S)
 
 
 LOUD = STRANGER.replace("0.5 * self.C0 / norm.clamp(min=1.0)", "0 * norm + 1e3")
@@ -418,7 +440,7 @@ BAD = {
     "seeds is 0; it must be a whole number of at least 1.": {"seeds": 0},
     "epsilon is -1.0; it must be a finite number above 0.": {"epsilon": -1.0},
     "There is no model 'resnet'": {"model": "resnet"},
-    "The batch size is 5000 and there are 600 training rows; give --batch-size.": {
+    "The batch size is 5000 and there are 600 training rows; give a --batch-size of at most 600.": {
         "batch_size": 5000
     },
     "There is no rule 'dp'": {"rules": ["dp"]},
@@ -462,8 +484,8 @@ def test_the_published_steps_are_kept_unless_the_data_are_others(root):
     assert said == [
         "There are 8,000 training records, so an epoch has 32 steps and not the published 636."
     ]
-    assert paced(for_table(2), 5_000, named=False)[0].batches is None
-    assert paced(for_table(2), 5_000, named=True)[0].batches == 20
+    assert paced(for_table(), 5_000, named=False)[0].batches is None
+    assert paced(for_table(), 5_000, named=True)[0].batches == 20
 
 
 def test_a_rule_that_does_not_apply_is_left_out_with_a_sentence(splits, root, tmp_path, here):

@@ -19,6 +19,7 @@ from evenclip.comparison.protocol import (
 )
 from evenclip.mechanism.accounting import epsilon
 from evenclip.mechanism.release import Entry, Ledger
+from evenclip.rules import Constants
 
 # ε by RDP at δ = 1e-6, as printed; Global-Adapt's with its count, jointly.
 PRINTED = {
@@ -56,18 +57,20 @@ def test_the_published_settings_have_the_published_epsilon(name):
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_expected_sensitivity(rule, S, groups):
-    assert expected_sensitivity(rule, groups, 256.0) == pytest.approx(S)
+    assert expected_sensitivity(rule, Constants(groups=groups)) == pytest.approx(S)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_matched_rules_have_one_largest_step(name):
-    published, found = PUBLISHED[name], matched(PUBLISHED[name], groups=2)
+    published, found = PUBLISHED[name], matched(PUBLISHED[name], Constants(groups=2))
     for before, after in zip(published.methods, found.methods, strict=True):
         assert after.rule == before.rule
         if after.rule.sigma == 0:
             assert after.lr is None  # to be chosen on validation data
         else:
-            assert after.lr * expected_sensitivity(after.rule, 2, 256.0) == pytest.approx(STEP)
+            assert after.lr * expected_sensitivity(
+                after.rule, Constants(groups=2)
+            ) == pytest.approx(STEP)
     assert found.name == "matched"
     assert dataclasses.replace(found, name="published", methods=published.methods) == published
 
@@ -82,7 +85,7 @@ def test_global_adapt_is_its_own_measure():
 
 
 def test_defaults_on_a_table():
-    protocol = for_table(groups=3)
+    protocol = matched(for_table(), Constants(groups=3))
     lr = {method.name: method.lr for method in protocol.methods}
     assert lr == {
         "non-private": None,

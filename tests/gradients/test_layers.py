@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -259,6 +259,23 @@ def test_a_convolution_can_be_mapped_over_runs_and_traced_for_any_number_of_samp
     torch.testing.assert_close(
         traced(a[1, :3], delta[1, :3]), {name: g[:3] for name, g in expected[1].items()}
     )
+
+
+@pytest.mark.parametrize("kind", CASES)
+@settings(max_examples=2, database=None, deadline=None, phases=[Phase.generate])  # tracing is slow
+@given(data=st.data())
+def test_every_formula_can_be_traced_for_any_number_of_samples(kind, drawn, data):
+    """A formula that branches on the value of a tensor cannot be compiled."""
+    module, a, delta = drawn(kind, data)
+    names = trainable(module)
+
+    def each(a, delta):
+        return FORMULAS[kind](module, a, delta, names).per_sample()
+
+    traced_rows = torch.arange(37) % len(a)  # tracing takes equal sizes for the same
+    traced = make_fx(each, tracing_mode="symbolic")(a[traced_rows], delta[traced_rows])
+    rows = torch.arange(5) % len(a)
+    torch.testing.assert_close(traced(a[rows], -delta[rows]), each(a[rows], -delta[rows]))
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,12 @@ def one_stream(monkeypatch):
 
 
 @pytest.fixture
+def untried(monkeypatch):
+    """Leave out the trial of custom rules, as if the rule had passed it and failed later."""
+    monkeypatch.setattr("evenclip.training.run.try_rule", lambda mechanism: None)
+
+
+@pytest.fixture
 def spy(monkeypatch) -> Spy:
     """Record draws and releases of all training; clear the lists between two runs."""
     seen = Spy()

@@ -104,8 +104,8 @@ def close(a, b, tolerance=1e-10) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-def public_state(rule):
-    return rule.init(Constants(groups=K)).tolist()
+def public_state(rule, constants=Constants(groups=K)):  # noqa: B008  # frozen
+    return rule.init(constants).tolist()
 
 
 # --- one step -----------------------------------------------------------------------------------
@@ -193,7 +193,8 @@ def test_fit_is_algorithm_2_over_many_steps(toy, rule, spy, performance):
     if rule.poisson:
         assert 0 in sizes
         assert max(sizes) > 3, "the seed should give an empty batch and one of several chunks"
-    model, state = toy.mlp(), public_state(rule)
+    constants = result.settings.constants(classes=int(data[1].max()) + 1)
+    model, state = toy.mlp(), public_state(rule, constants)
     for batch, noise in zip(spy.batches, spy.noise, strict=True):
         B = 2.0 if rule.poisson else float(len(batch))
         slow = slow_step(toy, rule, model, *(column[batch] for column in data), state, B, noise)
@@ -392,7 +393,7 @@ class Liar(Rule):
         return norm * 0 + 1.0
 
 
-def test_a_lying_rule_is_held_to_its_bound_and_counted(toy, spy):
+def test_a_lying_rule_is_held_to_its_bound_and_counted(toy, spy, untried):
     x, y, _ = toy.data(40)
     seen = []
     result = fit(
@@ -577,7 +578,7 @@ def test_a_rule_whose_bound_follows_from_its_count_is_clipped_with_it(toy):
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_a_rule_that_clips_with_its_count_and_does_not_declare_it_is_refused(toy, compile):
+def test_a_rule_that_clips_with_its_count_and_does_not_declare_it_is_refused(toy, compile, untried):
     run = prepare(
         toy.mlp(),
         toy.data(),

@@ -13,8 +13,10 @@ from evenclip.comparison.presets import PUBLISHED
 from evenclip.comparison.protocol import STEP, Method, Protocol
 from evenclip.comparison.result import REFERENCE
 from evenclip.data import Dataset
-from evenclip.rules import NO_EPSILON, RULES, Rule
-from evenclip.sweep.describe import default_model, describe_model, named_rule
+from evenclip.mechanism import Mechanism, wanted
+from evenclip.mechanism.trial import try_rule
+from evenclip.rules import NO_EPSILON, RULES, Constants, Rule
+from evenclip.sweep.describe import default_model, describe_model, make_model, named_rule
 
 __all__ = ["Changes", "choose_protocol", "in_words", "make_plan", "paced"]
 
@@ -70,6 +72,7 @@ def make_plan(
     if changes.epsilon is not None:
         check.positive(epsilon=changes.epsilon)
         plan = _calibrated(plan, changes.epsilon, n)
+    plan = _tried(plan, train)
     return plan, [*notes, *left_out, *_doubts(plan, n), *_without_epsilon(plan)]
 
 
@@ -78,21 +81,20 @@ def choose_protocol(
 ) -> Protocol:
     """Return the settings of every rule, the reference first."""
     published = PUBLISHED.get(described.get("name", ""))
-    base = protocol.for_table(train.K) if published is None else published
+    base = protocol.for_table() if published is None else published
     model = default_model(described, train) if published is None else None
     if model is not None:
         base = replace(base, model=model)
-    if rules is None:
-        base = base.only([m.name for m in base.methods if m.rule.bounded])
-    else:
-        base = _with_rules(base, rules, train.K)
-    return protocol.matched(base, train.K) if match or published is None else base
+    bounded = [method.name for method in base.methods if method.rule.bounded]
+    base = base.only(bounded) if rules is None else _with_rules(base, rules)
+    return protocol.unmatched(base) if match or published is None else base
 
 
-def _with_rules(base: Protocol, rules: Sequence[str | Rule], groups: int) -> Protocol:
+def _with_rules(base: Protocol, rules: Sequence[str | Rule]) -> Protocol:
     """Return the protocol with the reference and these rules.
 
-    A rule without published settings gets the learning rate of the matched protocol.
+    A rule without published settings has no learning rate yet; it gets that of the matched
+    protocol.
     """
     methods: dict[str, Method] = {REFERENCE: base.only([REFERENCE]).methods[0]}
     custom = []
@@ -101,9 +103,7 @@ def _with_rules(base: Protocol, rules: Sequence[str | Rule], groups: int) -> Pro
         if isinstance(rule, str) and any(method.name == rule for method in base.methods):
             (method,) = base.only([rule]).methods
         else:
-            made = RULES[rule]() if isinstance(rule, str) else rule
-            alone = replace(base, methods=(Method(made, None),))
-            (method,) = protocol.matched(alone, groups).methods
+            method = Method(RULES[rule]() if isinstance(rule, str) else rule, None)
             custom.append(method.name)
         if method.name in methods and method.name != REFERENCE:
             raise ValueError(
@@ -137,8 +137,8 @@ def _changed(plan: Protocol, changes: Changes, n: int) -> Protocol:
         plan = replace(plan, model=describe_model(changes.model))
     if plan.batch_size > n:
         raise ValueError(
-            f"The batch size is {plan.batch_size} and there are {n} training rows; give "
-            "--batch-size."
+            f"The batch size is {plan.batch_size} and there are {n} training rows; give a "
+            f"--batch-size of at most {n}."
         )
     return plan
 
@@ -176,10 +176,14 @@ def _calibrated(plan: Protocol, epsilon: float, n: int) -> Protocol:
     from evenclip.mechanism.accounting import default_delta
     from evenclip.mechanism.calibration import calibrate
 
-    batches = math.ceil(n / plan.batch_size) if plan.batches is None else plan.batches
-    q = plan.batch_size / n if plan.batches is None else 1 / plan.batches
+    q, steps = _pace(plan, n)
     delta = default_delta(n) if plan.delta is None else plan.delta
-    steps = plan.epochs * batches
+    for method in plan.methods:
+        if method.rule.poisson and method.rule.bounded and not method.rule.sigma:
+            raise ValueError(
+                f"{method.name} has sigma = 0, so it adds no noise that --epsilon could scale; "
+                "give it a sigma above 0, such as 1.0."
+            )
     methods = tuple(
         replace(method, rule=calibrate(method.rule, epsilon=epsilon, delta=delta, q=q, steps=steps))
         if method.rule.sigma
@@ -187,6 +191,32 @@ def _calibrated(plan: Protocol, epsilon: float, n: int) -> Protocol:
         for method in plan.methods
     )
     return replace(plan, methods=methods, delta=delta)
+
+
+def _pace(plan: Protocol, n: int) -> tuple[float, int]:
+    """Return the Poisson rate and the number of steps."""
+    if plan.batches is None:
+        return plan.batch_size / n, plan.epochs * math.ceil(n / plan.batch_size)
+    return 1 / plan.batches, plan.epochs * plan.batches
+
+
+def _tried(plan: Protocol, train: Dataset) -> Protocol:
+    """Return the plan with the matched learning rates, after a trial of its custom rules."""
+    q, steps = _pace(plan, len(train))
+    model = make_model(plan.model, train, seed=0)
+    constants = Constants(
+        groups=train.K,
+        classes=len(train.class_names) or int(train.y.max()) + 1,
+        parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        B=float(plan.batch_size),
+        q=q,
+        steps=steps,
+    )
+    for method in plan.methods:
+        # A statistic of outputs is tried when the run starts, with the model's.
+        if not wanted(method.rule):
+            try_rule(Mechanism(method.rule, constants))
+    return protocol.with_rates(plan, constants)
 
 
 # --- in words -----------------------------------------------------------------------------------

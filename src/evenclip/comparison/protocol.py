@@ -13,8 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
+from evenclip.mechanism.calls import call
 from evenclip.rules import DPSGD, DPSGDF, Constants, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate, Rule
 
 __all__ = [
@@ -25,6 +27,8 @@ __all__ = [
     "expected_sensitivity",
     "for_table",
     "matched",
+    "unmatched",
+    "with_rates",
 ]
 
 STEP = 0.1
@@ -40,7 +44,8 @@ class Method:
 
     Attributes:
         rule: the rule.
-        lr: its learning rate; None: chosen on validation data.
+        lr: its learning rate; None: that of the matched protocol for a private rule, and chosen on
+            validation data for the reference.
     """
 
     rule: Rule
@@ -92,37 +97,57 @@ class Protocol:
         return replace(self, methods=tuple(known[name] for name in names))
 
 
-def expected_sensitivity(rule: Rule, groups: int, B: float) -> float:
+def expected_sensitivity(rule: Rule, constants: Constants) -> float:
     """Return the S of a typical step, by the rule's own `typical_sensitivity`.
 
-    >>> expected_sensitivity(DPSGD(C0=0.5), groups=4, B=256.0)
+    >>> expected_sensitivity(DPSGD(C0=0.5), Constants(groups=4))
     0.5
-    >>> round(expected_sensitivity(DPSGDF(C0=1.0), groups=4, B=256.0), 3)  # C0 · (1 + √2)
+    >>> round(expected_sensitivity(DPSGDF(C0=1.0), Constants(groups=4)), 3)  # C0 · (1 + √2)
     2.414
 
     Raises:
         ValueError: unless it is a positive number.
     """
-    S = float(rule.typical_sensitivity(Constants(groups=groups, B=B)))
-    if not 0 < S < math.inf:
+    try:
+        S = call(rule, "typical_sensitivity", constants)
+    except ValueError as error:
+        if type(rule).typical_sensitivity is not Rule.typical_sensitivity:
+            raise
+        raise ValueError(
+            f"S of the first state of {rule.name} is not one number, so its matched learning rate "
+            "is unknown; define typical_sensitivity(self, constants) in the class, or give --lr."
+        ) from error
+    if not (isinstance(S, Real) and 0 < float(S) < math.inf):
         raise ValueError(
             f"typical_sensitivity of {rule.name} returned {S}; it must be a positive number, "
             "because the matched learning rate is divided by it."
         )
-    return S
+    return float(S)
 
 
-def matched(protocol: Protocol, groups: int) -> Protocol:
-    """Return the protocol in which every private rule has the expected largest step `STEP`."""
-    B = float(protocol.batch_size)
+def unmatched(protocol: Protocol) -> Protocol:
+    """Return the matched protocol before its learning rates are known."""
+    methods = tuple(Method(method.rule, None) for method in protocol.methods)
+    return replace(protocol, name="matched", methods=methods)
+
+
+def with_rates(protocol: Protocol, constants: Constants) -> Protocol:
+    """Return the protocol in which private rules without a learning rate have the step `STEP`."""
     methods = [
-        Method(m.rule, STEP / expected_sensitivity(m.rule, groups, B) if m.rule.sigma else None)
+        Method(m.rule, STEP / expected_sensitivity(m.rule, constants))
+        if m.lr is None and m.rule.sigma
+        else m
         for m in protocol.methods
     ]
-    return replace(protocol, name="matched", methods=tuple(methods))
+    return replace(protocol, methods=tuple(methods))
 
 
-def for_table(groups: int, rules: Sequence[Rule] = ()) -> Protocol:
+def matched(protocol: Protocol, constants: Constants) -> Protocol:
+    """Return the protocol in which every private rule has the expected largest step `STEP`."""
+    return with_rates(unmatched(protocol), constants)
+
+
+def for_table(rules: Sequence[Rule] = ()) -> Protocol:
     """Return the defaults for tables: C0 = 1, Z = Z0 = 10, MLP 256-256, 20 epochs, matched."""
     rules = rules or (
         NonPrivate(),
@@ -132,4 +157,4 @@ def for_table(groups: int, rules: Sequence[Rule] = ()) -> Protocol:
         DPSGDGlobalAdapt(C0=1.0, Z0=10.0),
     )
     model = {"name": "mlp", "options": {"hidden": [256, 256]}}
-    return matched(Protocol("matched", tuple(Method(rule, None) for rule in rules), model), groups)
+    return Protocol("matched", tuple(Method(rule, None) for rule in rules), model)

@@ -92,27 +92,27 @@ def train(
     described, seed = _described(model), 0 if config.seed is None else config.seed
     tabled = table(source, target=target, group=group, seed=seed, **settings)
     data, encoder = tabled.splits.train, tabled.encoder
-    config = _private(config.but(batch_size=_batch_size(size, len(data))), rule, epsilon, lr, data)
     described["options"] |= {"inputs": len(encoder.features), "classes": len(encoder.classes)}
     start = models.TABULAR[described["name"]](**described["options"], seed=seed)
+    config = _private(config.but(batch_size=_batch_size(size, len(data))), rule, epsilon, data)
+    if lr is None:
+        constants = config.settings(start, len(data), data.K).constants(len(encoder.classes))
+        lr = protocol.STEP / protocol.expected_sensitivity(config.rule, constants)
+    config = config.but(lr=lr)
     result = fit_config(start, data, config, Session(progress=progress))
     result = dataclasses.replace(result, model=result.model.cpu().eval())
     report = _report(result, tabled, epsilon)
     return Trained(described, result, tabled, report, *_tested(result.model, tabled.splits.test))
 
 
-def _private(
-    config: TrainConfig, rule: Rule | str, epsilon: float, lr: float | None, data: Dataset
-) -> TrainConfig:
+def _private(config: TrainConfig, rule: Rule | str, epsilon: float, data: Dataset) -> TrainConfig:
     """Return the configuration with the rule whose noise reaches ε on these training rows."""
     n, B = len(data), config.batch_size
     delta = accounting.default_delta(n) if config.delta is None else config.delta
     accounting.check_delta(delta)
     steps = config.epochs * math.ceil(n / B)
-    private = calibrate(_rule(rule, data.K), epsilon=epsilon, delta=delta, q=B / n, steps=steps)
-    if lr is None:
-        lr = protocol.STEP / protocol.expected_sensitivity(private, data.K, float(B))
-    return config.but(rule=private, lr=lr, delta=delta)
+    private = calibrate(_rule(rule), epsilon=epsilon, delta=delta, q=B / n, steps=steps)
+    return config.but(rule=private, delta=delta)
 
 
 def _tested(model: nn.Module, test: Dataset) -> tuple[dict[str, float | None], dict[str, int]]:
@@ -136,20 +136,23 @@ def _described(model: str) -> dict[str, Any]:
     return {"name": described["name"], "options": dict(described["options"])}
 
 
-def _rule(rule: Rule | str, groups: int) -> Rule:
+def _rule(rule: Rule | str) -> Rule:
     """Return the rule with the defaults for tables; raise if it has no ε."""
     if isinstance(rule, str):
         named = named_rule(rule)
         chosen = (
-            protocol.for_table(groups).only([named]).methods[0].rule
-            if isinstance(named, str)
-            else named
+            protocol.for_table().only([named]).methods[0].rule if isinstance(named, str) else named
         )
     else:
         chosen = rule
-    if chosen.soundness == NO_EPSILON or chosen.sigma == 0:
+    if chosen.soundness == NO_EPSILON:
         raise ValueError(
             f"{chosen.name} has no valid ε and cannot train a private model; choose another rule."
+        )
+    if chosen.sigma == 0:
+        raise ValueError(
+            f"{chosen.name} has sigma = 0, so it adds no noise that could be scaled to ε; give it "
+            "a sigma above 0, such as 1.0."
         )
     return chosen
 

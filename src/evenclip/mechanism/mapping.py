@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from evenclip.mechanism.calls import failure
 from evenclip.rules import Rule
 
 __all__ = ["map_over_samples"]
 
+_NO_TENSOR = "not a tensor"
 Method = Callable[..., Any]  # (norm, group, public) -> one sample's value
 
 
@@ -50,11 +52,12 @@ def map_over_samples(
             lambda norm, k, more: method(norm, k, public, **more), in_dims=(0, 0, 0)
         )(norms, group, further)
     except Exception as error:  # anything that a custom rule may raise
-        message = " ".join(str(error).split())[:120]
+        if not str(error).startswith(("vmap", _NO_TENSOR)):
+            raise failure(rule, name, error) from error
         raise ValueError(
-            f"{name} of {rule.name} cannot be mapped over samples ({message}). It is given one "
-            "sample's norm and group as tensors without axes and must return a tensor; write "
-            "torch.where instead of if, and read no value by float() or .item()."
+            f"{name} of {rule.name} cannot be mapped over samples. It is given one sample's norm "
+            "and group as tensors without axes and must return a tensor; write torch.where instead "
+            "of if, and read no value by float() or .item()."
         ) from error
 
 
@@ -63,6 +66,8 @@ def _first(value: Any) -> Any:
     return value.select(0, 0) if isinstance(value, Tensor) else value
 
 
-def _none_of(value: Tensor) -> Tensor:
+def _none_of(value: Any) -> Tensor:
     """Return the result for no samples, given that for one.  # [0, ...]"""
+    if not isinstance(value, Tensor):
+        raise TypeError(_NO_TENSOR)
     return value.new_zeros((0, *value.shape))

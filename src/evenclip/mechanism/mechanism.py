@@ -17,7 +17,7 @@ return value of the rule:
 
 | the rule returns | becomes |
 |---|---|
-| a weight that is NaN or infinite | 0 |
+| a weight that is NaN or infinite | 0, and it is counted |
 | |γ| · ‖g‖ > S | ±S/‖g‖, and it is counted |
 | |γ| > 2¹⁰⁰ · S, however small ‖g‖ is | ±2¹⁰⁰ · S, and it is counted |
 | a statistic longer than 1 | the same direction, length 1 |
@@ -26,10 +26,9 @@ return value of the rule:
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Real
@@ -39,6 +38,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from evenclip.mechanism.calls import call, wanted
 from evenclip.mechanism.mapping import map_over_samples
 from evenclip.mechanism.multipliers import noise_multipliers
 from evenclip.mechanism.release import Release
@@ -54,8 +54,6 @@ _FINITE = sys.float_info.max
 # A shorter gradient is clamped as if it had this length, so that its weight stays finite in
 # float32, where 0 · ∞ would be NaN.
 _SHORTEST = 2.0**-100
-# What a statistic may have as parameters beside norm, group and state.
-_FURTHER = ("loss", "output", "y")
 
 
 @dataclass(frozen=True)
@@ -111,8 +109,7 @@ class Mechanism:
         """Name -> length of each statistic; a rule that returns one tensor has the name "count"."""
         none = torch.zeros(0, dtype=torch.float64)
         further = {name: tree_map(_empty, value) for name, value in self.like.items()}
-        each = self._map("statistic", none, none.long(), self.start(), further)
-        named = each if isinstance(each, Mapping) else {"count": each}
+        named = self.each_statistic(none, none.long(), self.start(), further)
         if "gradient" in named:
             raise ValueError(
                 f"{self.rule.name} has a statistic called 'gradient', which is the name of the "
@@ -128,8 +125,7 @@ class Mechanism:
     @cached_property
     def wants(self) -> tuple[str, ...]:
         """Which of `loss`, `output` and `y` the rule's statistic has as parameters."""
-        parameters = inspect.signature(self.rule.statistic).parameters
-        return tuple(name for name in _FURTHER if name in parameters)
+        return wanted(self.rule)
 
     @cached_property
     def noise(self) -> dict[str, float]:
@@ -155,7 +151,7 @@ class Mechanism:
 
     def start(self) -> Tensor:
         """Return the rule's state before the first step."""
-        state = self.rule.init(self.constants)
+        state = call(self.rule, "init", self.constants)
         if not isinstance(state, Tensor):
             raise ValueError(
                 f"init of {self.rule.name} returned {type(state).__name__}; it must return a "
@@ -182,21 +178,32 @@ class Mechanism:
             keep: [sample], bool; None keeps all.
             further: what else the statistic uses, by name: `loss`, `output`, `y`.  # [sample, ...]
         """
-        each = self._map("statistic", norms, group, state, further)
-        if isinstance(each, Tensor):
-            return self._total(each, keep)
-        if not isinstance(each, Mapping):
-            raise ValueError(
-                f"statistic of {self.rule.name} returned {type(each).__name__}; it must return a "
-                "tensor, or a dictionary of tensors."
-            )
+        each = self.each_statistic(norms, group, state, further)
         if list(each) != list(self.statistics):
             raise ValueError(
                 f"{self.rule.name} has the statistics {', '.join(each)}, and had "
                 f"{', '.join(self.statistics)} before the first step; give it the same in every "
                 "step."
             )
-        return torch.cat([self._total(value, keep) for value in each.values()])
+        totals = [self._total(value, keep) for value in each.values()]
+        return totals[0] if len(totals) == 1 else torch.cat(totals)
+
+    def each_statistic(
+        self,
+        norms: Tensor,
+        group: Tensor,
+        state: Tensor,
+        further: Mapping[str, Any] | None = None,
+    ) -> Mapping[str, Tensor]:
+        """Return name -> every sample's statistic, as the rule returns it.  # [sample, ...]"""
+        each = self._map("statistic", norms, group, state, further)
+        named = each if isinstance(each, Mapping) else {"count": each}
+        if not all(isinstance(value, Tensor) for value in named.values()):
+            raise ValueError(
+                f"statistic of {self.rule.name} must return a tensor, or a dictionary of tensors; "
+                f"it returned {type(each).__name__}."
+            )
+        return named
 
     def _total(self, each: Tensor, keep: Tensor | None) -> Tensor:
         """Sum one statistic of the kept samples.  # [m], float64"""
@@ -218,7 +225,7 @@ class Mechanism:
         return each.sum(dim=0)
 
     def observe(
-        self, count: Tensor, B: float, state: Tensor, release: Release
+        self, count: Tensor, B: float, state: Tensor, release: Callable[..., Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Release the count of the whole batch; return this step's `now` and the next state.
 
@@ -235,12 +242,9 @@ class Mechanism:
             return self.rule.observe(noisy, B, state)
         given = state.clone()  # a custom rule may change it in place
         version = given._version
-        observed = self.rule.observe(noisy, B, given)
-        if not (
-            isinstance(observed, tuple)
-            and len(observed) == 2
-            and all(isinstance(value, Tensor) for value in observed)
-        ):
+        observed = call(self.rule, "observe", noisy, B, given)
+        pair = observed if isinstance(observed, tuple) else ()
+        if [isinstance(value, Tensor) for value in pair] != [True, True]:
             raise ValueError(
                 f"observe of {self.rule.name} must return two tensors, (now, next): what this "
                 "step clips with and what the next one starts from."
@@ -257,7 +261,7 @@ class Mechanism:
             )
         return now, following
 
-    def _released(self, count: Tensor, release: Release) -> Any:
+    def _released(self, count: Tensor, release: Callable[..., Tensor]) -> Any:
         """Release each statistic with its own noise; return them in the form the rule gave them."""
         parts = torch.split(count, list(self.statistics.values()))
         noisy = {
@@ -289,7 +293,7 @@ class Mechanism:
         """
         if self._is_ours:  # tests cover these rules
             return self.rule.sensitivity(now)
-        S: Any = self.rule.sensitivity(now.clone())
+        S: Any = call(self.rule, "sensitivity", now.clone())
         if isinstance(S, Tensor) and S.numel() == 1:
             S = S.detach().reshape(()).clone()
         elif not isinstance(S, Real):
@@ -312,14 +316,7 @@ class Mechanism:
 
         Both have the shape [sample], float64 and bool.
         """
-        raw = self._map("weight", norms, group, now).to(torch.float64)
-        if raw.shape != norms.shape:
-            if raw.shape[1:].numel() != 1:
-                raise ValueError(
-                    f"weight of {self.rule.name} returned {raw.shape[1:].numel()} numbers for one "
-                    "sample; it must return one."
-                )
-            raw = raw.reshape(norms.shape)
+        raw = self.each_weight(norms, group, now)
         lengths = norms.clamp(min=_SHORTEST)
         if (
             self._reads(raw)
@@ -327,10 +324,23 @@ class Mechanism:
             and _longest(raw * lengths) <= min(S * _ROUNDING, _FINITE)  # false for NaN
         ):
             return (raw if keep is None else torch.where(keep, raw, 0.0)), None
-        raw = raw.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        clamped = (raw * lengths).abs() > S * _ROUNDING
-        held = torch.where(clamped, raw.sign() * (S / lengths), raw)
+        finite = raw.isfinite()
+        raw = torch.where(finite, raw, 0.0)
+        longer = (raw * lengths).abs() > S * _ROUNDING
+        held, clamped = torch.where(longer, raw.sign() * (S / lengths), raw), longer | ~finite
         return (held, clamped) if keep is None else (torch.where(keep, held, 0.0), clamped & keep)
+
+    def each_weight(self, norms: Tensor, group: Tensor, now: Tensor) -> Tensor:
+        """Return every sample's weight, as the rule returns it.  # [sample], float64"""
+        raw: Tensor = self._map("weight", norms, group, now).to(torch.float64)
+        if raw.shape == norms.shape:
+            return raw
+        if raw.shape[1:].numel() != 1:
+            raise ValueError(
+                f"weight of {self.rule.name} returned {raw.shape[1:].numel()} numbers for one "
+                "sample; it must return one."
+            )
+        return raw.reshape(norms.shape)
 
     def publish(self, total: Tensor, S: float | Tensor, B: float, release: Release) -> Tensor:
         """Release Σ γ_i g_i, which one record moves by at most S, divided by B.  # [parameter]"""

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from evenclip.rules import Rule
+from evenclip.rules import Constants, Rule
 
 __all__ = ["Settings"]
 
@@ -62,6 +62,10 @@ class Settings:
             if name not in ("rule", "seed")
         }
         return plain | {"rule": rule, "seed_given": self.seed is not None}
+
+    def constants(self, classes: int) -> Constants:
+        """Return the constants that a rule's first state may depend on."""
+        return Constants(self.groups, classes, self.parameters, self.B, self.q, self.steps)
 
     def ends(self, t: int) -> bool:
         """Return whether an epoch ends with step t, counted from 1."""

@@ -16,6 +16,7 @@ from evenclip.comparison.protocol import STEP, expected_sensitivity
 from evenclip.reproduction.cells import Cell, Columns, cells, verdicts
 from evenclip.reproduction.published import PublishedTable, load
 from evenclip.reproduction.tables import REFERENCE, TABLES, Table
+from evenclip.rules import Constants
 
 __all__ = ["draw"]
 
@@ -154,12 +155,13 @@ def _steps(record: Mapping[str, Any], table: Table) -> list[str]:
     """Return a sentence for each rule of a matched table that was trained at another step."""
     if not table.match:
         return []
-    published, groups = PUBLISHED[table.dataset], len(record["groups"])
+    published = PUBLISHED[table.dataset]
+    constants = Constants(groups=len(record["groups"]), B=float(published.batch_size))
     lines = []
     for method in published.methods:
         if not (method.rule.sigma and method.rule.bounded):
             continue
-        S = expected_sensitivity(method.rule, groups, float(published.batch_size))
+        S = expected_sensitivity(method.rule, constants)
         step = S * record["rules"][method.name]["lr"][0]
         if abs(step - STEP) > 0.01 * STEP:
             lines += [

@@ -25,7 +25,7 @@ from evenclip.comparison.presets import PUBLISHED, SETTINGS
 from evenclip.comparison.protocol import Method, Protocol
 from evenclip.data import SOURCES, Dataset, Splits, data_directory
 from evenclip.reproduction.published import load
-from evenclip.rules import DPSGD, NonPrivate, Rule
+from evenclip.rules import DPSGD, Constants, NonPrivate, Rule
 from evenclip.sweep import Executor, Local
 from evenclip.sweep.describe import load_data, make_model
 from evenclip.sweep.pool import write_whole
@@ -91,7 +91,7 @@ class Watch:
         published = PUBLISHED[self.dataset]
         if not self.match:
             return published
-        matched = protocol.matched(published, len(SOURCES[self.dataset].groups))
+        matched = protocol.matched(published, Constants(groups=len(SOURCES[self.dataset].groups)))
         rates = {method.name: method.lr for method in published.methods}
         methods = [Method(m.rule, rates[m.name] if m.lr is None else m.lr) for m in matched.methods]
         return replace(matched, methods=tuple(methods))

@@ -19,7 +19,7 @@ from evenclip.data import SOURCES
 from evenclip.reproduction.published import load
 from evenclip.reproduction.tables import made_with
 from evenclip.reproduction.training import Training
-from evenclip.rules import DPSGD, NonPrivate
+from evenclip.rules import DPSGD, Constants, NonPrivate
 
 __all__ = ["DATASETS", "NAME", "STEPS", "TITLE", "draw", "make"]
 
@@ -52,10 +52,10 @@ def _rows(dataset: str, how: Training) -> list[dict[str, Any]]:
     private = [m for m in published.methods if m.rule.bounded and m.rule.sigma]
     reference = _compared(dataset, [method.name for method in private], how, match=True)
     rows = [_row(dataset, NonPrivate.name, None, reference)]
-    groups, B = len(SOURCES[dataset].groups), float(published.batch_size)
+    constants = Constants(groups=len(SOURCES[dataset].groups), B=float(published.batch_size))
     for step in STEPS:
         for method in private:
-            lr = step / expected_sensitivity(method.rule, groups, B)
+            lr = step / expected_sensitivity(method.rule, constants)
             compared = _compared(dataset, [method.rule], how, lr=lr)
             rows.append(_row(dataset, method.name, step, compared))
     return rows

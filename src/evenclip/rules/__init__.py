@@ -6,7 +6,15 @@ from evenclip.rules.dpsgd_global import DPSGDGlobal
 from evenclip.rules.dpsgd_global_adapt import DPSGDGlobalAdapt
 from evenclip.rules.fairlens import FairLens
 from evenclip.rules.nonprivate import NonPrivate
-from evenclip.rules.rule import ENFORCED, NO_EPSILON, REPAIRED, SOUND, Constants, Rule
+from evenclip.rules.rule import (
+    ENFORCED,
+    NO_EPSILON,
+    REPAIRED,
+    SOUND,
+    Constants,
+    Rule,
+    check_complete,
+)
 
 __all__ = [
     "DPSGD",
@@ -22,6 +30,7 @@ __all__ = [
     "FairLens",
     "NonPrivate",
     "Rule",
+    "check_complete",
     "soundness",
 ]
 

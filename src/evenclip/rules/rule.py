@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-__all__ = ["ENFORCED", "NO_EPSILON", "REPAIRED", "SOUND", "Constants", "Rule"]
+__all__ = ["ENFORCED", "NO_EPSILON", "REPAIRED", "SOUND", "Constants", "Rule", "check_complete"]
 
 SOUND = "sound"
 ENFORCED = "bound enforced, not proved"
@@ -182,3 +182,19 @@ class Rule(ABC):
         noise = {"sigma": self.sigma * factor, "sigma_count": counts}
         present = {name: m for name, m in noise.items() if m}  # none in a rule without noise
         return replace(self, **present)  # type: ignore[type-var]  # a rule is a dataclass
+
+
+def check_complete(kind: type[Rule]) -> None:
+    """Raise unless a class of rules has all that the package reads from it.
+
+    Raises:
+        TypeError: the class is no frozen dataclass, or has no `name` or no `sigma`.
+    """
+    named = isinstance(getattr(kind, "name", None), str)
+    fields = getattr(kind, "__dataclass_fields__", None)  # None: no dataclass
+    if not named or fields is None or not ("sigma" in fields or hasattr(kind, "sigma")):
+        raise TypeError(
+            f"The rule {kind.__qualname__} is not complete. It needs @dataclass(frozen=True) above "
+            'the class, a name: ClassVar[str] = "...", and a default for each field, such as '
+            "sigma: float = 1.0."
+        )

@@ -35,7 +35,7 @@ from evenclip.comparison import protocol
 from evenclip.data import Dataset
 from evenclip.mechanism import accounting
 from evenclip.mechanism.calibration import calibrate
-from evenclip.rules import NO_EPSILON, RULES, Rule
+from evenclip.rules import NO_EPSILON, RULES, Constants, Rule
 from evenclip.sklearn import inputs
 from evenclip.sklearn.search import TuningWarning, warn_of_a_search
 from evenclip.training.config import TrainConfig
@@ -184,13 +184,16 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         B = min(int(self.batch_size), n)
         delta = accounting.default_delta(n) if self.delta is None else self.delta
         private = self._calibrated(rule, delta, B, n)
-        lr = _step(private, max(1, len(groups.names)), B) if self.lr is None else self.lr
         start = self._start(len(encoder.features), len(target.classes), seed)
         data = Dataset(encoder.encode(frame), target.codes, groups.codes, groups.names)
         config = TrainConfig(
-            rule=private, epochs=self.epochs, batch_size=B, lr=lr, delta=delta,
+            rule=private, epochs=self.epochs, batch_size=B, delta=delta,
             seed=seed if self.deterministic_noise else None, device=self.device,
         )  # fmt: skip
+        constants = config.settings(start, n, max(1, len(groups.names))).constants(
+            len(target.classes)
+        )
+        config = config.but(lr=_step(private, constants) if self.lr is None else self.lr)
         result = fit_config(start, data, config, Session(progress=bool(self.verbose)))
         self.classes_, self.encoder_, self.rule_ = target.classes, encoder, private
         self.delta_, self.lr_ = result.settings.delta, result.settings.lr
@@ -355,11 +358,11 @@ def _rule(given: str | Rule) -> Rule:
     return RULES[given]()
 
 
-def _step(rule: Rule, groups: int, B: int) -> float:
+def _step(rule: Rule, constants: Constants) -> float:
     """Return the learning rate at which a sample's expected largest step is the protocol's."""
     if not rule.sigma:
         return PLAIN_LR
-    return protocol.STEP / protocol.expected_sensitivity(rule, groups, float(B))
+    return protocol.STEP / protocol.expected_sensitivity(rule, constants)
 
 
 def _check_model(module: Any, called: str, features: int, classes: int) -> None:

@@ -59,8 +59,9 @@ class RunsError(RuntimeError):
 
 def _summary(failure: Failure) -> str:
     """Name the run and the reason."""
+    rule = failure.spec.rule
     return (
-        f"{failure.spec.rule.get('name', 'The rule')}, seed {failure.spec.seed}: "
+        f"{rule.get('name', rule.get('class'))}, seed {failure.spec.seed}: "
         f"{failure.why.rstrip('.')}"
     )
 

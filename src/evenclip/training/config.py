@@ -19,7 +19,7 @@ from evenclip import check
 from evenclip.gradients.losses import Loss
 from evenclip.mechanism.accounting import default_delta
 from evenclip.mechanism.settings import Settings
-from evenclip.rules import DPSGDGlobalAdapt, Rule
+from evenclip.rules import DPSGDGlobalAdapt, Rule, check_complete
 
 __all__ = ["Performance", "TrainConfig"]
 
@@ -102,6 +102,7 @@ class TrainConfig:
                 f"rule is {rule!r}; it must be a rule such as DPSGDGlobalAdapt(C0=1.0, "
                 "sigma=1.0), or a frozen dataclass that derives from evenclip.Rule."
             )
+        check_complete(type(rule))
         for name, example in (
             ("optimizer", "torch.optim.Adam or functools.partial(torch.optim.SGD, momentum=0.9)"),
             ("scheduler", "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)"),

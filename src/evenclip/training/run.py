@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,10 +21,11 @@ from evenclip.gradients import Tape, WholeTape, plan
 from evenclip.gradients.losses import Loss, per_sample
 from evenclip.gradients.precision import precision
 from evenclip.gradients.tape import call, count
-from evenclip.mechanism import Ledger, Mechanism, Release
+from evenclip.mechanism import Ledger, Mechanism, Release, wanted
 from evenclip.mechanism.noise import Noise, StepNoise
 from evenclip.mechanism.settings import Settings
-from evenclip.rules import RULES, Constants, Rule
+from evenclip.mechanism.trial import try_rule
+from evenclip.rules import RULES, Rule
 from evenclip.training import checkpoint
 from evenclip.training.batches import BatchStream
 from evenclip.training.checkpoint import Checkpoint, CheckpointError
@@ -282,18 +282,17 @@ def _mechanism(
     record shows them, in a copy of the model, so that this pass changes nothing.
     """
     rule, classes, like = settings.rule, len(data.class_names), dict[str, Any]()
-    wanted = inspect.signature(rule.statistic).parameters.keys() & {"loss", "output", "y"}
+    uses = wanted(rule)
     custom = type(rule) not in RULES.values()
-    if wanted or (custom and not classes and type(rule).init is not Rule.init):
+    if uses or (custom and not classes and type(rule).init is not Rule.init):
         one = _first_rows(data, 1)
         with torch.no_grad():
             output = call(copy.deepcopy(model).eval(), one.x)
         classes = classes or _classes(output, one.y)
         like = {"loss": per_sample(loss)(output, one.y), "output": output, "y": one.y}
-    constants = Constants(
-        settings.groups, classes, settings.parameters, settings.B, settings.q, settings.steps
-    )
-    return Mechanism(rule, constants, like=like if wanted else {})
+    mechanism = Mechanism(rule, settings.constants(classes), like=like if uses else {})
+    try_rule(mechanism)
+    return mechanism
 
 
 def _classes(output: Any, y: Any) -> int:

@@ -30,9 +30,8 @@ def gradient(
     a: tokens [sample, ...], delta: [sample, ..., width]
     """
     del names  # the weight is the only parameter
-    n = len(a)
-    tokens = a.reshape(n, -1)
-    delta = delta.reshape(n, tokens.shape[1], -1)
+    tokens = a.reshape(a.shape[0], -1)
+    delta = delta.reshape(*tokens.shape, -1)
     if module.padding_idx is not None:
         delta = torch.where((tokens == module.padding_idx).unsqueeze(-1), 0.0, delta)
     return EmbeddingGradient(tokens, delta, module.num_embeddings)

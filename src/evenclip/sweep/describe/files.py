@@ -9,11 +9,12 @@ import contextlib
 import hashlib
 import platform
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from evenclip import check
 
 __all__ = ["call", "check_content", "describe_file", "load_module", "sha256"]
 
@@ -68,7 +69,7 @@ def load_module(description: Mapping[str, Any]) -> ModuleType:
         if not isinstance(error, Exception | SystemExit):
             raise
         raise ValueError(
-            f"{path} cannot be loaded: {_reason(error, path)}{_neighbour(error, path)}"
+            f"{path} cannot be loaded: {check.reason(error, path)}{_neighbour(error, path)}"
         ) from error
     return module
 
@@ -79,15 +80,7 @@ def call(function: Callable[[], Any], what: str, path: str) -> Any:
         with contextlib.redirect_stdout(sys.stderr):
             return function()
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{what} failed: {_reason(error, path)}") from error
-
-
-def _reason(error: BaseException, path: str) -> str:
-    """Return the error with the line of the user's file where it was raised."""
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
-    place = f" (line {lines[-1]})" if lines else ""
-    kind, text = type(error).__name__, f"{error}".removesuffix(".")
-    return f"{kind}: {text}{place}." if text else f"{kind}{place}."
+        raise ValueError(f"{what} failed: {check.reason(error, path)}") from error
 
 
 def _neighbour(error: BaseException, path: str) -> str:

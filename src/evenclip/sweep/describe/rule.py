@@ -8,8 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from evenclip.rules import RULES, Rule
-from evenclip.sweep.describe.files import describe_file, load_module
+from evenclip.rules import RULES, Rule, check_complete
+from evenclip.sweep.describe.files import call, describe_file, load_module
 
 __all__ = ["describe_rule", "make_rule", "named_rule"]
 
@@ -20,6 +20,10 @@ def named_rule(given: str) -> Rule | str:
     A name is checked and returned; for file.py:Class the custom rule is created with its defaults.
     """
     if ".py:" not in given:
+        if given.endswith(".py"):
+            raise ValueError(
+                f"{given} is a Python file; name the rule in it, as in {given}:MyRule."
+            )
         if given not in RULES:
             raise ValueError(
                 f"There is no rule {given!r}; choose among {', '.join(RULES)}, or give "
@@ -32,6 +36,7 @@ def named_rule(given: str) -> Rule | str:
 
 def describe_rule(rule: Rule) -> dict[str, Any]:
     """Describe a rule as plain values."""
+    check_complete(type(rule))
     options = {field.name: getattr(rule, field.name) for field in fields(rule)}  # type: ignore[arg-type]
     if RULES.get(rule.name) is type(rule):
         return {"name": rule.name, "options": options}
@@ -58,4 +63,7 @@ def make_rule(description: Mapping[str, Any]) -> Rule:
             f"{description['path']} has no rule {description['class']!r}; give file.py:Class with "
             "a subclass of evenclip.Rule."
         )
-    return kind(**options)
+    check_complete(kind)
+    path, name = description["path"], description["class"]
+    rule: Rule = call(lambda: kind(**options), f"{name} of {path}", path)
+    return rule
