@@ -4,16 +4,16 @@ Every process (a rank) runs the same script, holds the same parameters and takes
 
     batch         Every rank draws the whole Poisson batch from the run's random stream, and
                   computes a part of it.
-    count         Σ statistic_i over the part. Rank 0 adds the noise. The sum over the ranks is
-                  public and the same on each.
-    gradient      Σ γ_i g_i over the part. Rank r adds the noise of the r-th slice of the parameters
-                  to that slice. The sum over the ranks is public and the same on each.
+    count         Σ statistic_i over the part, summed over the ranks. Each rank releases the sum with
+                  the same noise, so all have the same public count.
+    gradient      Σ γ_i g_i over the part. Rank r sums the r-th slice of the parameters over the
+                  ranks and releases it. All ranks receive all released slices.
     update        Each rank updates its own parameters with the gradient.
 
 The batch and the noise of step t do not depend on the number of ranks. So the released sum is that
 of a single process, except for the order of addition; sensitivity, ledger, ε and checkpoints are
-the same. Each number gets its noise from exactly one rank. If every rank added noise, the sum would
-have `world` times the variance (world² times with equal generators).
+the same. Sums are complete before they are rounded and released, so each number is rounded and gets
+its noise once.
 
 A rank's sum carries no noise before it is added up. So all ranks and the network between them must
 be trusted.
@@ -39,7 +39,8 @@ from torch.optim import Optimizer
 from evenclip import check
 from evenclip.distributed.sharded import Sharded
 from evenclip.gradients import AnyTape
-from evenclip.training.processes import AnyUpdate, Processes, Rows, Share
+from evenclip.mechanism import Share
+from evenclip.training.processes import AnyUpdate, Processes, Rows
 from evenclip.training.update import Update, check_pieces
 
 __all__ = ["RankError", "Ranks", "Spread", "Summed"]
@@ -50,49 +51,47 @@ class RankError(RuntimeError):
 
 
 class Summed:
-    """A sum over the ranks that every rank receives; rank 0 adds the noise to its own term.
+    """A short vector: every rank sums it over the ranks and releases the whole with equal noise.
 
     Attributes:
-        adds_noise: whether this rank is rank 0.
-        ranges: the slices that this rank adds noise to, (first, end).
+        ranges: the whole vector.
     """
 
     def __init__(self, ranks: Ranks, size: int) -> None:
-        self._ranks, self.adds_noise = ranks, ranks.leads
-        self.ranges = [(0, size)] if ranks.leads else []
+        self._ranks, self.ranges = ranks, [(0, size)]
 
     def total(self, value: Tensor) -> Tensor:
         """Return the sum over the ranks."""
         return self._ranks.sum(value)
 
-    def noisy_total(self, value: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the sum; rank 0 adds noise to its term."""
-        return self._ranks.sum(add(value))
+    def whole(self, released: Tensor) -> Tensor:
+        """Return the released vector."""
+        return released
 
 
 class Spread:
-    """A sum over the ranks in which each rank adds the noise of its own slice.
-
-    For a long vector [parameter], each rank draws only 1/world of the noise.
+    """A long vector: each rank sums and releases a slice, and all ranks receive all slices.
 
     Attributes:
-        ranges: the slice, (first, end).
+        ranges: the slice of this rank, (first, end).
     """
 
-    adds_noise = True
-
     def __init__(self, ranks: Ranks, size: int) -> None:
-        first, end = (size * r // ranks.world for r in (ranks.rank, ranks.rank + 1))
-        self._ranks, self.ranges = ranks, [(first, end)]
+        self._ranks, self._each = ranks, -(-size // ranks.world)
+        self._size = size
+        first = min(ranks.rank * self._each, size)
+        self.ranges = [(first, min(first + self._each, size))]
 
     def total(self, value: Tensor) -> Tensor:
-        """Return the sum over the ranks."""
-        return self._ranks.sum(value)
-
-    def noisy_total(self, value: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the sum; each number has noise from one rank."""
+        """Return this rank's slice of the sum over the ranks."""
+        padded = torch.nn.functional.pad(value, (0, self._each * self._ranks.world - self._size))
         ((first, end),) = self.ranges
-        return self._ranks.sum(torch.cat([value[:first], add(value[first:end]), value[end:]]))
+        return self._ranks.scattered(torch.split(padded, self._each))[: end - first]
+
+    def whole(self, released: Tensor) -> Tensor:
+        """Return the slices of all ranks, end to end."""
+        padded = torch.nn.functional.pad(released, (0, self._each - len(released)))
+        return self._ranks.gathered(padded)[: self._size]
 
 
 class Ranks(Processes):
@@ -191,6 +190,17 @@ class Ranks(Processes):
             dist.reduce_scatter(total, list(pieces), group=group)
         return total
 
+    def gathered(self, piece: Tensor) -> Tensor:
+        """Return the pieces of all ranks, end to end; all have the same length."""
+        pieces = [torch.empty_like(piece) for _ in range(self.world)]
+        with self.collective():
+            dist.all_gather(
+                pieces,
+                piece.contiguous(),
+                group=self._cpu_group if piece.device.type == "cpu" else None,
+            )
+        return torch.cat(pieces)
+
     def each(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order."""
         values: list[Any] = [None] * self.world
@@ -241,11 +251,11 @@ class Ranks(Processes):
         check_pieces(make, [p for p in tape.model.parameters() if p.requires_grad])
         return Sharded(tape, make, lr, self)
 
-    def totals(self, update: AnyUpdate, sizes: Mapping[str, int]) -> Mapping[str, Share]:
-        """Return how each release is summed.
+    def shares(self, update: AnyUpdate, sizes: Mapping[str, int]) -> Mapping[str, Share]:
+        """Return this rank's share of each release.
 
-        Every rank receives the summed count. Each rank adds the noise of its own slice or piece of
-        the gradient.
+        Every rank releases the summed count, with the same noise. Each rank releases its own slice
+        or piece of the gradient.
         """
         if self.world == 1 and not self.sharded:
             return {}

@@ -6,8 +6,8 @@ rank only during a pass through the layer. Each rank computes the norms and weig
 samples, and the step is that of `evenclip.training.step`. The difference is how the sum is formed:
 
     gradient      Σ γ_i g_i over a rank's samples.  # [parameter]
-                  The owner of each piece sums it over the ranks, and adds its piece of the step's
-                  noise: the numbers that a single process would add there.
+                  The owner of each piece sums it over the ranks, and releases it with the noise
+                  that a single process would add there.
     update        The owner updates its piece; only the owner has the optimiser's state for it.
 
 So every number gets its noise exactly once, from its owner. A pass is collective: every rank makes
@@ -109,12 +109,11 @@ class Sharded:
     Attributes:
         optimizer: the optimiser of this rank's piece.
         is_plain: always False; the optimiser takes the step.
-        adds_noise: always True; every rank adds noise to its own piece.
         pieces: the pieces of all ranks.
         ranges: this rank's piece, (first, end) of each parameter in a vector [parameter].
     """
 
-    is_plain, adds_noise = False, True
+    is_plain = False
 
     def __init__(
         self, tape: AnyTape, make: Callable[..., Optimizer], lr: float, ranks: Team
@@ -143,9 +142,9 @@ class Sharded:
         """Return this rank's piece of the sum over the ranks.  value: [parameter] -> [piece]"""
         return self._ranks.scattered(self.pieces.cut(value))[: len(self._piece)]
 
-    def noisy_total(self, value: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return this rank's piece of the sum, with noise.  value: [parameter] -> [piece]"""
-        return add(self.total(value))
+    def whole(self, released: Tensor) -> Tensor:
+        """Return the released piece, which is all that this rank needs."""
+        return released
 
     def __call__(self, gradient: Tensor) -> None:
         """Update this rank's piece with its piece of the gradient [piece]."""

@@ -9,8 +9,6 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from evenclip.gradients.layers.linear import operands
-
 __all__ = ["Layout"]
 
 
@@ -37,35 +35,28 @@ class Layout:
         return tuple(math.prod(shape) for shape in self.shapes)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of published gradients: that of the parameters, and at least float32."""
+        return torch.promote_types(self.blank.dtype, torch.float32)
+
+    @property
     def size(self) -> int:
         """Number of elements of all parameters."""
         return sum(self.sizes)
 
-    @cached_property
-    def roundoff(self) -> float:
-        """The unit roundoff of the parameters."""
-        return torch.finfo(self.blank.dtype).eps / 2
+    def join(self, tensors: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> Tensor:
+        """Concatenate into one vector; missing parameters are 0.  # [size]
 
-    @property
-    def rounding_up(self) -> float:
-        """Factor that makes a norm an upper bound on the norm of the term in the weighted sum.
-
-        It covers the roundings of weight · input · δ with sixteen unit roundoffs. If products with
-        fewer bits (TF32) are enabled, their roundoff is used.
+        Args:
+            tensors: parameter name -> tensor of its shape.
+            dtype: dtype of the vector if there are no tensors.
         """
-        return 1 + 16 * max(self.roundoff, operands(self.blank))
-
-    def join(self, tensors: dict[str, Tensor]) -> Tensor:
-        """Concatenate into one vector; missing parameters are 0.  # [size]"""
-        if len(tensors) == len(self.names):
-            if not tensors:
-                return self.blank
-            return torch.cat([tensors[name].reshape(-1) for name in self.names])
+        blank = next(iter(tensors.values()), self.blank.to(dtype))
         pieces = [
-            tensors[name].reshape(-1) if name in tensors else self.blank.new_zeros(size)
+            tensors[name].reshape(-1) if name in tensors else blank.new_zeros(size)
             for name, size in zip(self.names, self.sizes, strict=True)
         ]
-        return torch.cat(pieces) if pieces else self.blank
+        return torch.cat(pieces) if pieces else blank
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
         """Return views of the vector by parameter name."""

@@ -24,6 +24,9 @@ from evenclip.gradients.units import Record
 
 __all__ = ["Blocks", "NamedGradient", "PerSample", "Whole"]
 
+# Covers the roundings of the square root and of sums over layers, in float64, with room to spare.
+_ROUNDING_UP = 1 + 2.0**-40
+
 
 @dataclass(frozen=True)
 class Whole:
@@ -88,6 +91,11 @@ class PerSample:
         gradients.append(NamedGradient(Formed(shared), {name: name for name in shared}))
         return tuple(gradients)
 
+    @property
+    def cancels(self) -> bool:
+        """Whether a weighted sum adds several terms of a sample, which may cancel."""
+        return any(named.gradient.cancels for named in self.gradients)
+
     def norms(self, *, quick: bool = False) -> Tensor:
         """Return ‖g_i‖ over all trainable parameters, rounded up.  # [sample], float64
 
@@ -106,16 +114,19 @@ class PerSample:
         if len(quick_layers) < len(layers):
             squares += [g.square_norms() for g in layers if g not in quick_layers]
         total = squares[0] if len(squares) == 1 else torch.stack(squares).sum(dim=0)
-        return total.sqrt_().mul_(self.layout.rounding_up)
+        return total.sqrt_().mul_(_ROUNDING_UP)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        """Return Σ_i weights_i · g_i as one vector.  weights: [sample] -> [parameter]"""
-        weights = weights.to(self.layout.blank.dtype)
+        """Return Σ_i weights_i · g_i as one vector.  weights: [sample] -> [parameter]
+
+        The sum is computed in the dtype of the weights. Training uses float64, so that the rounding
+        of the sum is far below one record's share (`evenclip.mechanism.rounding`).
+        """
         total: dict[str, Tensor] = {}
         for gradient, names in self.gradients:
             for own, summed in gradient.weighted_sum(weights).items():
                 total[names[own]] = summed
-        return self.layout.join(total)
+        return self.layout.join(total, weights.dtype)
 
     def per_sample(self) -> Tensor:
         """Form every gradient, for tests and small diagnostics.  # [sample, parameter]"""
@@ -146,6 +157,11 @@ class Blocks(PerSample):
     def __init__(self, blocks: Sequence[PerSample], layout: Layout) -> None:
         super().__init__(torch.cat([block.losses for block in blocks]), (), layout)
         self._blocks, self._sizes = tuple(blocks), [len(block.losses) for block in blocks]
+
+    @property
+    def cancels(self) -> bool:
+        """Whether a weighted sum adds several terms of a sample."""
+        return any(block.cancels for block in self._blocks)
 
     def norms(self, *, quick: bool = False) -> Tensor:
         """Return the norms of all blocks."""

@@ -174,7 +174,7 @@ def _agrees(tape: Tape | WholeTape, model: nn.Module, loss: Loss, x: Any, y: Any
 
     Full float32 precision is needed: with the eleven bits of TF32 a wrong formula could pass.
     """
-    expected = _autograd(model, loss, x, y, tape.layout)
+    expected = _autograd(model, loss, x, y, tape.layout).double()
     try:
         same_draws()
         gradients = tape(x, y)
@@ -186,7 +186,8 @@ def _agrees(tape: Tape | WholeTape, model: nn.Module, loss: Loss, x: Any, y: Any
         # A second run of a unit drew new random numbers, so its dropout masks differ from those
         # of the forward pass.
         return False
-    tolerance = _tolerance(each.dtype)
+    tape.cancels = gradients.cancels
+    tolerance = _tolerance(tape.layout.blank.dtype)
     off = float(expected.abs().max()) * tolerance
     sizes: Tensor = torch.linalg.vector_norm(expected, dim=1, dtype=torch.float64)
     # A norm includes its rounding bound: some percent where thousands of positions are summed.

@@ -38,7 +38,6 @@ __all__ = ["AnyTape", "LossOf", "Tape", "WholeTape", "call", "count"]
 _BLOCK = 2**21
 # Minimum activations per block, as a multiple of the parameter count.
 _WORTH = 4
-_ALL = 2**62
 
 
 class AnyTape(Protocol):
@@ -46,6 +45,8 @@ class AnyTape(Protocol):
 
     model: nn.Module
     layout: Layout
+    rows: int | None
+    cancels: bool
 
     def recording(self) -> AbstractContextManager[Any]:
         """Record forward passes inside the `with` block."""
@@ -71,12 +72,18 @@ class Tape:
     """Record the forward passes of a model and turn each into a `PerSample`.
 
     The model's modules are wrapped only inside `with tape.recording()`.
+
+    Attributes:
+        rows: number of samples that pass at once; None: any number.
+        cancels: whether a layer's sums add several terms of a sample; see `LayerGradient`. It is
+            found out by the first pass of the model's analysis.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, units: Sequence[Unit]) -> None:
         self.model, self.loss, self.units = model, loss, tuple(units)
         self.layout = Layout.of(model)
-        self._rows = self._at_once()
+        self.rows: int | None = self._at_once()
+        self.cancels = False
         self.samples = 0  # in the current or the last pass
         self._pending: list[PendingRecord] | None = None  # None: do not record
         self.passing = False  # whether a forward or backward pass is running
@@ -111,7 +118,7 @@ class Tape:
         n = count(x)
         if not n:
             return PerSample(self.layout.blank, (), self.layout)
-        blocks = -(-n // self._rows)
+        blocks = 1 if self.rows is None else -(-n // self.rows)
         if blocks == 1:
             return self._pass(x, y)
         size = -(-n // blocks)
@@ -145,22 +152,22 @@ class Tape:
             ]
         return PerSample(losses.detach(), records, self.layout)
 
-    def _at_once(self) -> int:
-        """Return the number of samples per block.
+    def _at_once(self) -> int | None:
+        """Return the number of samples per block; None: all.
 
         A block fits the cache, and is large enough that reading the parameters and adding their
         gradients once per block costs little. The number is the same on every machine, because
         rounding depends on it.
         """
         if self.layout.blank.device.type != "cpu" or not self.units:
-            return _ALL
+            return None
         fit = _BLOCK // max(1, *(unit.numbers for unit in self.units))
         worth = _WORTH * self.layout.size // max(1, sum(unit.numbers for unit in self.units))
         return max(1, fit, worth)
 
     def pass_at_once(self) -> None:
         """Use one block for any number of samples, so that each call makes one pass."""
-        self._rows = _ALL
+        self.rows = None
 
     def _losses(self, x: Any, y: Any) -> Tensor:
         if torch.is_grad_enabled():
@@ -252,6 +259,8 @@ class WholeTape:
 
     `torch.func` forms every gradient of the whole model.
     """
+
+    rows, cancels = None, False
 
     def __init__(self, model: nn.Module, loss: Loss, inputs: int, mode: Mode) -> None:
         self.model, self.layout = model, Layout.of(model)

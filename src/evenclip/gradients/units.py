@@ -65,8 +65,8 @@ class Record(NamedTuple):
         """Return this call's part of each sample's gradient; `names` are the unit's names."""
         unit = self.unit
         if unit.formula is not None:
-            a = unit.inputs[0].first(self.inputs, n)
-            delta = unit.outputs[0].first(self.deltas[0], n)
+            a = at_least_single(unit.inputs[0].first(self.inputs, n))
+            delta = at_least_single(unit.outputs[0].first(self.deltas[0], n))
             return unit.formula(unit.module, a, delta, names)
         if recurrent.takes(unit.module, self.inputs[0]):
             return self._recurrent(n, names)
@@ -78,11 +78,12 @@ class Record(NamedTuple):
         unit = self.unit
         tensors = [leaf for leaf in tree_leaves(self.inputs) if isinstance(leaf, Tensor)]
         x, *state = (
-            axis.first(tensor, n) for axis, tensor in zip(unit.inputs, tensors, strict=True)
+            at_least_single(axis.first(tensor, n))
+            for axis, tensor in zip(unit.inputs, tensors, strict=True)
         )
         deltas: list[Tensor | None] = [None] * (3 if isinstance(unit.module, nn.LSTM) else 2)
         for pick, axis, delta in zip(unit.picks, unit.outputs, self.deltas, strict=True):
-            deltas[pick] = axis.first(delta, n)
+            deltas[pick] = at_least_single(axis.first(delta, n))
         return recurrent.gradient(unit.module, x, state, deltas, names)  # type: ignore[arg-type]  # `takes` checked it
 
 
@@ -105,3 +106,8 @@ class PendingRecord(NamedTuple):
             for delta, blank, shape in zip(deltas, self.blanks, self.shapes, strict=True)
         ]
         return Record(self.unit, self.inputs, tuple(filled))
+
+
+def at_least_single(x: Tensor) -> Tensor:
+    """Return 16-bit floating-point numbers as float32, which is exact; return others unchanged."""
+    return x.float() if x.is_floating_point() and x.dtype.itemsize < 4 else x

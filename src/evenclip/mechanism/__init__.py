@@ -2,15 +2,14 @@
 
 from evenclip.mechanism.calls import wanted
 from evenclip.mechanism.mechanism import Mechanism
-from evenclip.mechanism.release import Entry, Ledger, LocalTotal, Release, Total, joint_multiplier
+from evenclip.mechanism.release import Entry, Ledger, Release, Share, joint_multiplier
 
 __all__ = [
     "Entry",
     "Ledger",
-    "LocalTotal",
     "Mechanism",
     "Release",
-    "Total",
+    "Share",
     "joint_multiplier",
     "wanted",
 ]

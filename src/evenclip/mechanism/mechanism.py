@@ -67,6 +67,8 @@ class Mechanism:
         t: the step, counted from 0, for a rule whose noise depends on it.
         like: `loss`, `output` and `y` of a batch of one, for their shapes; empty unless the rule's
             statistic uses them.
+        rounding: ρ, by which the rounding of a sum exceeds its sensitivity; see
+            `evenclip.mechanism.rounding`.
 
     Raises:
         ValueError: for a rule with a statistic but without `sigma_count`.
@@ -81,6 +83,7 @@ class Mechanism:
     traceable: bool = False
     t: int = 0
     like: Mapping[str, Any] = field(default_factory=dict)
+    rounding: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.constants, Constants):
@@ -265,7 +268,13 @@ class Mechanism:
         """Release each statistic with its own noise; return them in the form the rule gave them."""
         parts = torch.split(count, list(self.statistics.values()))
         noisy = {
-            name: release(name, part, sensitivity=1.0, multiplier=self.noise.get(name, 0.0))
+            name: release(
+                name,
+                part,
+                sensitivity=1.0,
+                multiplier=self.noise.get(name, 0.0),
+                rounding=self.rounding,
+            )
             for name, part in zip(self.statistics, parts, strict=True)
         }
         return noisy["count"] if list(noisy) == ["count"] else noisy
@@ -342,11 +351,24 @@ class Mechanism:
             )
         return raw.reshape(norms.shape)
 
-    def publish(self, total: Tensor, S: float | Tensor, B: float, release: Release) -> Tensor:
+    def publish(
+        self,
+        total: Tensor,
+        S: float | Tensor,
+        B: float,
+        release: Release,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         """Release Σ γ_i g_i, which one record moves by at most S, divided by B.  # [parameter]"""
-        noisy = release("gradient", total, sensitivity=S, multiplier=self.noise["gradient"])
-        # In clear, `noisy` is the same tensor as `total`.
-        return noisy * (1 / B) if noisy is total else noisy.mul_(1 / B)
+        return release(
+            "gradient",
+            total,
+            sensitivity=S,
+            multiplier=self.noise["gradient"],
+            rounding=self.rounding,
+            scale=1 / B,
+            dtype=dtype,
+        )
 
     # --- for observers ---
 

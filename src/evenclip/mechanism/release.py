@@ -16,15 +16,17 @@ differential privacy").
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Entry", "Ledger", "LocalTotal", "Release", "Total", "joint_multiplier"]
+from evenclip.mechanism.grid import Grid, on_grid
+from evenclip.mechanism.noise import Values
+
+__all__ = ["Entry", "Ledger", "Release", "Share", "joint_multiplier"]
 
 
 def joint_multiplier(multipliers: Iterable[float]) -> float:
@@ -126,80 +128,82 @@ def _entry(q: float | None, multipliers: Mapping[str, float], steps: int) -> Ent
     )
 
 
-class Total(Protocol):
-    """How the parts of a released value are summed over the processes of a run.
+class Share(Protocol):
+    """The part of a released vector that one of several processes releases.
 
     Attributes:
-        adds_noise: whether this process adds noise to the value.
+        ranges: the slices (first, end) of the vector that this process adds noise to.
     """
 
-    adds_noise: bool
+    ranges: Sequence[tuple[int, int]]
 
     def total(self, value: Tensor) -> Tensor:
-        """Return the sum over the processes, without noise of this one; keep `value` unchanged."""
+        """Return the sum over the processes, of these ranges; keep `value` unchanged."""
 
-    def noisy_total(self, value: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the sum with this process's noise; `add` adds it to a value of the same size."""
-
-
-class LocalTotal:
-    """The sum in a single process: the value itself."""
-
-    adds_noise = True
-
-    def total(self, value: Tensor) -> Tensor:
-        """Return the value."""
-        return value
-
-    def noisy_total(self, value: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the value with its noise."""
-        return add(value)
-
-
-_LOCAL = LocalTotal()
+    def whole(self, released: Tensor) -> Tensor:
+        """Return what this process needs of the released vector, given its own ranges."""
 
 
 class Release:
     """The releases of one step. The noise is drawn before the step, and each value is used once.
 
-    >>> release = Release({"count": torch.zeros(1), "gradient": torch.ones(2)})
-    >>> release("gradient", torch.tensor([3.0, 4.0]), sensitivity=0.5, multiplier=2.0)
-    tensor([4., 5.])
-    >>> release("gradient", torch.tensor([3.0, 4.0]), sensitivity=0.5, multiplier=2.0)
+    Args:
+        noise: name of a release -> N(0, 1), float64.
+        shares: name of a release -> the part of this process; empty in a single process.
+
+    >>> release = Release({"gradient": torch.zeros(2, dtype=torch.float64)})
+    >>> total = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    >>> release("gradient", total, sensitivity=0.5, multiplier=2.0, rounding=0.0, scale=0.5)
+    tensor([1.5000, 2.0000], dtype=torch.float64)
+    >>> release("gradient", total, sensitivity=0.5, multiplier=2.0, rounding=0.0)
     Traceback (most recent call last):
     ...
     ValueError: This step has released 'gradient' already; noise is used once.
     """
 
     def __init__(
-        self, noise: Mapping[str, Tensor], totals: Mapping[str, Total] | None = None
+        self, noise: Mapping[str, Values], shares: Mapping[str, Share] | None = None
     ) -> None:
-        self._noise, self._released = dict(noise), set[str]()  # name of the release -> N(0, I)
-        self._totals = totals or {}  # name of the release -> its sum; empty in a single process
+        self._noise, self._released = dict(noise), set[str]()
+        self._shares = shares or {}
 
     def __call__(
-        self, name: str, value: Tensor, *, sensitivity: float | Tensor, multiplier: float
+        self,
+        name: str,
+        value: Tensor,
+        *,
+        sensitivity: float | Tensor,
+        multiplier: float,
+        rounding: float,
+        scale: float = 1.0,
+        dtype: torch.dtype = torch.float64,
     ) -> Tensor:
-        """Return `value` + sensitivity · multiplier · N(0, I).
+        """Release `value` with noise of standard deviation sensitivity · multiplier.
 
         A multiplier of 0 publishes the value in clear.
+
+        Args:
+            name: name of the release.
+            value: the private sum.  # [number]
+            sensitivity: S, the most that one record adds to the sum.
+            multiplier: noise standard deviation ÷ S.
+            rounding: ρ, by which the rounding of the sum exceeds S.
+            scale: public factor of the result.
+            dtype: dtype of the result.
         """
         if value.numel() == 0:
             return value
         if name in self._released:
             raise ValueError(f"This step has released {name!r} already; noise is used once.")
         self._released.add(name)
-        total = self._totals.get(name, _LOCAL)
-        if multiplier == 0 or not total.adds_noise:
-            return total.total(value)
-        return total.noisy_total(value, partial(self._noisy, name, sensitivity, multiplier))
-
-    def _noisy(
-        self, name: str, sensitivity: float | Tensor, multiplier: float, value: Tensor
-    ) -> Tensor:
-        """Return the value with its noise."""
-        fresh = self._noise.pop(name)
-        fresh = fresh if fresh.shape == value.shape else fresh.view(value.shape)
-        if isinstance(sensitivity, Tensor):
-            return value + (sensitivity * multiplier) * fresh
-        return torch.add(value, fresh, alpha=sensitivity * multiplier)
+        share = self._shares.get(name)
+        total = value if share is None else share.total(value)
+        if multiplier == 0:
+            released = (total * scale).to(dtype)
+        else:
+            fresh = self._noise.pop(name)
+            if share is not None:
+                fresh = torch.cat([fresh[first:end] for first, end in share.ranges])
+            grid = Grid.of(sensitivity, multiplier, value.numel(), rounding)
+            released = on_grid(total.to(torch.float64), fresh, grid, scale, dtype)
+        return released if share is None else share.whole(released)

@@ -1,32 +1,54 @@
 """Batches: Poisson samples for private training, shuffled batches for plain SGD.
 
 Poisson sampling puts every record into the batch with probability q, independently of all others.
-Batches vary in size and may be empty. The n records of several consecutive steps are one long
-series of independent trials. Its successes are drawn by their gaps, which are geometric: the
-distribution is the same, with |B| random numbers per step instead of n. Sums of gradients are
-divided by the public expected size B, never by |B|.
+Record i is in the batch of draw `index` if its coin, a 64-bit word that is a function of (key,
+index, i), is below Q = ⌈q·2⁶⁴⌉. So the rate is exactly Q·2⁻⁶⁴, and the ledger keeps that. Batches
+vary in size and may be empty. Sums of gradients are divided by the public expected size B, never by
+|B|.
+
+The first 8 bits of a coin decide in all but 2⁻⁸ of the cases, so only they are drawn for every
+record; the other 56 bits come from a second key, for the records whose 8 bits equal those of Q.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Poisson", "Sampler", "Shuffled"]
+from evenclip.mechanism.words import Words, derive
+
+__all__ = ["Poisson", "Sampler", "Shuffled", "drawn_rate"]
+
+# Approximate number of coins, and maximum number of draws, that are tossed at once. For fewer, the
+# calls take longer than the tossing.
+_COINS_AT_ONCE, _DRAWS_AT_ONCE = 2**18, 2**6
+_COIN, _FURTHER = 8, 56  # bits
 
 
-# Approximate number of records, and maximum number of steps, per draw. For fewer records, the call
-# takes longer than the drawing.
-_RECORDS_PER_DRAW, _STEPS_PER_DRAW = 2**13, 2**9
+def drawn_rate(q: float) -> float:
+    """Return Q·2⁻⁶⁴, the rate at which records are drawn for a rate q, rounded up to a float.
+
+    >>> drawn_rate(0.25), drawn_rate(1e-9) >= 1e-9
+    (0.25, True)
+    """
+    exact, power = threshold(q), 2**_COIN * 2**_FURTHER
+    rate = exact / power  # true division of integers rounds correctly, to the nearest
+    return rate if rate * power >= exact else math.nextafter(rate, math.inf)
+
+
+def threshold(q: float) -> int:
+    """Return Q = ⌈q·2⁶⁴⌉."""
+    mantissa, exponent = q.as_integer_ratio()
+    return -((-mantissa << (_COIN + _FURTHER)) // exponent)
 
 
 class Sampler(Protocol):
-    """A stream of batches, as indices into the data.
+    """Batches by the number of the draw, as indices into the data.
 
     Attributes:
         q: Poisson rate; None if the batches are not Poisson samples.
@@ -34,79 +56,66 @@ class Sampler(Protocol):
 
     q: float | None
 
-    def next(self) -> Tensor:
-        """Return the indices of the records of the next batch.  # [sample], int64"""
+    def batch(self, index: int) -> Tensor:
+        """Return the indices of the records of draw `index`.  # [sample], int64"""
 
     def expected_size(self, batch: Tensor) -> float:
         """Return the public number that the sum over the batch is divided by."""
 
-    def state(self) -> dict[str, Any]:
-        """Return the position in the stream. Secret; for the checkpoint only."""
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from a state."""
-
 
 class Poisson:
-    """Poisson samples of n records at rate q; sums are divided by the public B."""
+    """Poisson samples of n records at rate q; sums are divided by the public B.
 
-    def __init__(self, n: int, q: float, B: float, seed: np.random.SeedSequence) -> None:
-        self.q: float | None = q
-        self._n, self._rate, self._B = n, q, B
-        self._random = np.random.Generator(np.random.PCG64(seed))
-        self._steps = min(max(1, round(_RECORDS_PER_DRAW / (n * q))), _STEPS_PER_DRAW)
-        self._batches: tuple[Tensor, ...] = ()  # those drawn together
-        self._at = 0  # how many of them are used
-        self._before = self._random.bit_generator.state  # before they were drawn
+    Args:
+        n: number of records.
+        q: Poisson rate, in (0, 1].
+        B: expected batch size.
+        key: secret key for the coins.
+    """
 
-    def next(self) -> Tensor:
-        """Return a fresh Poisson sample."""
-        if self._at == len(self._batches):
-            self._draw()
-        self._at += 1
-        return self._batches[self._at - 1]
+    def __init__(self, n: int, q: float, B: float, key: bytes) -> None:
+        self.q: float | None = drawn_rate(q)
+        self._n, self._B, self._threshold = n, B, threshold(q)
+        self._coins, self._further = Words(derive(key, "coins")), Words(derive(key, "further"))
+        self._words = -(-n * _COIN // 64)  # for each draw
+        self._at_once = min(max(1, _COINS_AT_ONCE // n), _DRAWS_AT_ONCE)
+        self._first, self._drawn = -1, tuple[Tensor, ...]()
 
-    def _draw(self) -> None:
-        """Draw the batches of the next steps."""
-        self._at, self._before = 0, self._random.bit_generator.state
-        places = self._successes(self._n * self._steps)
-        ends = np.searchsorted(places, self._n * np.arange(self._steps + 1))
-        sizes = np.diff(ends)
-        places -= np.repeat(self._n * np.arange(self._steps), sizes)  # relative to the step
-        self._batches = torch.split(torch.from_numpy(places), sizes.tolist())
+    def batch(self, index: int) -> Tensor:
+        """Return the Poisson sample of draw `index`."""
+        first = index - index % self._at_once
+        if first != self._first:
+            self._first, self._drawn = first, self._draws(first)
+        return self._drawn[index - first]
 
-    def _successes(self, trials: int) -> NDArray[np.int64]:
-        """Return which of `trials` independent trials succeed, each with probability q."""
-        expected = trials * self._rate
-        places = np.cumsum(self._gaps(math.ceil(expected + 6 * math.sqrt(expected) + 6))) - 1
-        while places[-1] < trials:
-            more = np.cumsum(self._gaps(math.ceil(6 * math.sqrt(expected) + 6)))
-            places = np.concatenate([places, places[-1] + more])
-        return places[: np.searchsorted(places, trials)]
+    def _draws(self, first: int) -> tuple[Tensor, ...]:
+        """Toss the coins of several draws."""
+        if self._threshold == 2 ** (_COIN + _FURTHER):
+            return (torch.arange(self._n),) * self._at_once
+        words = self._coins.span(first * self._words, self._at_once * self._words)
+        coins = words.view(np.uint8)
+        high, low = divmod(self._threshold, 2**_FURTHER)
+        places = np.flatnonzero(coins <= high)
+        draw, record = np.divmod(places, 64 // _COIN * self._words)
+        keep = record < self._n  # the last word may have more coins than there are records
+        undecided = np.flatnonzero(keep & (coins[places] == high))
+        keep[undecided] = self._below(draw[undecided] + first, record[undecided], low)
+        draw, record = draw[keep], record[keep]
+        sizes = np.bincount(draw, minlength=self._at_once)
+        return torch.split(torch.from_numpy(record), sizes.tolist())
 
-    def _gaps(self, size: int) -> NDArray[np.int64]:
-        """Draw distances between successes by inversion of P(gap > k) = (1 − q)^k."""
-        if self._rate == 1:
-            return np.ones(size, dtype=np.int64)
-        u = self._random.random(size)  # in [0, 1)
-        return (np.log1p(-u) / math.log1p(-self._rate)).astype(np.int64) + 1
+    def _below(
+        self, index: NDArray[np.int64], record: NDArray[np.int64], low: int
+    ) -> NDArray[np.bool_]:
+        """Return whether the further 56 bits of these coins are below `low`."""
+        counters = np.stack([index, record], axis=1).astype(np.uint64)
+        below: NDArray[np.bool_] = self._further.at(counters) >> np.uint64(_COIN) < np.uint64(low)
+        return below
 
     def expected_size(self, batch: Tensor) -> float:
         """Return B, which does not depend on the batch."""
         del batch
         return self._B
-
-    def state(self) -> dict[str, Any]:
-        """Return the generator's state before the last draw, and how many steps of it are taken."""
-        return {"at": self._at, **_plain(self._before)}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from a state."""
-        self._random.bit_generator.state = _numbers(state)
-        self._batches = ()
-        if state["at"]:
-            self._draw()
-        self._at = state["at"]
 
 
 class Shuffled:
@@ -115,50 +124,20 @@ class Shuffled:
     The last batch of an epoch may be smaller.
     """
 
-    def __init__(self, n: int, size: int, seed: np.random.SeedSequence) -> None:
+    def __init__(self, n: int, size: int, key: bytes) -> None:
         self.q: float | None = None
-        self._n, self._size = n, size
-        self._random = np.random.Generator(np.random.PCG64(seed))
-        self._order, self._at = torch.zeros(0, dtype=torch.int64), 0
+        self._n, self._size, self._key = n, size, key
+        self._epoch, self._order = -1, torch.zeros(0, dtype=torch.int64)
 
-    def next(self) -> Tensor:
-        """Return the next batch of this epoch's permutation."""
-        if self._at >= len(self._order):
-            self._order, self._at = torch.from_numpy(self._random.permutation(self._n)), 0
-        batch = self._order[self._at : self._at + self._size]
-        self._at += self._size
-        return batch
+    def batch(self, index: int) -> Tensor:
+        """Return a batch of its epoch's permutation."""
+        epoch, place = divmod(index, math.ceil(self._n / self._size))
+        if epoch != self._epoch:
+            words = Words(derive(self._key, f"epoch {epoch}")).span(0, 4)
+            random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(words.tolist())))
+            self._epoch, self._order = epoch, torch.from_numpy(random.permutation(self._n))
+        return self._order[place * self._size : (place + 1) * self._size]
 
     def expected_size(self, batch: Tensor) -> float:
         """Return the size of the batch, which is public because batches have a fixed size."""
         return float(len(batch))
-
-    def state(self) -> dict[str, Any]:
-        """Return the generator's state, the permutation and the position in it."""
-        return {"order": self._order, "at": self._at, **_plain(self._random.bit_generator.state)}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from a state."""
-        rest = dict(state)
-        self._order, self._at = rest.pop("order"), rest.pop("at")
-        self._random.bit_generator.state = _numbers(rest)
-
-
-def _plain(state: Any) -> dict[str, Any]:
-    """Return a PCG64 state as strings, because its 128-bit integers do not fit in a tensor."""
-    return {
-        "words": [f"{value:x}" for value in state["state"].values()],
-        "buffer": [state["has_uint32"], state["uinteger"]],
-    }
-
-
-def _numbers(plain: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that `_plain` wrote."""
-    state, inc = (int(word, 16) for word in plain["words"])
-    has, buffer = plain["buffer"]
-    return {
-        "bit_generator": "PCG64",
-        "state": {"state": state, "inc": inc},
-        "has_uint32": has,
-        "uinteger": buffer,
-    }

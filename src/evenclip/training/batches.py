@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +11,7 @@ from evenclip.data import Dataset, Streamed
 from evenclip.data.dataset import Samples
 from evenclip.mechanism.sampling import Poisson, Sampler, Shuffled
 from evenclip.mechanism.settings import Settings
+from evenclip.mechanism.words import derive
 from evenclip.training.config import Performance
 from evenclip.training.loss import targets
 from evenclip.training.passes import Chunk
@@ -33,7 +32,7 @@ class BatchStream:
         performance: sizes of chunks and number of readers.
         ranks: the processes that train together; each computes its share of a batch.
         device: device of the model.
-        streams: random streams named "batches" and "dropout".
+        key: secret key of the run.
 
     Attributes:
         sampler: draws the indices of each batch. Secret.
@@ -48,13 +47,14 @@ class BatchStream:
         performance: Performance,
         ranks: Processes,
         device: torch.device,
-        streams: dict[str, np.random.SeedSequence],
+        key: bytes,
     ) -> None:
         self._data, self._settings, self._performance = data, settings, performance
         self._ranks, self._device = ranks, device
         self.rows = ranks.rows(len(data))
-        self.sampler = _sampler(settings, streams["batches"])
-        self.dropout = int(streams["dropout"].generate_state(1, np.uint64)[0] >> 1)
+        self._key = derive(key, "batches")
+        self.sampler = _sampler(settings, self._key)
+        self.dropout = int.from_bytes(derive(key, "dropout")[:8]) >> 1
         self._zeros = torch.zeros(0, dtype=torch.int64, device=device)
         self._feed: Feed | None = None
 
@@ -63,20 +63,20 @@ class BatchStream:
         """The Poisson rate; None if the batches are not Poisson samples."""
         return self.sampler.q
 
-    def next(self, t: int, state: Tensor) -> tuple[float, list[Chunk]]:
-        """Draw the batch of step t.
+    def draw(self, index: int, state: Tensor) -> tuple[float, list[Chunk]]:
+        """Return the batch of draw `index`.
 
         Args:
-            t: number of the step, from 0.
+            index: number of the draw, from 0.
             state: the rule's public state, for a rule that changes the loss.
 
         Returns:
             The public expected batch size B, and this process's share of the batch in chunks.
         """
-        feed = self._reader(t)  # before the sampler moves on
-        batch = self.sampler.next()
+        feed = self._reader(index)
+        batch = self.sampler.batch(index)
         B = self.sampler.expected_size(batch)
-        return B, self.chunks(self._ranks.share(batch, self.rows), t, state, feed)
+        return B, self.chunks(self._ranks.share(batch, self.rows), index, state, feed)
 
     def some(self, n: int, t: int, state: Tensor) -> Chunk:
         """Return n arbitrary samples as one chunk, to trace a step and to compare results."""
@@ -118,11 +118,11 @@ class BatchStream:
         return self._data.take(rows.to(self._device) if in_memory else rows)
 
     def _chunk(self, samples: Samples, i: int, t: int, state: Tensor) -> Chunk:
-        """Return the samples as chunk i of step t."""
+        """Return the samples as chunk i of draw t."""
         x, y, group = samples
         if group is None:
             group = self._zero_groups(len(y))
-        # Odd multipliers: every (step, chunk, rank) of a run has its own seed.
+        # Odd multipliers: every (draw, chunk, rank) of a run has its own seed.
         i = i * self._ranks.world + self._ranks.rank
         seed = (self.dropout + 0x9E3779B97F4A7C15 * (t + 1) + 0xC2B2AE3D27D4EB4F * i) % 2**63
         return Chunk(x, targets(self._settings.rule, y, group, state), group, None, seed)
@@ -135,18 +135,18 @@ class BatchStream:
 
     # --- reading ahead ---
 
-    def _reader(self, t: int) -> Feed | None:
-        """Return the reader of the batches from step t on; None if the data are in memory.
+    def _reader(self, index: int) -> Feed | None:
+        """Return the reader of the batches from draw `index` on; None if the data are in memory.
 
-        It draws the same batches ahead from a copy of the sampler.
+        It draws the same batches ahead, with a sampler of its own.
         """
         if isinstance(self._data, Dataset):
             return None
-        if self._feed is None or t >= self._settings.steps:  # after T, one step at a time
+        if self._feed is None or index >= self._settings.steps:  # after T, one draw at a time
             self.close()
-            sampler = copy.deepcopy(self.sampler)
-            steps = range(max(1, self._settings.steps - t))
-            batches = (self._ranks.share(sampler.next(), self.rows) for _ in steps)
+            sampler = _sampler(self._settings, self._key)
+            draws = range(index, max(index + 1, self._settings.steps))
+            batches = (self._ranks.share(sampler.batch(i), self.rows) for i in draws)
             self._feed = self._data.ahead(batches, self._performance.readers)
         return self._feed
 
@@ -156,21 +156,9 @@ class BatchStream:
             self._feed.close()
         self._feed = None
 
-    # --- checkpoints ---
 
-    def state(self) -> dict[str, Any]:
-        """Return the position in the random streams, for the checkpoint. Secret."""
-        return {"batches": self.sampler.state(), "dropout": self.dropout}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from a state; other entries of the dictionary are ignored."""
-        self.close()
-        self.sampler.set_state(state["batches"])
-        self.dropout = state["dropout"]
-
-
-def _sampler(settings: Settings, seed: np.random.SeedSequence) -> Sampler:
+def _sampler(settings: Settings, key: bytes) -> Sampler:
     """Return Poisson samples, or shuffled batches for a rule that is not private."""
     if settings.q is None:
-        return Shuffled(settings.n, int(settings.B), seed)
-    return Poisson(settings.n, settings.q, settings.B, seed)
+        return Shuffled(settings.n, int(settings.B), key)
+    return Poisson(settings.n, settings.q, settings.B, key)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from evenclip.data import Dataset, MapDataset, Streamed
 from evenclip.data.streamed import Bits, fingerprint
 from evenclip.mechanism.settings import Settings
+from evenclip.mechanism.words import KEY_BYTES
 from evenclip.training.processes import Processes
 
-__all__ = ["digest", "mark", "streams"]
+__all__ = ["digest", "mark", "secret_key"]
 
 
 def mark(data: Dataset | Streamed, ranks: Processes, digested: int) -> str | None:
@@ -29,25 +30,19 @@ def mark(data: Dataset | Streamed, ranks: Processes, digested: int) -> str | Non
     return f"{'some' if isinstance(data, MapDataset) else 'all'} {digested:032x}"
 
 
-def streams(
-    settings: Settings, model: nn.Module, digested: int, ranks: Processes
-) -> dict[str, np.random.SeedSequence]:
-    """Return a random stream for each purpose: name -> seed sequence.
+def secret_key(settings: Settings, model: nn.Module, digested: int, ranks: Processes) -> bytes:
+    """Return the secret key of a run, from which its batches, noise and dropout are derived.
 
-    Data, initial model, rule, settings and seed are mixed into the streams. So two runs that differ
-    in any of them draw different numbers, also on data with one record more or less; the difference
-    of two models trained with the same noise would not contain it. The ranks of a run have the same
-    streams.
+    Data, initial model, rule, settings and seed are mixed into a key from a seed. So two runs that
+    differ in any of them draw different numbers, also on data with one record more or less; the
+    difference of two models trained with the same noise would not contain it. The ranks of a run
+    have the same key.
     """
-    entropy = (
-        ranks.first(np.random.SeedSequence().entropy) if settings.seed is None else settings.seed
-    )
-    assert isinstance(entropy, int)
-    words = [entropy, int(settings.specification[:32], 16), digest(model.state_dict()), digested]
-    purposes = ("batches", "noise", "dropout")
-    return {
-        purpose: np.random.SeedSequence(words, spawn_key=(i,)) for i, purpose in enumerate(purposes)
-    }
+    if settings.seed is None:
+        key: bytes = ranks.first(os.urandom(KEY_BYTES))
+        return key
+    words = [settings.seed, settings.specification, digest(model.state_dict()), digested]
+    return hashlib.blake2b(repr(words).encode(), digest_size=KEY_BYTES).digest()
 
 
 def digest(value: Any) -> int:

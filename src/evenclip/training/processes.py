@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenclip.gradients import AnyTape
-from evenclip.mechanism import Total
+from evenclip.mechanism import Share
 from evenclip.training.update import Update
 
-__all__ = ["AnyUpdate", "Processes", "Rows", "Share", "SingleProcess"]
+__all__ = ["AnyUpdate", "Processes", "Rows", "SingleProcess"]
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,6 @@ class Rows:
     first: int
     end: int
     n: int
-
-
-class Share(Total, Protocol):
-    """How a released vector is summed over the processes, and which process adds which noise.
-
-    Attributes:
-        ranges: the slices (first, end) of the vector that this process adds noise to.
-    """
-
-    ranges: list[tuple[int, int]]
 
 
 class AnyUpdate(Protocol):
@@ -136,8 +126,8 @@ class Processes(ABC):
         """Return the optimiser of the run with the parameters it updates."""
 
     @abstractmethod
-    def totals(self, update: AnyUpdate, sizes: Mapping[str, int]) -> Mapping[str, Share]:
-        """Return name of a release -> how it is summed, from its size; empty in one process."""
+    def shares(self, update: AnyUpdate, sizes: Mapping[str, int]) -> Mapping[str, Share]:
+        """Return name of a release -> this process's share of it; empty in a single process."""
 
     @abstractmethod
     def check_given(self, given: Mapping[str, Any]) -> None:
@@ -191,8 +181,8 @@ class SingleProcess(Processes):
         """Return an update of all parameters."""
         return Update(tape.model, tape.layout, make, lr)
 
-    def totals(self, update: AnyUpdate, sizes: Mapping[str, int]) -> Mapping[str, Share]:
-        """Return an empty mapping, because the value is the sum."""
+    def shares(self, update: AnyUpdate, sizes: Mapping[str, int]) -> Mapping[str, Share]:
+        """Return an empty mapping, because the process releases everything."""
         del update, sizes
         return {}
 

@@ -7,6 +7,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -21,19 +22,21 @@ from evenclip.gradients import Tape, WholeTape, plan
 from evenclip.gradients.losses import Loss, per_sample
 from evenclip.gradients.precision import precision
 from evenclip.gradients.tape import call, count
-from evenclip.mechanism import Ledger, Mechanism, Release, wanted
-from evenclip.mechanism.noise import Noise, StepNoise
+from evenclip.mechanism import Ledger, Mechanism, Release, Share, wanted
+from evenclip.mechanism.noise import Noise, Values
+from evenclip.mechanism.rounding import most_records, sum_rounding
 from evenclip.mechanism.settings import Settings
 from evenclip.mechanism.trial import try_rule
+from evenclip.mechanism.words import derive
 from evenclip.rules import RULES, Rule
 from evenclip.training import checkpoint
 from evenclip.training.batches import BatchStream
 from evenclip.training.checkpoint import Checkpoint, CheckpointError
 from evenclip.training.config import TrainConfig
-from evenclip.training.identity import digest, mark, streams
+from evenclip.training.identity import digest, mark, secret_key
 from evenclip.training.inputs import check_optimizer, check_scheduler, check_tape
 from evenclip.training.loss import RuleLoss, changes_loss, targets
-from evenclip.training.processes import Processes, Share
+from evenclip.training.processes import Processes
 from evenclip.training.step import Step, WeightedSums, step
 from evenclip.training.trace import Trace
 
@@ -56,6 +59,7 @@ class Run:
         ledger: the releases so far. May be published.
         trace: statistics of the training so far. Private.
         t: number of steps taken.
+        drawn: number of batches drawn, each with its noise; every `step()` draws one.
     """
 
     def __init__(
@@ -67,14 +71,15 @@ class Run:
         self.performance, self.ranks = config.performance, ranks
         self.mechanism = _mechanism(settings, model, config.loss, data)
         self.state = self.mechanism.start().to(device)
-        self.ledger, self.trace, self.t = Ledger(), Trace(self.mechanism, ranks), 0
+        self.ledger, self.trace = Ledger(), Trace(self.mechanism, ranks)
+        self.t = self.drawn = 0
         check_tape(rule, self.performance, ranks)
         ranks.check_given(_given(settings, model, data))
         tape = _tape(model, config.loss, data, rule, self.state)
+        self.mechanism = replace(self.mechanism, rounding=_rounding(settings, tape, config))
         self.tape = type(rule).tape(rule, tape)  # the method that `check_tape` has checked
         data_digest = ranks.digest(digest(data))
         self._fingerprint = mark(data, ranks, data_digest)
-        random = streams(settings, model, data_digest, ranks)
         self._update = ranks.update(self.tape, config.optimizer, settings.lr)
         if not self._update.is_plain:
             check_optimizer(self.optimizer)
@@ -82,12 +87,16 @@ class Run:
         check_scheduler(self.scheduler)
         # A scheduler expects that the optimiser itself takes the steps.
         self._update.is_plain &= self.scheduler is None
-        self.batches = BatchStream(data, settings, self.performance, ranks, device, random)
         self._sizes = {**self.mechanism.statistics, "gradient": self.tape.layout.size}
-        dtype = self.tape.layout.blank.dtype
-        self.noise = StepNoise(Noise(random["noise"]), self._sizes, dtype, device)
+        self._set_key(secret_key(settings, model, data_digest, ranks))
         self._graph: Graph | None = None
         self._is_recording = False
+
+    def _set_key(self, key: bytes) -> None:
+        """Draw batches and noise from this key; secret."""
+        self.key, places = key, (self.ranks, self.device)
+        self.batches = BatchStream(self.data, self.settings, self.performance, *places, key)
+        self.noise = Noise(derive(key, "noise"), self._sizes, self.device)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -130,16 +139,17 @@ class Run:
                 "Take steps inside `with run.listening():`; outside of it no gradients are "
                 "recorded."
             )
-        B, chunks = self.batches.next(self.t, self.state)
-        mechanism = self.mechanism.at(self.t)
+        mechanism, index = self.mechanism.at(self.t), self.drawn
         # Before the step, so that an interrupted step is in the ledger.
         self.ledger.write(self.batches.q, mechanism.multipliers)
-        noise = self._noise()
+        self.drawn += 1
+        B, chunks = self.batches.draw(index, self.state)
+        noise = self._noise(index)
         if self._graph is not None and self._graph.takes(chunks, B):
             public, part = self._graph(self.state, chunks[0], noise)
         else:
             with self.ranks.collective():
-                release = Release(noise, self._totals)
+                release = Release(noise, self._shares)
                 public, part = step(self.tape, mechanism, self.state, chunks, B, release)
         sums = WeightedSums(self.tape, chunks)
         return Step(
@@ -168,23 +178,16 @@ class Run:
             if self.scheduler is not None:
                 self.scheduler.step()
 
-    def _noise(self) -> dict[str, Tensor]:
-        """Return the noise of this step that this rank adds: name of a release -> N(0, I)."""
+    def _noise(self, index: int) -> dict[str, Values]:
+        """Return the noise of draw `index`: name of a release -> N(0, I)."""
         if not self.mechanism.varies and not any(self.mechanism.noise.values()):
             return {}
-        if not self._totals:
-            return self.noise.of(self.t)
-        noise, at = dict[str, Tensor](), 0
-        for name, size in self._sizes.items():
-            ranges = [(first + at, end + at) for first, end in self._totals[name].ranges]
-            noise[name] = self.noise.pieces(self.t, ranges)
-            at += size
-        return noise
+        return self.noise.of(index)
 
     @cached_property
-    def _totals(self) -> Mapping[str, Share]:
-        """How each released value is summed over the processes; empty in a single process."""
-        return self.ranks.totals(self._update, self._sizes)
+    def _shares(self) -> Mapping[str, Share]:
+        """This process's share of each released value; empty in a single process."""
+        return self.ranks.shares(self._update, self._sizes)
 
     def _compiled(self, mode: bool | str) -> Graph | None:
         """Return the compiled step; warn and return None if there is none."""
@@ -199,7 +202,7 @@ class Run:
                 self.state,
                 self.settings.B,
                 partial(self.batches.some, t=self.t, state=self.state),
-                self._noise(),
+                self._noise(0),
                 mode if isinstance(mode, str) else None,
             )
         except NoGraph as why:
@@ -229,8 +232,8 @@ class Run:
             "ledger": self.ledger.to_json(),
         }
         secret = {
-            "noise": self.noise.state(),
-            **self.batches.state(),
+            "key": self.key,
+            "drawn": self.drawn,
             "seed": self.settings.seed,
             "data": self._fingerprint,
             "optimizer": optimizer,
@@ -260,11 +263,20 @@ class Run:
         dtype = getattr(torch, published.get("state_dtype", ""), self.state.dtype)
         self.state = torch.tensor(published["state"], dtype=dtype, device=self.device)
         self.ledger = Ledger.from_json(published["ledger"])
-        self.noise.set_state(secret["noise"])
-        self.batches.set_state(secret)
+        self._set_key(secret["key"])
+        self.drawn = secret["drawn"]
         if self.scheduler is not None:
             self.scheduler.load_state_dict(secret["scheduler"])
         self.trace.set_state(secret["trace"])
+
+
+def _rounding(settings: Settings, tape: Tape | WholeTape, config: TrainConfig) -> float:
+    """Return ρ of the run's sums; see `evenclip.mechanism.rounding`."""
+    if settings.q is None:
+        return 0.0
+    blocks = [size for size in (config.performance.chunk, tape.rows) if size is not None]
+    records = most_records(settings.q, settings.n)
+    return sum_rounding(records, min(blocks, default=None), cancelling=tape.cancels)
 
 
 def _given(settings: Settings, model: nn.Module, data: Dataset | Streamed) -> dict[str, Any]:

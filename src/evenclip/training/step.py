@@ -175,7 +175,8 @@ def step(
     part, S = _clip(mechanism, passes, state, now)
     if not mechanism.rule.counts_first:
         now, following = mechanism.observe(part.counts, B, state, release)
-    return Public(mechanism.publish(part.total, S, B, release), now, following, S), part
+    gradient = mechanism.publish(part.total, S, B, release, tape.layout.dtype)
+    return Public(gradient, now, following, S), part
 
 
 def clip(
@@ -244,22 +245,28 @@ def _clip(
     S is read from the rule once, so that the noise is scaled to the enforced bound.
     """
     S = mechanism.sensitivity(now)
-    return _add_up(
-        (_part(mechanism, p, state, now, S) for p in passes), mechanism, passes.tape, state
-    ), S
+    # Exact sums are for noise; without any, the model's own precision is faster.
+    dtype = torch.float64 if mechanism.noise["gradient"] else passes.tape.layout.dtype
+    parts = (_part(mechanism, p, state, now, S, dtype) for p in passes)
+    return _add_up(parts, mechanism, passes.tape, state), S
 
 
 def _part(
-    mechanism: Mechanism, p: ChunkPass, state: Tensor, now: Tensor, S: float | Tensor
+    mechanism: Mechanism,
+    p: ChunkPass,
+    state: Tensor,
+    now: Tensor,
+    S: float | Tensor,
+    dtype: torch.dtype,
 ) -> Part:
-    """Return the part of one chunk, without its padding."""
+    """Return the part of one chunk, without its padding; `dtype` is that of the sum."""
     group, keep = p.chunk.group, p.keep
     weights, clamped = mechanism.weights(p.norms, group, now, S, keep)
     count = mechanism.count(p.norms, group, state, keep, p.further)
     seen = Seen(p.losses, p.norms, weights, group, clamped, p.finite)
     if p.chunk.real is not None:
         seen = Seen(*(None if column is None else column[p.chunk.real] for column in seen))  # type: ignore[arg-type]
-    return Part(p.gradients.weighted_sum(weights), count, seen)
+    return Part(p.gradients.weighted_sum(weights.to(dtype)), count, seen)
 
 
 def _add_up(parts: Iterable[Part], mechanism: Mechanism, tape: AnyTape, state: Tensor) -> Part:

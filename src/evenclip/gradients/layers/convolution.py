@@ -7,8 +7,8 @@ that offset. So the gradient of one sample is, for each offset o,
     G_i[:, :, o] = Σ_t δ_i[:, t] · a_i[:, t shifted by o]ᵀ
 
 These gradients are formed if they are smaller than the activations. Otherwise (deep layers)
-`linear.product_square_norms` computes the norms from the unfolded input, and the ordinary weight
-gradient of a convolution computes the sum. There are three ways to form the gradients, the fastest
+`linear.product_square_norms` computes the norms from the unfolded input, and one product per offset
+computes the sum. There are three ways to form the gradients, the fastest
 first:
 
     few input channels, CUDA   unfold the input, then one product for all offsets
@@ -32,7 +32,6 @@ from evenclip.gradients.layers.layer import (
     Formed,
     LayerGradient,
     kept,
-    operand_roundoff,
     sum_square_norms,
 )
 from evenclip.gradients.layers.linear import product_square_norms
@@ -146,6 +145,8 @@ class Shifts:
 class LargeConvolution(LayerGradient):
     """A convolution with more parameters than activations per sample; not formed."""
 
+    cancels = True
+
     def __init__(self, shifts: Shifts, names: Collection[str]) -> None:
         self._shifts, self._names = shifts, frozenset(names)
 
@@ -154,7 +155,7 @@ class LargeConvolution(LayerGradient):
         total = shifts.a.new_zeros(shifts.n, dtype=torch.float64)
         if "weight" in self._names:
             a, delta = shifts.unfolded.mT, shifts.outputs.mT
-            each = product_square_norms(a, delta, _operands(shifts.a))  # [sample · group]
+            each = product_square_norms(a, delta)  # [sample · group]
             total = each.reshape(shifts.n, shifts.g).sum(dim=1)
         if "bias" in self._names:
             total = total + sum_square_norms(shifts.delta.flatten(2).mT)
@@ -162,12 +163,15 @@ class LargeConvolution(LayerGradient):
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         shifts, module = self._shifts, self._shifts.module
-        ones = (1 for _ in shifts.delta.shape[1:])
-        weighted = shifts.delta * weights.to(shifts.delta.dtype).view(-1, *ones)
+        weights = weights.to(torch.promote_types(weights.dtype, shifts.delta.dtype))
+        weighted = shifts.delta * weights.view(-1, *(1 for _ in shifts.delta.shape[1:]))
         out = {}
         if "weight" in self._names:
-            weight = shifts.a.new_empty(()).expand(module.weight.shape)
-            out["weight"] = _weight_gradient(module, shifts.a, weighted, weight, module.groups)
+            if weighted.dtype == shifts.a.dtype:
+                weight = shifts.a.new_empty(()).expand(module.weight.shape)
+                out["weight"] = _weight_gradient(module, shifts.a, weighted, weight, module.groups)
+            else:
+                out["weight"] = _wider_weight_gradient(shifts, weighted)
         if "bias" in self._names:
             out["bias"] = weighted.transpose(0, 1).flatten(1).sum(dim=1)
         return out
@@ -190,6 +194,21 @@ def _weight_gradient(
     return total
 
 
+def _wider_weight_gradient(shifts: Shifts, weighted: Tensor) -> Tensor:
+    """Return the same in the wider dtype of `weighted`, with one product per offset.
+
+    torch's own convolutions are slow in float64.
+    """
+    n, g = shifts.n, shifts.g
+    outputs = weighted.reshape(n, g, shifts.p, -1).permute(1, 2, 0, 3).reshape(g, shifts.p, -1)
+    products = [
+        # [group, p, sample · position] @ [group, sample · position, c]
+        outputs @ window.reshape(n, g, shifts.c, -1).permute(1, 0, 3, 2).reshape(g, -1, shifts.c).to(outputs)
+        for window in shifts
+    ]  # fmt: skip
+    return torch.stack(products, dim=3).reshape(shifts.module.weight.shape)
+
+
 def _is_thin(module: Convolution) -> bool:
     """Return whether each group of the convolution has few input channels."""
     return module.in_channels // module.groups < _THIN
@@ -203,12 +222,6 @@ def _has_onednn(like: Tensor) -> bool:
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and bool(torch.backends.mkldnn.enabled)
     )
-
-
-def _operands(like: Tensor) -> float:
-    """Return the operand roundoff of a convolution; on a GPU the default is TF32."""
-    backend = torch.backends.cudnn if like.is_cuda else torch.backends.mkldnn
-    return operand_roundoff(like, backend.conv.fp32_precision)
 
 
 def _padded(module: Convolution, a: Tensor) -> Tensor:

@@ -11,13 +11,12 @@ forward pass, and `scale_grad_by_freq`, which lets the samples of a batch influe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 
-from evenclip.gradients.layers.layer import LayerGradient, kept
+from evenclip.gradients.layers.layer import LayerGradient, kept, margin
 
 __all__ = ["FORMULAS", "gradient"]
 
@@ -40,6 +39,8 @@ def gradient(
 class EmbeddingGradient(LayerGradient):
     """Rows of δ collected by token."""
 
+    cancels = True
+
     def __init__(self, tokens: Tensor, delta: Tensor, rows: int) -> None:
         self._tokens, self._delta = tokens, delta  # [sample, position], [sample, position, width]
         self._rows = rows
@@ -52,16 +53,14 @@ class EmbeddingGradient(LayerGradient):
         delta = self._delta.reshape(-1, width).double()
         rows = delta.new_zeros(len(pairs), width).index_add_(0, where, delta)
         sizes = delta.new_zeros(len(pairs)).index_add_(0, where, delta.norm(dim=1))  # Σ_t ‖δ_t‖
-        # The later sum has the precision of the layer. A token that occurs once needs no sum.
+        # A token that occurs once needs no sum.
         times = torch.bincount(where, minlength=len(pairs))
-        slack = torch.where(
-            times > 1, torch.expm1(times * math.log1p(torch.finfo(self._delta.dtype).eps / 2)), 0.0
-        )
+        slack = torch.where(times > 1, margin(T), 0.0)
         norms = rows.norm(dim=1) + slack * sizes
         return delta.new_zeros(n).index_add_(0, pairs // self._rows, norms.square())
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        weighted = self._delta * weights.to(self._delta.dtype).view(-1, 1, 1)
+        weighted = self._delta * weights.view(-1, 1, 1)
         total = weighted.new_zeros(self._rows, weighted.shape[-1])
         return {
             "weight": total.index_add_(

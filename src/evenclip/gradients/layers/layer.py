@@ -11,7 +11,9 @@ with the sample axis first, and `names` are the requested trainable parameters o
 Norms are never too small. Clipping relies on the norm, so a norm must not be below the norm of the
 term that `weighted_sum` adds. Square sums are accumulated in float64. If gradients are formed, the
 same formed gradients are measured and summed. If they are not formed, sums over positions may
-cancel, and the bound on their rounding is added (`layers.linear`).
+cancel. Then the bound on the rounding of the norm is added (`layers.linear`), and a margin in
+proportion to the terms that cancel, which bounds the rounding of the weighted sum
+(`evenclip.mechanism.rounding`). Weighted sums are computed in the dtype of the weights.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ __all__ = [
     "Formed",
     "LayerGradient",
     "kept",
+    "margin",
     "operand_roundoff",
     "rounding",
     "square_sums",
@@ -40,7 +43,13 @@ _BLOCK = 2**20
 
 
 class LayerGradient(ABC):
-    """One layer's part of each sample's gradient, formed or not."""
+    """One layer's part of each sample's gradient, formed or not.
+
+    Attributes:
+        cancels: whether `weighted_sum` adds several terms of a sample, which may cancel.
+    """
+
+    cancels: bool = False
 
     @abstractmethod
     def square_norms(self) -> Tensor:
@@ -120,8 +129,7 @@ def sum_square_norms(delta: Tensor) -> Tensor:
     # sizes: ‖δ_t‖  [sample, position]
     sizes: Tensor = torch.linalg.vector_norm(delta, dim=2, dtype=torch.float64)
     total: Tensor = torch.linalg.vector_norm(delta.sum(dim=1), dim=1, dtype=torch.float64)
-    # The bound covers the roundings of this sum and of the later one.
-    return (total + rounding(delta, 2 * T) * sizes.sum(dim=1)).square()
+    return (total + (rounding(delta, T) + margin(T)) * sizes.sum(dim=1)).square()
 
 
 def kept(x: Tensor, keep: Tensor) -> Tensor:
@@ -136,6 +144,14 @@ def rounding(like: Tensor, operations: int) -> float:
     True
     """
     return math.expm1(operations * math.log1p(torch.finfo(like.dtype).eps / 2))
+
+
+def margin(T: int) -> float:
+    """Return the share of Σ_t ‖term_t‖ that is added to the norm of a sum of T terms.
+
+    It is that of T + 1 roundings in float32, in any precision.
+    """
+    return math.expm1((T + 1) * math.log1p(2.0**-24))
 
 
 def operand_roundoff(like: Tensor, precision: str) -> float:
@@ -155,6 +171,14 @@ def wanted(gradients: dict[str, Tensor], names: Collection[str]) -> dict[str, Te
 
 
 def _contract(weights: Tensor, each: Tensor, keep: Tensor | None) -> Tensor:
-    """Return Σ_i weights_i · each_i over the kept samples."""
-    flat, weights = each.reshape(each.shape[0], -1), weights.to(each.dtype)
-    return torch.mv((flat if keep is None else kept(flat, keep)).T, weights).reshape(each.shape[1:])
+    """Return Σ_i weights_i · each_i over the kept samples, in the dtype of the weights."""
+    flat = each.reshape(each.shape[0], -1)
+    if keep is not None:
+        flat = kept(flat, keep)
+    numbers = flat.numel()  # a symbolic size while shapes are traced
+    if isinstance(numbers, int) and numbers > _BLOCK and flat.dtype != weights.dtype:
+        columns = torch.split(flat, max(1, _BLOCK // flat.shape[0]), dim=1)
+        total = torch.cat([torch.mv(part.to(weights.dtype).T, weights) for part in columns])
+    else:
+        total = torch.mv(flat.to(weights.dtype).T, weights)
+    return total.reshape(each.shape[1:])

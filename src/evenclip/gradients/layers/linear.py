@@ -11,8 +11,8 @@ for the weight and Σ_t δ_it for the bias, and
 The sum over positions can cancel (nearly constant inputs, δ with a sum near 0). The Gram form is
 therefore computed in float64, and bounds on roundings are added:
 
-- for the later sum, (T + 1)·u·Σ_t ‖a_t‖‖δ_t‖ with the unit roundoff u;
-- for a product that is formed only to be measured, T·u·Σ_t ‖a_t‖‖δ_t‖;
+- a margin for the later sum, (T + 1)·2⁻²⁴·Σ_t ‖a_t‖‖δ_t‖;
+- for a product that is formed only to be measured, T·u·Σ_t ‖a_t‖‖δ_t‖ with the unit roundoff u;
 - for the Gram form, (in + out + T²)·u·(Σ_t ‖a_t‖‖δ_t‖)² with the u of float64.
 
 A training step measures several layers of one position together, in their own precision and in few
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from evenclip.gradients.layers.layer import (
     LayerGradient,
     kept,
+    margin,
     operand_roundoff,
     rounding,
     square_sums,
@@ -90,19 +91,19 @@ class OnePosition(LayerGradient):
         if not self._weight:
             return total
         size = square_sums(self._a)
-        if reduced := operands(self._a):
-            size = size * (1 + 3 * reduced) ** 2
         return torch.addcmul(total, total, size) if self._bias else total * size  # ‖δ‖² (‖a‖² + 1)
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:  # noqa: D102
-        weights = weights.to(self._delta.dtype)
-        out = {}
-        if self._weight and self._a.shape[1] < self._delta.shape[1]:  # scale the smaller operand
-            out["weight"] = self._delta.T @ (self._a * weights.unsqueeze(1))
-        elif self._weight:
-            out["weight"] = (self._delta * weights.unsqueeze(1)).T @ self._a
+        weights = weights.to(torch.promote_types(weights.dtype, self._delta.dtype))
+        delta, out = self._delta.to(weights.dtype), {}
+        if self._weight:
+            a = self._a.to(weights.dtype)
+            if a.shape[1] < delta.shape[1]:  # scale the smaller operand
+                out["weight"] = delta.T @ (a * weights.unsqueeze(1))
+            else:
+                out["weight"] = (delta * weights.unsqueeze(1)).T @ a
         if self._bias:
-            out["bias"] = torch.mv(self._delta.T, weights)
+            out["bias"] = torch.mv(delta.T, weights)
         return out
 
     def per_sample(self) -> dict[str, Tensor]:  # noqa: D102
@@ -125,6 +126,8 @@ class Positions(LayerGradient):
     They are formed only if that is the cheapest way to compute the norm.
     """
 
+    cancels = True
+
     def __init__(self, a: Tensor, delta: Tensor, names: Collection[str]) -> None:
         self._a, self._delta = a, delta  # [sample, position, in], [sample, position, out]
         self._names = frozenset(names)
@@ -132,17 +135,19 @@ class Positions(LayerGradient):
     def square_norms(self) -> Tensor:
         total = self._a.new_zeros(self._a.shape[0], dtype=torch.float64)
         if "weight" in self._names:
-            total = product_square_norms(self._a, self._delta, operands(self._a))
+            total = product_square_norms(self._a, self._delta)
         if "bias" in self._names:
             total = total + sum_square_norms(self._delta)
         return total
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        weighted = self._delta * weights.to(self._delta.dtype).view(-1, 1, 1)
+        weights = weights.to(torch.promote_types(weights.dtype, self._delta.dtype))
+        weighted = self._delta * weights.view(-1, 1, 1)
         weighted = weighted.reshape(-1, weighted.shape[-1])  # [sample · position, out]
         out = {}
         if "weight" in self._names:
-            out["weight"] = weighted.T @ self._a.reshape(-1, self._a.shape[-1])
+            a = self._a.reshape(-1, self._a.shape[-1]).to(weights.dtype)
+            out["weight"] = weighted.T @ a
         if "bias" in self._names:
             out["bias"] = weighted.sum(dim=0)
         return out
@@ -175,33 +180,29 @@ def quick_square_norms(layers: Sequence[OnePosition]) -> Tensor:
     lengths = torch.stack([*deltas, *inputs]).clamp_(min=_SHORTEST)  # [2 · layer, sample]
     delta, a = torch.split(lengths.double().square_(), len(layers))
     slack = 1 + rounding(lengths, 2 * max(layer.width for layer in layers) + 4)  # of each square
-    return (
-        torch.addcmul(delta, delta, a).sum(dim=0).mul_((slack * (1 + 3 * operands(lengths))) ** 2)
-    )
+    return torch.addcmul(delta, delta, a).sum(dim=0).mul_(slack**2)
 
 
-def product_square_norms(a: Tensor, delta: Tensor, reduced: float) -> Tensor:
+def product_square_norms(a: Tensor, delta: Tensor) -> Tensor:
     """Return ‖δ_iᵀ a_i‖², never below that of the sum that is formed later.
 
     Args:
         a: [sample, position, in]
         delta: [sample, position, out]
-        reduced: operand roundoff of the later products, 0 for none; see `operand_roundoff`.
     """
     T, d, p = a.shape[1], a.shape[2], delta.shape[2]
     if T == 1:
-        return square_sums(a) * square_sums(delta) * (1 + 3 * reduced) ** 2
+        return square_sums(a) * square_sums(delta)
     # sizes: ‖a_t‖‖δ_t‖  [sample, position]
     sizes: Tensor = torch.linalg.vector_norm(a, dim=2, dtype=torch.float64)
     sizes = sizes * torch.linalg.vector_norm(delta, dim=2, dtype=torch.float64)
     size = sizes.sum(dim=1)
-    # 3 · reduced: two operands, and a margin for the product of their roundings.
-    later = rounding(a, T + 1) + 3 * reduced
     if d * p >= 2 * T**2:
         norm = (_gram_square_norms(a, delta) + rounding(size, d + p + T**2) * size.square()).sqrt()
     else:
+        # Two operands, and a margin for the product of their roundings.
         norm = _formed_square_norms(a, delta).sqrt() + (rounding(a, T) + 3 * operands(a)) * size
-    return (norm + later * size).square()
+    return (norm + margin(T) * size).square()
 
 
 def operands(like: Tensor) -> float:

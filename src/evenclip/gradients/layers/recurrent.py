@@ -191,6 +191,7 @@ class _Joined(LayerGradient):
 
     def __init__(self, layers: Sequence[tuple[LayerGradient, dict[str, str]]]) -> None:
         self._layers = tuple(layers)  # (gradient, names in the linear layer -> recurrent layer)
+        self.cancels = any(layer.cancels for layer, _ in layers)
 
     def square_norms(self) -> Tensor:
         return torch.stack([layer.square_norms() for layer, _ in self._layers]).sum(dim=0)

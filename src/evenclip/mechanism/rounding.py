@@ -1,0 +1,72 @@
+"""How far rounding can make one record move a sum, beyond its own share.
+
+Every record's rounding changes when one record comes or goes: it changes the order in which numbers
+are added, and the value they are added to. So the distance of two neighbours' sums, as computed, is
+at most S_fl = S(1 + ρ). Sums are in float64, with u = 2⁻⁵³.
+
+A sum of N records in blocks of b records has at most m = b·T + ⌈N/b⌉ + 8 roundings for each term,
+T being the number of positions of a record that are added up in the product (1 for a linear layer
+of one position). Each sum is then off by at most γ_m·Σ_i γ_i s_i with γ_m = mu/(1 − mu), where s_i
+is the sum of the lengths of record i's terms. s_i = ‖g_i‖ where a record has one term per number.
+Elsewhere terms can cancel, and s_i may be far larger than ‖g_i‖; but the norms of such layers are
+enlarged by at least T·2⁻²⁴·s_i (`evenclip.gradients.layers.layer.margin`), so weights that clip
+these norms to S have γ_i s_i ≤ 2²⁴S/T. Hence
+
+    ρ = 2·N·γ_m·(1 + 2⁻²⁰)                  layers with one term per number
+    ρ = 2·N·γ_m·(1 + 2⁻²⁰)·2²⁴/T            layers with positions, m and T of the same layer
+
+and with m ≤ T·(b + N/b + 9) the second is at most 2·N·(b + N/b + 9)·2⁻²⁹·(1 + 2⁻¹⁰).
+
+N is a number that a batch exceeds with probability τ ≤ 10⁻³⁰ only: for the sum X of independent
+coins with mean μ, P(X ≥ N) ≤ exp(N − μ − N·ln(N/μ)) (Chernoff). T·τ is added to δ.
+"""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["TAU", "most_records", "sum_rounding"]
+
+TAU = 1e-30
+_UNIT = 2.0**-53
+
+
+def most_records(q: float, n: int) -> int:
+    """Return N: the batch of a neighbour, up to n + 1 records, exceeds it with probability ≤ TAU.
+
+    >>> most_records(256 / 23484, 23484), most_records(1.0, 100)
+    (467, 101)
+    """
+    mean = q * (n + 1)
+    low, high = math.floor(mean), n + 1
+    while low < high:
+        middle = (low + high) // 2
+        if _log_tail(middle + 1, mean) <= math.log(TAU):
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
+def _log_tail(N: int, mean: float) -> float:
+    """Return the bound on ln P(X ≥ N); 0 if N is not above the mean."""
+    return min(0.0, N - mean - N * math.log(N / mean)) if N > mean else 0.0
+
+
+def sum_rounding(records: int, block: int | None = None, *, cancelling: bool = False) -> float:
+    """Return ρ for sums of at most `records` records.
+
+    Args:
+        records: N.
+        block: b, the number of records that one product adds up; None: all of them.
+        cancelling: whether a layer adds up positions, or calls, whose terms can cancel.
+
+    >>> sum_rounding(467) < 1e-10, sum_rounding(467, cancelling=True) < 1e-3
+    (True, True)
+    """
+    block = records if block is None else min(block, records)
+    roundings = block + math.ceil(records / max(block, 1)) + 9
+    if cancelling:
+        return 2 * records * roundings * 2.0**24 * _UNIT * (1 + 2.0**-10)
+    bound = roundings * _UNIT / (1 - roundings * _UNIT)
+    return 2 * records * bound * (1 + 2.0**-10) + 2.0**-45
