@@ -9,6 +9,7 @@ audit reads the same gradients as the training step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,13 +17,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from evenclip.gradients.layers import Formed, LayerGradient
 from evenclip.gradients.layers.linear import OnePosition, quick_square_norms
 from evenclip.gradients.layout import Layout
 from evenclip.gradients.units import Record
 
-__all__ = ["Blocks", "NamedGradient", "PerSample", "Whole"]
+__all__ = ["Blocks", "NamedGradient", "Padded", "PerSample", "Whole"]
 
 # Covers the roundings of the square root and of sums over layers, in float64, with room to spare.
 _ROUNDING_UP = 1 + 2.0**-40
@@ -179,6 +181,41 @@ class Blocks(PerSample):
         """Return a copy with every block masked."""
         pairs = zip(self._blocks, torch.split(keep, self._sizes), strict=True)
         return Blocks([block.masked(some) for block, some in pairs], self.layout)
+
+
+class Padded(PerSample):
+    """The per-sample gradients of a block whose last rows are padding, without these rows.
+
+    The padding has the weight 0, and is masked where it is not finite, because 0 · ∞ is NaN.
+    """
+
+    def __init__(self, block: PerSample, n: int) -> None:
+        super().__init__(block.losses[:n], (), block.layout)
+        self._block, self._rows = block, len(block.losses)
+
+    @property
+    def cancels(self) -> bool:
+        """Whether a weighted sum adds several terms of a sample."""
+        return self._block.cancels
+
+    def norms(self, *, quick: bool = False) -> Tensor:
+        """Return the norms of the samples."""
+        n, norms = len(self.losses), self._block.norms(quick=quick)
+        if not math.isfinite(float(norms[n:].sum())):
+            self._block = self._block.masked(torch.arange(self._rows, device=norms.device) < n)
+        return norms[:n]
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return the sum over the samples."""
+        return self._block.weighted_sum(pad(weights, (0, self._rows - len(weights))))
+
+    def masked(self, keep: Tensor) -> PerSample:
+        """Return a copy with the gradients of all other samples set to 0."""
+        return Padded(self._block.masked(pad(keep, (0, self._rows - len(keep)))), len(keep))
+
+    def formed(self) -> PerSample:
+        """Return a copy without the operands of gradients that are formed."""
+        return Padded(self._block.formed(), len(self.losses))
 
 
 def _uses(records: Sequence[Record | Whole]) -> dict[str, int]:

@@ -11,6 +11,7 @@ gradients that are smaller than their operands (those of a convolution) and free
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -27,7 +28,7 @@ from evenclip.gradients.anylayer import AnyLayer, Mode
 from evenclip.gradients.axis import Axis
 from evenclip.gradients.layout import Layout
 from evenclip.gradients.losses import Loss
-from evenclip.gradients.per_sample import Blocks, PerSample, Whole
+from evenclip.gradients.per_sample import Blocks, Padded, PerSample, Whole
 from evenclip.gradients.tanh import pays, tanh
 from evenclip.gradients.units import PendingRecord, Unit
 
@@ -38,6 +39,8 @@ __all__ = ["AnyTape", "LossOf", "Tape", "WholeTape", "call", "count"]
 _BLOCK = 2**21
 # Minimum activations per block, as a multiple of the parameter count.
 _WORTH = 4
+# Fixed sizes of blocks are multiples of this.
+_MULTIPLE = 16
 
 
 class AnyTape(Protocol):
@@ -74,7 +77,8 @@ class Tape:
     The model's modules are wrapped only inside `with tape.recording()`.
 
     Attributes:
-        rows: number of samples that pass at once; None: any number.
+        rows: largest number of samples that pass at once; None: any number.
+        pads: whether every pass has exactly `rows` samples, filled up with copies.
         cancels: whether a layer's sums add several terms of a sample; see `LayerGradient`. It is
             found out by the first pass of the model's analysis.
     """
@@ -83,7 +87,7 @@ class Tape:
         self.model, self.loss, self.units = model, loss, tuple(units)
         self.layout = Layout.of(model)
         self.rows: int | None = self._at_once()
-        self.cancels = False
+        self.cancels = self.pads = False
         self.samples = 0  # in the current or the last pass
         self._pending: list[PendingRecord] | None = None  # None: do not record
         self.passing = False  # whether a forward or backward pass is running
@@ -118,12 +122,36 @@ class Tape:
         n = count(x)
         if not n:
             return PerSample(self.layout.blank, (), self.layout)
-        blocks = 1 if self.rows is None else -(-n // self.rows)
-        if blocks == 1:
+        if self.rows is None or (n <= self.rows and not self.pads):
             return self._pass(x, y)
-        size = -(-n // blocks)
-        split = [tree_map(partial(_rows, at, at + size), (x, y)) for at in range(0, n, size)]
-        return Blocks([self._pass(*block).formed() for block in split], self.layout)
+        starts = range(0, n, self.rows)
+        if len(starts) == 1:
+            return self._block(x, y, 0)
+        return Blocks([self._block(x, y, at).formed() for at in starts], self.layout)
+
+    def _block(self, x: Any, y: Any, at: int) -> PerSample:
+        """Pass the block of samples from `at` on, filled up to its fixed size."""
+        assert self.rows is not None
+        x, y = tree_map(partial(_rows, at, at + self.rows), (x, y))
+        n = count(x)
+        missing = self.rows - n if self.pads else 0
+        if not missing:
+            return self._pass(x, y)
+        return Padded(self._pass(*tree_map(partial(_fill, missing), (x, y))), n)
+
+    def fix_rows(self, q: float, mean: float) -> None:
+        """Pass samples in blocks of one fixed size, padded, whatever the size of a batch.
+
+        So a sample's numbers do not depend on how many others are in its batch. The size is public:
+        it is exceeded by one batch in forty, which then takes two blocks.
+
+        Args:
+            q: Poisson rate.
+            mean: expected size of a batch, or of what passes at once.
+        """
+        size = mean + 2 * math.sqrt(mean * (1 - q))
+        size = max(_MULTIPLE, math.ceil(size / _MULTIPLE) * _MULTIPLE)
+        self.rows, self.pads = min(size, self.rows or size), True
 
     def _pass(self, x: Any, y: Any) -> PerSample:
         self.samples, self._pending, self.passing = count(x), [], True
@@ -167,7 +195,7 @@ class Tape:
 
     def pass_at_once(self) -> None:
         """Use one block for any number of samples, so that each call makes one pass."""
-        self.rows = None
+        self.rows, self.pads = None, False
 
     def _losses(self, x: Any, y: Any) -> Tensor:
         if torch.is_grad_enabled():
@@ -299,6 +327,13 @@ class LossOf(nn.Module):
 def _rows(first: int, end: int, value: Any) -> Any:
     """Return the samples from `first` to `end` of a tensor; return other values unchanged."""
     return value[first:end] if isinstance(value, Tensor) else value
+
+
+def _fill(missing: int, value: Any) -> Any:
+    """Append copies of the first sample to a tensor; return other values unchanged."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.cat([value, value[:1].expand(missing, *value.shape[1:])])
 
 
 def _detached(value: Any) -> Any:

@@ -80,9 +80,7 @@ class Grid(NamedTuple):
         return Grid(fine, power_below(std * 0.125), std)
 
 
-def on_grid(
-    total: Tensor, noise: Values, grid: Grid, scale: float, dtype: torch.dtype
-) -> Tensor:
+def on_grid(total: Tensor, noise: Values, grid: Grid, scale: float, dtype: torch.dtype) -> Tensor:
     """Return the published numbers times `scale`, which is public, as `dtype`.  # [number]
 
     Noise that is not in memory is drawn in blocks, so that it never takes more than a block.

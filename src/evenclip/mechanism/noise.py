@@ -3,8 +3,8 @@
 Value i of a release in draw `index` of a run is a function of (key, release, index, i) alone.
 
 The Box–Muller transform turns two words into two values (r cos θ, r sin θ) with r = √(−2 ln u). In
-float64, u has full relative precision: where its word is below 2⁵³ (one pair in 2048), another word
-extends it to 128 bits. θ has 53 bits. So the computed pair differs from the pair of a real-valued
+float64, u has full relative precision: where its word of 63 bits is below 2⁵² (one pair in 2048),
+another word extends it to 127 bits. θ has 53 bits. So the computed pair differs from the pair of a real-valued
 Box–Muller transform by at most c/r along the radius, and each value by at most c·(r + 2H/σ'), where
 c = 2⁻⁴⁸ covers every rounding up to the division by the grid's spacing H (log, sin and cos within
 4 units in the last place). `evenclip.mechanism.grid` publishes only the cell of width H that a
@@ -34,10 +34,10 @@ LAMBDA = 8 * RATIO**2 * C
 BETA = 2.0**-75
 
 # Values per block: few enough for the cache, and for memory that does not grow with the model.
-BLOCK = 2**16
+BLOCK = 2**15
 # Small releases are drawn for this many values at once, because a call takes longer than the values.
 _AT_ONCE = 2**13
-_SHORT = np.uint64(2**53)  # a word below this is extended by another one
+_SHORT = np.uint64(2**52)  # a word of 63 bits below this is extended by another one
 
 
 class Values(Protocol):
@@ -115,17 +115,18 @@ class NormalStream:
             index: number of the first draw.
             start: number of the first pair.
         """
-        u = radius.astype(np.float64)
-        u *= 2.0**-64
+        radius = radius >> np.uint64(1)
+        u = self._tensor(radius).mul_(2.0**-63)
         draw, pair = np.nonzero(radius < _SHORT)
         if len(draw):
-            counters = np.stack([draw.astype(np.uint64) + np.uint64(index), pair + start], axis=1)
-            further = self._further.at(counters.astype(np.uint64))
-            u[draw, pair] += (further.astype(np.float64) + 0.5) * 2.0**-128
-        return box_muller(
-            torch.from_numpy(u).to(self._device),
-            torch.from_numpy(angle.view(np.int64).astype(np.float64)).to(self._device),
-        )
+            counters = np.stack([draw + index, pair + start], axis=1).astype(np.uint64)
+            further = (self._further.at(counters).astype(np.float64) + 0.5) * 2.0**-127
+            u[torch.from_numpy(draw), torch.from_numpy(pair)] += torch.from_numpy(further).to(u)
+        return box_muller(u, self._tensor(angle))
+
+    def _tensor(self, words: NDArray[np.uint64]) -> Tensor:
+        """Return words as numbers; above 2⁶³ they are negative.  # float64"""
+        return torch.from_numpy(words.view(np.int64)).to(self._device, torch.float64)
 
 
 class _Blocks:
@@ -159,5 +160,3 @@ def box_muller(u: Tensor, angle: Tensor) -> Tensor:
     torch.mul(torch.cos(angle), radius, out=out[..., :half])
     torch.mul(torch.sin(angle), radius, out=out[..., half:])
     return out
-
-

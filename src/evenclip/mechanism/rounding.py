@@ -50,7 +50,7 @@ def most_records(q: float, n: int) -> int:
 
 def _log_tail(N: int, mean: float) -> float:
     """Return the bound on ln P(X ≥ N); 0 if N is not above the mean."""
-    return min(0.0, N - mean - N * math.log(N / mean)) if N > mean else 0.0
+    return min(0.0, N - mean - N * math.log(N / mean)) if mean < N else 0.0
 
 
 def sum_rounding(records: int, block: int | None = None, *, cancelling: bool = False) -> float:

@@ -110,6 +110,7 @@ class Regularised:
     def __init__(self, tape: Tape, rule: FairLens) -> None:
         self._tape, self._rule = tape, rule
         self.model, self.layout, self.loss = tape.model, tape.layout, tape.loss
+        self.rows, self.cancels = None, False
 
     @contextmanager
     def recording(self) -> Iterator[Self]:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from evenclip.data import Dataset, Streamed
 from evenclip.data.dataset import Samples
-from evenclip.gradients import Tape, WholeTape, plan
+from evenclip.gradients import AnyTape, Tape, WholeTape, plan
 from evenclip.gradients.losses import Loss, per_sample
 from evenclip.gradients.precision import precision
 from evenclip.gradients.tape import call, count
@@ -32,7 +32,8 @@ from evenclip.rules import RULES, Rule
 from evenclip.training import checkpoint
 from evenclip.training.batches import BatchStream
 from evenclip.training.checkpoint import Checkpoint, CheckpointError
-from evenclip.training.config import TrainConfig
+from evenclip.training.company import fix_company
+from evenclip.training.config import Performance, TrainConfig
 from evenclip.training.identity import digest, mark, secret_key
 from evenclip.training.inputs import check_optimizer, check_scheduler, check_tape
 from evenclip.training.loss import RuleLoss, changes_loss, targets
@@ -59,6 +60,7 @@ class Run:
         ledger: the releases so far. May be published.
         trace: statistics of the training so far. Private.
         t: number of steps taken.
+        company: a sentence on whether a sample's numbers depend on the rest of its batch.
         drawn: number of batches drawn, each with its noise; every `step()` draws one.
     """
 
@@ -76,7 +78,6 @@ class Run:
         check_tape(rule, self.performance, ranks)
         ranks.check_given(_given(settings, model, data))
         tape = _tape(model, config.loss, data, rule, self.state)
-        self.mechanism = replace(self.mechanism, rounding=_rounding(settings, tape, config))
         self.tape = type(rule).tape(rule, tape)  # the method that `check_tape` has checked
         data_digest = ranks.digest(digest(data))
         self._fingerprint = mark(data, ranks, data_digest)
@@ -89,6 +90,10 @@ class Run:
         self._update.is_plain &= self.scheduler is None
         self._sizes = {**self.mechanism.statistics, "gradient": self.tape.layout.size}
         self._set_key(secret_key(settings, model, data_digest, ranks))
+        some = partial(self.batches.some, t=0, state=self.state)
+        self.company = fix_company(self.tape, settings, self.performance, ranks.world, some)
+        rounding = _rounding(settings, self.tape, self.performance)
+        self.mechanism = replace(self.mechanism, rounding=rounding)
         self._graph: Graph | None = None
         self._is_recording = False
 
@@ -270,11 +275,11 @@ class Run:
         self.trace.set_state(secret["trace"])
 
 
-def _rounding(settings: Settings, tape: Tape | WholeTape, config: TrainConfig) -> float:
+def _rounding(settings: Settings, tape: AnyTape, performance: Performance) -> float:
     """Return ρ of the run's sums; see `evenclip.mechanism.rounding`."""
     if settings.q is None:
         return 0.0
-    blocks = [size for size in (config.performance.chunk, tape.rows) if size is not None]
+    blocks = [size for size in (performance.chunk, tape.rows) if size is not None]
     records = most_records(settings.q, settings.n)
     return sum_rounding(records, min(blocks, default=None), cancelling=tape.cancels)
 
