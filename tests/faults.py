@@ -483,7 +483,7 @@ LEDGER = (
     Fault(
         "joint-multiplier-average",
         "The joint multiplier of several releases is the smallest of them.",
-        "mechanism/release.py",
+        "mechanism/entry.py",
         "return math.inf if precision == 0 else precision**-0.5",
         "return math.inf if precision == 0 else min(values)",
         (
@@ -494,7 +494,7 @@ LEDGER = (
     Fault(
         "joint-multiplier-clear",
         "A release in clear is left out of the joint multiplier.",
-        "mechanism/release.py",
+        "mechanism/entry.py",
         "values = [float(m) for m in multipliers]",
         "values = [float(m) for m in multipliers if m]",
         (
@@ -505,7 +505,7 @@ LEDGER = (
     Fault(
         "ledger-integers",
         "Numbers go into the ledger as they are, and dp-accounting drops integers.",
-        "mechanism/release.py",
+        "mechanism/entry.py",
         "tuple((name, float(m)) for name, m in multipliers.items()),",
         "tuple(multipliers.items()),",
         (f"{RELEASE}::test_every_number_becomes_a_float_of_python",),
@@ -513,15 +513,15 @@ LEDGER = (
     Fault(
         "ledger-loses-steps",
         "A step that is like the one before it is not written.",
-        "mechanism/release.py",
-        "last.steps + 1)",
-        "last.steps)",
+        "mechanism/ledger.py",
+        "steps=entries[-1].steps + entry.steps)",
+        "steps=entries[-1].steps)",
         (f"{RELEASE}::test_equal_steps_in_a_row_are_one_entry",),
     ),
     Fault(
         "ledger-not-poisson",
         "Batches that are no Poisson samples count as private.",
-        "mechanism/release.py",
+        "mechanism/entry.py",
         "return self.q is not None and self.joint > 0",
         "return self.joint > 0",
         (f"{RELEASE}::test_private_only_with_poisson_batches_and_noise_on_everything",),
@@ -611,8 +611,8 @@ LEDGER = (
         "accounting-not-private",
         "A ledger without an ε gets one.",
         "mechanism/accounting.py",
-        "_ACCOUNTANTS[accountant](ledger, [delta])[0] if ledger.is_private else None",
-        "_ACCOUNTANTS[accountant](ledger, [delta])[0]",
+        "_real(ledger, delta, accountant, [delta]) if ledger.is_private else None",
+        "_real(ledger, delta, accountant, [delta])",
         (f"{ACCOUNTING}::test_a_ledger_that_is_not_private_has_no_epsilon",),
     ),
     Fault(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from evenclip import check
 from evenclip.mechanism.accountants import COARSE, FINE, pld
 from evenclip.mechanism.accounting import check_delta
-from evenclip.mechanism.release import Entry, Ledger, joint_multiplier
+from evenclip.mechanism.ledger import Entry, Ledger, joint_multiplier
 
 if TYPE_CHECKING:
     from evenclip.rules import Rule
