@@ -43,6 +43,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from evenclip.mechanism.entry import Entry
@@ -159,30 +160,34 @@ def real_epsilon(
     start = ideal(delta)
     if error.is_none:
         return Real(start, start, Terms(0.0, 0.0, delta))
-    found = _at(ideal, delta, error, least, start + _FIRST_STEP)
-    for k in range(1, _MOST_ROUNDS):
-        if found is None or found[1] <= found[0]:
+    at = partial(_at, ideal, delta, error, least)
+    for k in range(_MOST_ROUNDS):
+        bound = start + _FIRST_STEP * 2.0**k
+        found = at(bound)
+        if found is None:
+            return None
+        start = found[0]
+        if start <= bound:
             break
-        found = _at(ideal, delta, error, least, found[1] + _FIRST_STEP * 2.0**k)
-    if found is None or found[1] > found[0]:
+    else:
         return None
     for _ in range(_MOST_ROUNDS):  # the ideal ε is itself a bound E, and a smaller one
-        closer = _at(ideal, delta, error, least, found[1])
-        if closer is None or closer[1] >= found[1] * (1 - _GAIN):
+        closer = at(found[0])
+        if closer is None or closer[0] >= found[0] * (1 - _GAIN):
             break
         found = closer
-    _, epsilon, terms = found
+    epsilon, terms = found
     return Real(epsilon + 2 * terms.epsilon_s, epsilon, terms)
 
 
 def _at(
     ideal: Callable[[float], float], delta: float, error: SamplerError, least: float, bound: float
-) -> tuple[float, float, Terms] | None:
-    """Return (E, the ideal ε at its δ', terms) where `bound` is E; None if δ' is too small."""
+) -> tuple[float, Terms] | None:
+    """Return the ideal ε at δ', and the terms, where `bound` is E; None if δ' is too small."""
     terms = error.terms(delta, bound)
     if terms is None or terms.delta <= least:
         return None
-    return bound, ideal(terms.delta), terms
+    return ideal(terms.delta), terms
 
 
 def _softplus(x: float) -> float:
