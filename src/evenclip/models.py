@@ -17,7 +17,7 @@ from torch import nn
 
 from evenclip import check
 
-__all__ = ["TABULAR", "cnn", "mlp", "seeded", "sigmoid_then_softmax"]
+__all__ = ["TABULAR", "cnn", "mlp", "seeded", "sigmoid_then_softmax", "trainable"]
 
 STREAM = int.from_bytes(b"init", "big")
 
@@ -87,6 +87,15 @@ def cnn(channels: int = 1, side: int = 28, classes: int = 10, *, seed: int = 0) 
             nn.Flatten(),
             nn.Linear(16 * (side - 4) ** 2, classes),
         )
+
+
+def trainable(model: nn.Module) -> int:
+    """Return the number of trainable parameters of a model.
+
+    >>> trainable(mlp())
+    91650
+    """
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 @contextmanager

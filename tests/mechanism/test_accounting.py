@@ -445,7 +445,7 @@ def test_a_ledger_of_many_multipliers_is_bounded_quickly_and_closely(monkeypatch
 
 def test_a_rate_above_one_is_refused():
     with pytest.raises(
-        ValueError, match=r"^The ledger has a step of rate q = 1\.5; a Poisson rate lies"
+        ValueError, match=r"^Entry 1 of the ledger has q = 1\.5; it must be a Poisson rate"
     ):
         epsilon(ledger_of(1.5, 10, gradient=1.0), 1e-6)
 

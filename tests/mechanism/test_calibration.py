@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenclip import Rule
+from evenclip import DPSGDGlobalAdapt, Rule
 from evenclip.mechanism import calibration
 from evenclip.mechanism.accounting import epsilon
 from evenclip.mechanism.calibration import calibrate, gradient_multiplier, scale_for
@@ -47,6 +47,53 @@ def test_calibration_never_exceeds_the_target_and_hits_it(target, q, steps, delt
 )
 def test_calibration_hits_any_target(target, q, steps, exponent, sigma):
     check_calibrated(target, q, steps, 10.0**exponent, {"gradient": sigma})
+
+
+@pytest.mark.parametrize(
+    ("target", "q", "steps", "delta", "size"),
+    [
+        (0.01, 0.01, 1000, 1e-6, 10**4),
+        (0.1, 0.3, 1, 1e-8, 10**11),
+        (3.0, 1 / 92, 1840, 1e-6, 91_650),
+        (3.0, 1 / 92, 1840, 1e-6, 10**9),
+        (8.0, 0.01, 10_000, 1e-6, 10**8),
+        (8.0, 0.1, 50, 1e-3, 10**12),
+        (0.05, 1.0, 10, 1e-6, 10**12),
+    ],
+)
+def test_calibration_of_drawn_noise_never_exceeds_the_target_and_hits_it(
+    target, q, steps, delta, size
+):
+    sizes = {"gradient": size, "count": 5}
+    unit = {"gradient": 1.0, "count": 10.0}
+    scale = scale_for(unit, epsilon=target, delta=delta, q=q, steps=steps, sizes=sizes)
+    noise = tuple((name, scale * m) for name, m in unit.items())
+    ledger = Ledger([Entry(q, noise, steps, tuple(sizes.items()), tau=2.0**-75)])
+    assert 0.9995 * target <= epsilon(ledger, delta) <= target
+    assert epsilon(Ledger([Entry(q, noise, steps)]), delta) < epsilon(ledger, delta)
+
+
+def test_a_rule_is_calibrated_for_the_noise_of_its_model():
+    target = {"epsilon": 8.0, "delta": 1e-6, "q": 0.01, "steps": 10_000}
+    for parameters, known in ((10**8, {}), (120, {"parameters": 120})):
+        rule = calibrate(DPSGDGlobalAdapt(), **target, **known)
+        sizes = (("count", 1), ("gradient", parameters))
+        noise = tuple(rule.multipliers().items())
+        ledger = Ledger([Entry(0.01, noise, 10_000, sizes, tau=2.0**-80)])
+        assert 0.9995 * 8 <= epsilon(ledger, 1e-6) <= 8
+
+
+def test_a_target_that_the_sampler_cannot_reach_is_refused():
+    with pytest.raises(ValueError) as refused:  # noqa: PT011  # the whole text is compared
+        calibrate(DPSGDGlobalAdapt(), epsilon=14.0, delta=1e-6, q=0.01, steps=10_000)
+    assert str(refused.value) == (
+        "epsilon is 14 at delta = 1e-06; the noise of 1e+08 numbers in 10000 steps is not drawn "
+        "exactly enough for it; give a smaller epsilon, a larger delta, or the model's number of "
+        "parameters, if it has fewer."
+    )
+    calibrate(DPSGDGlobalAdapt(), epsilon=14.0, delta=1e-6, q=0.01, steps=10_000, parameters=120)
+    with pytest.raises(ValueError, match=r"give a larger epsilon"):
+        calibrate(DPSGDGlobalAdapt(), epsilon=1e-5, delta=1e-6, q=0.01, steps=10_000)
 
 
 def test_calibration_scales_only():

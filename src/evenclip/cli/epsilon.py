@@ -80,7 +80,7 @@ def _facts(
 ) -> dict[str, Any]:
     """Return what is printed, as plain values."""
     from evenclip.mechanism import accounting
-    from evenclip.mechanism.release import Entry, Ledger
+    from evenclip.mechanism.ledger import Entry, Ledger
 
     multipliers = {"count": sigma_count, "gradient": sigma}
     entry = Entry(q, tuple((name, m) for name, m in multipliers.items() if m is not None), steps)

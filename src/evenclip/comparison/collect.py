@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from evenclip.comparison.protocol import Method, Protocol
 from evenclip.comparison.result import Comparison, Outcome
-from evenclip.mechanism.release import Ledger
+from evenclip.mechanism.ledger import Ledger
 from evenclip.rules import NO_EPSILON, Rule, soundness
 from evenclip.sweep.describe import Loaded, model_name
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from evenclip import check
@@ -15,6 +16,7 @@ from evenclip.comparison.result import REFERENCE
 from evenclip.data import Dataset
 from evenclip.mechanism import Mechanism, wanted
 from evenclip.mechanism.trial import try_rule
+from evenclip.models import trainable
 from evenclip.rules import NO_EPSILON, RULES, Constants, Rule
 from evenclip.sweep.describe import default_model, describe_model, make_model, named_rule
 
@@ -71,7 +73,7 @@ def make_plan(
     plan, left_out = _suited(plan, train)
     if changes.epsilon is not None:
         check.positive(epsilon=changes.epsilon)
-        plan = _calibrated(plan, changes.epsilon, n)
+        plan = _calibrated(plan, changes.epsilon, train)
     plan = _tried(plan, train)
     return plan, [*notes, *left_out, *_doubts(plan, n), *_without_epsilon(plan)]
 
@@ -171,11 +173,12 @@ def _suited(plan: Protocol, train: Dataset) -> tuple[Protocol, list[str]]:
     return replace(plan, methods=methods), left_out
 
 
-def _calibrated(plan: Protocol, epsilon: float, n: int) -> Protocol:
+def _calibrated(plan: Protocol, epsilon: float, train: Dataset) -> Protocol:
     """Return the plan with the noise that gives every private rule this ε."""
     from evenclip.mechanism.accounting import default_delta
     from evenclip.mechanism.calibration import calibrate
 
+    n, model = len(train), make_model(plan.model, train, seed=0)
     q, steps = _pace(plan, n)
     delta = default_delta(n) if plan.delta is None else plan.delta
     for method in plan.methods:
@@ -184,10 +187,11 @@ def _calibrated(plan: Protocol, epsilon: float, n: int) -> Protocol:
                 f"{method.name} has sigma = 0, so it adds no noise that --epsilon could scale; "
                 "give it a sigma above 0, such as 1.0."
             )
+    reach = partial(
+        calibrate, epsilon=epsilon, delta=delta, q=q, steps=steps, parameters=trainable(model)
+    )
     methods = tuple(
-        replace(method, rule=calibrate(method.rule, epsilon=epsilon, delta=delta, q=q, steps=steps))
-        if method.rule.sigma
-        else method
+        replace(method, rule=reach(method.rule)) if method.rule.sigma else method
         for method in plan.methods
     )
     return replace(plan, methods=methods, delta=delta)
@@ -207,7 +211,7 @@ def _tried(plan: Protocol, train: Dataset) -> Protocol:
     constants = Constants(
         groups=train.K,
         classes=len(train.class_names) or int(train.y.max()) + 1,
-        parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        parameters=trainable(model),
         B=float(plan.batch_size),
         q=q,
         steps=steps,

@@ -94,7 +94,8 @@ def train(
     data, encoder = tabled.splits.train, tabled.encoder
     described["options"] |= {"inputs": len(encoder.features), "classes": len(encoder.classes)}
     start = models.TABULAR[described["name"]](**described["options"], seed=seed)
-    config = _private(config.but(batch_size=_batch_size(size, len(data))), rule, epsilon, data)
+    config = config.but(batch_size=_batch_size(size, len(data)))
+    config = _private(config, rule, epsilon, data, models.trainable(start))
     if lr is None:
         constants = config.settings(start, len(data), data.K).constants(len(encoder.classes))
         lr = protocol.STEP / protocol.expected_sensitivity(config.rule, constants)
@@ -105,13 +106,17 @@ def train(
     return Trained(described, result, tabled, report, *_tested(result.model, tabled.splits.test))
 
 
-def _private(config: TrainConfig, rule: Rule | str, epsilon: float, data: Dataset) -> TrainConfig:
+def _private(
+    config: TrainConfig, rule: Rule | str, epsilon: float, data: Dataset, parameters: int
+) -> TrainConfig:
     """Return the configuration with the rule whose noise reaches ε on these training rows."""
     n, B = len(data), config.batch_size
     delta = accounting.default_delta(n) if config.delta is None else config.delta
     accounting.check_delta(delta)
     steps = config.epochs * math.ceil(n / B)
-    private = calibrate(_rule(rule), epsilon=epsilon, delta=delta, q=B / n, steps=steps)
+    private = calibrate(
+        _rule(rule), epsilon=epsilon, delta=delta, q=B / n, steps=steps, parameters=parameters
+    )
     return config.but(rule=private, delta=delta)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from evenclip.mechanism.release import Ledger
+from evenclip.mechanism.ledger import Ledger
 
 if TYPE_CHECKING:
     import dp_accounting
@@ -62,12 +62,11 @@ StepKinds = tuple[StepKind, ...]
 
 def step_kinds(ledger: Ledger) -> StepKinds:
     """Merge the equal steps of a private ledger, and drop those that cost nothing."""
+    ledger.check()
     steps: Counter[tuple[float, float]] = Counter()
     for entry in ledger.entries:
-        if entry.q is None or not 0 <= entry.q <= 1:
-            raise ValueError(
-                f"The ledger has a step of rate q = {entry.q}; a Poisson rate lies between 0 and 1."
-            )
+        if entry.q is None:
+            raise ValueError("The ledger has steps whose batches were not Poisson samples.")
         steps[float(entry.q), float(entry.joint)] += int(entry.steps)
     return tuple(
         StepKind(q, m, n) for (q, m), n in steps.items() if q > 0 and m < math.inf and n > 0
@@ -182,16 +181,31 @@ def _rdp_optima(kinds: StepKinds, deltas: tuple[float, ...]) -> tuple[tuple[floa
     return tuple((float(epsilon), float(order)) for epsilon, order in optima)
 
 
-def pld(ledger: Ledger, deltas: Sequence[float], tolerance: float = FINE) -> list[float]:
+def pld(
+    ledger: Ledger,
+    deltas: Sequence[float],
+    tolerance: float = FINE,
+    grid: Sequence[float] | None = None,
+) -> list[float]:
     """Return ε at each δ by PLD.
 
     The result is pessimistic in the grid (the default of dp-accounting) and in its rounding.
+
+    Args:
+        ledger: the releases.
+        deltas: each δ.
+        tolerance: largest excess of ε due to the grid, as a fraction of ε.
+        grid: the δ for which the grid is chosen; by default `deltas`. With one grid for several
+            calls, the steps are convolved once.
     """
-    return list(_pld_of(few_kinds(ledger), tuple(deltas), tolerance))
+    chosen_for = tuple(deltas if grid is None else grid)
+    return list(_pld_of(few_kinds(ledger), tuple(deltas), tolerance, chosen_for))
 
 
 @lru_cache(maxsize=256)  # a comparison needs the same results several times
-def _pld_of(kinds: StepKinds, deltas: tuple[float, ...], tolerance: float) -> tuple[float, ...]:
+def _pld_of(
+    kinds: StepKinds, deltas: tuple[float, ...], tolerance: float, grid: tuple[float, ...]
+) -> tuple[float, ...]:
     if not kinds:
         return tuple(0.0 for _ in deltas)
     lost = lost_delta(kinds)
@@ -200,11 +214,16 @@ def _pld_of(kinds: StepKinds, deltas: tuple[float, ...], tolerance: float) -> tu
             f"delta is {min(deltas):g}; PLD in double precision is a bound only above {lost:.1e} "
             "for these steps: give a larger delta, or use the accountant 'rdp'."
         )
-    accountant = _library().pld.PLDAccountant(
-        value_discretization_interval=_interval(kinds, deltas, tolerance)
-    )
-    accountant.compose(event_of(kinds))
+    accountant = _convolved(kinds, _interval(kinds, grid, tolerance))
     return tuple(float(accountant.get_epsilon(delta - lost)) for delta in deltas)
+
+
+@lru_cache(maxsize=8)  # some megabytes each
+def _convolved(kinds: StepKinds, interval: float) -> Any:
+    """Return the PLD accountant of these steps, on a grid of this spacing."""
+    accountant = _library().pld.PLDAccountant(value_discretization_interval=interval)
+    accountant.compose(event_of(kinds))
+    return accountant
 
 
 def _interval(kinds: StepKinds, deltas: tuple[float, ...], tolerance: float) -> float:

@@ -2,7 +2,7 @@
 
 Every step of the ledger is ONE sampled Gaussian mechanism. All releases of a step see the same
 Poisson batch, so they count as one release with the joint multiplier (see
-`evenclip.mechanism.release`), sampled once. With q the Poisson rate and m the joint multiplier, the
+`evenclip.mechanism.entry`), sampled once. With q the Poisson rate and m the joint multiplier, the
 worst pair of neighbours (add or remove one record) is
 
     P = (1 − q)·N(0, m²) + q·N(1, m²)   against   Q = N(0, m²),   in both directions,
@@ -19,8 +19,12 @@ and steps compose. Two accountants compute ε, both through dp-accounting. Both 
   discrete approximations of privacy loss distributions", arXiv:2207.04380, whose discretisation is
   used here. It never rounds a cost down.
 
-If the ledger has no ε (a value was released in clear, or a batch was not a Poisson sample), the
-result is None and never a number.
+Both assume ideal noise. If the ledger says how many numbers were drawn, every ε stated here is that
+of the noise as it was drawn, see `evenclip.mechanism.correction`; ledgers made by hand have ideal
+noise.
+
+If the ledger has no ε (a value was released in clear, a batch was not a Poisson sample, or ε is too
+large for the sampler of the noise), the result is None and never a number.
 """
 
 from __future__ import annotations
@@ -28,10 +32,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import ROUND_CEILING, Context
+from functools import partial
 from typing import TYPE_CHECKING
 
 from evenclip.mechanism.accountants import event_of, lost_delta, pld, rdp, step_kinds
-from evenclip.mechanism.release import Ledger
+from evenclip.mechanism.correction import Real, SamplerError, real_epsilon
+from evenclip.mechanism.ledger import Ledger
 
 if TYPE_CHECKING:
     import dp_accounting
@@ -41,13 +47,27 @@ __all__ = [
     "epsilon",
     "epsilon_without_amplification",
     "event",
+    "real",
     "rounded_up",
     "smallest_delta",
 ]
 
-_ACCOUNTANTS: Mapping[str, Callable[[Ledger, Sequence[float]], list[float]]] = {
-    "rdp": rdp,
-    "pld": pld,
+
+def _by_rdp(ledger: Ledger, grid: Sequence[float], delta: float) -> float:
+    """Return the ideal ε by RDP, which needs no grid."""
+    del grid
+    return rdp(ledger, [delta])[0]
+
+
+def _by_pld(ledger: Ledger, grid: Sequence[float], delta: float) -> float:
+    """Return the ideal ε by PLD, on the grid for these δ."""
+    return pld(ledger, [delta], grid=grid)[0]
+
+
+# name -> (ledger, every δ that is needed, δ') -> ideal ε
+_ACCOUNTANTS: Mapping[str, Callable[[Ledger, Sequence[float], float], float]] = {
+    "rdp": _by_rdp,
+    "pld": _by_pld,
 }
 
 
@@ -79,10 +99,10 @@ def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float | No
     """Return ε at δ of everything in the ledger, by the accountant "rdp" or "pld".
 
     Return None if the ledger has no ε, and 0 if nothing was released. Guarantee: an upper bound,
-    for adding or removing one record. PLD is within about 1e-4·ε of the exact value (some per cent
-    where q is 1e-5 or less) and needs δ above `smallest_delta`.
+    for adding or removing one record, of the noise as it was drawn. PLD is within about 1e-4·ε of
+    the exact value (some per cent where q is 1e-5 or less) and needs δ above `smallest_delta`.
 
-    >>> from evenclip.mechanism.release import Entry
+    >>> from evenclip.mechanism.ledger import Entry
     >>> steps = 20 * 92  # 20 epochs on Adult: (3.41, 3.10) at δ = 1e-6
     >>> ledger = Ledger([Entry(1 / 92, (("gradient", 1.0),), steps)])
     >>> round(epsilon(ledger, 1e-6, "rdp"), 2), round(epsilon(ledger, 1e-6), 2)
@@ -93,12 +113,25 @@ def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float | No
     Raises:
         ValueError: if δ is not between 0 and 1, is too small for PLD, or the accountant is unknown.
     """
+    return _stated(real(ledger, delta, accountant))
+
+
+def real(ledger: Ledger, delta: float, accountant: str = "pld") -> Real | None:
+    """Return ε as `epsilon` does, with the ε_s and δ_s of the sampler that it holds."""
     check_delta(delta)
     if accountant not in _ACCOUNTANTS:
         raise ValueError(
             f"accountant is {accountant!r}; it must be one of {', '.join(_ACCOUNTANTS)}."
         )
-    return _ACCOUNTANTS[accountant](ledger, [delta])[0] if ledger.is_private else None
+    return _real(ledger, delta, accountant, [delta]) if ledger.is_private else None
+
+
+def _real(ledger: Ledger, delta: float, accountant: str, grid: Sequence[float]) -> Real | None:
+    """Return the ε of a private ledger at δ, on the grid for these δ."""
+    kinds = step_kinds(ledger)
+    least = lost_delta(kinds) if accountant == "pld" else 0.0
+    ideal = partial(_ACCOUNTANTS[accountant], ledger, grid)
+    return real_epsilon(ideal, delta, SamplerError.of(ledger.entries), least)
 
 
 def curve(
@@ -108,7 +141,7 @@ def curve(
 
     One Gaussian with multiplier 1 has δ(1) = Φ(-1/2) − e·Φ(-3/2) = 0.1269:
 
-    >>> from evenclip.mechanism.release import Entry
+    >>> from evenclip.mechanism.ledger import Entry
     >>> ledger = Ledger([Entry(1.0, (("gradient", 1.0),), 1)])
     >>> [(delta, round(rdp, 2), round(pld, 2)) for delta, rdp, pld in curve(ledger, [0.12693674])]
     [(0.12693674, 1.5, 1.0)]
@@ -118,7 +151,11 @@ def curve(
         check_delta(delta)
     if not ledger.is_private:
         return [(delta, None, None) for delta in deltas]
-    return list(zip(deltas, rdp(ledger, deltas), pld(ledger, deltas), strict=True))
+    by_rdp, by_pld = (
+        [_stated(_real(ledger, delta, accountant, deltas)) for delta in deltas]
+        for accountant in ("rdp", "pld")
+    )
+    return list(zip(deltas, by_rdp, by_pld, strict=True))
 
 
 def epsilon_without_amplification(ledger: Ledger, delta: float) -> float | None:
@@ -128,7 +165,7 @@ def epsilon_without_amplification(ledger: Ledger, delta: float) -> float | None:
     one Gaussian with the joint multiplier of all steps, m = (Σ_t m_t⁻²)^(-1/2), and with μ = 1/m
     its δ(ε) = Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ) (Balle, Wang 2018, arXiv:1805.06530, Eq. 6).
 
-    >>> from evenclip.mechanism.release import Entry
+    >>> from evenclip.mechanism.ledger import Entry
     >>> ledger = Ledger([Entry(0.01, (("gradient", 10.0),), 100)])  # μ = √100 / 10 = 1
     >>> round(epsilon_without_amplification(ledger, 0.12693674), 6)  # δ(1) = Φ(-1/2) − e·Φ(-3/2)
     1.0
@@ -136,9 +173,14 @@ def epsilon_without_amplification(ledger: Ledger, delta: float) -> float | None:
     check_delta(delta)
     if not ledger.is_private:
         return None
-    return _gaussian_epsilon(
-        math.sqrt(sum(kind.steps * kind.multiplier**-2 for kind in step_kinds(ledger))), delta
-    )
+    mu = math.sqrt(sum(kind.steps * kind.multiplier**-2 for kind in step_kinds(ledger)))
+    ideal = partial(_gaussian_epsilon, mu)
+    return _stated(real_epsilon(ideal, delta, SamplerError.of(ledger.entries)))
+
+
+def _stated(found: Real | None) -> float | None:
+    """Return ε, or None if there is no valid one."""
+    return None if found is None else found.epsilon
 
 
 def rounded_up(value: float, digits: int = 4) -> str:
@@ -160,7 +202,7 @@ def smallest_delta(ledger: Ledger) -> float:
     δ ≤ 1e-12 its ε can be below the exact one. This amount is subtracted from δ before ε is
     computed, so that the result remains an upper bound. A smaller δ is rejected.
 
-    >>> from evenclip.mechanism.release import Entry
+    >>> from evenclip.mechanism.ledger import Entry
     >>> smallest_delta(Ledger([Entry(0.01, (("gradient", 1.0),), 1024)])) == 2.0**-39
     True
     """

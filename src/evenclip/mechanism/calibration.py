@@ -1,7 +1,8 @@
 """Calibration: the noise that reaches a target ε.
 
 All noise of a rule is multiplied by one scale s, so that gradient and counts keep their proportion.
-ε falls as s grows; a search on the PLD finds the smallest s that costs at most the target.
+ε falls as s grows; a search on the PLD finds the smallest s that costs at most the target. The
+target is for the noise as it is drawn, see `evenclip.mechanism.correction`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 from evenclip import check
 from evenclip.mechanism.accountants import COARSE, FINE, pld
 from evenclip.mechanism.accounting import check_delta
-from evenclip.mechanism.release import Entry, Ledger, joint_multiplier
+from evenclip.mechanism.correction import SamplerError, Terms
+from evenclip.mechanism.ledger import BETA, Entry, Ledger, joint_multiplier
 
 if TYPE_CHECKING:
     from evenclip.rules import Rule
@@ -32,15 +34,26 @@ _LEAST_MULTIPLIER = 1e-3
 # Smallest supported target ε. The accountants' arithmetic cannot distinguish smaller ones from 0.
 _LEAST_EPSILON = 1e-6
 _MOST_ROUNDS = 100
+# Parameters of a model that is not known, and numbers in a count: how much noise is drawn at most.
+_PARAMETERS, _COUNT = 10**8, 10**4
+# Probability per step that a batch has more records than the bound on rounding assumes, at most.
+_TAU = BETA
 
 
 def scale_for(
-    multipliers: Mapping[str, float], *, epsilon: float, delta: float, q: float, steps: int
+    multipliers: Mapping[str, float],
+    *,
+    epsilon: float,
+    delta: float,
+    q: float,
+    steps: int,
+    sizes: Mapping[str, int] | None = None,
 ) -> float:
     """Return the smallest scale s of the multipliers that reaches the target ε at δ, by PLD.
 
     `steps` steps of rate q with the multipliers {name: s·m} then cost at most ε. Guarantee: the ε
-    of that ledger is never above the target, and at most 0.05 % below it.
+    of that ledger is never above the target, and at most 0.05 % below it. With `sizes`, the numbers
+    in each release, this is the ε of the noise as it is drawn; without, of ideal noise.
 
     >>> from evenclip.mechanism.accounting import epsilon
     >>> unit = {"gradient": 1.0, "count": 10.0}
@@ -54,11 +67,17 @@ def scale_for(
             multiplier is the smallest (δ is at least the probability that a record is sampled).
     """
     check.natural(steps=steps)
-    return _scale_for([(multipliers, int(steps))], epsilon=epsilon, delta=delta, q=q)
+    plan = [(multipliers, int(steps))]
+    return _scale_for(plan, epsilon=epsilon, delta=delta, q=q, sizes=sizes or {})
 
 
 def _scale_for(
-    plan: Sequence[tuple[Mapping[str, float], int]], *, epsilon: float, delta: float, q: float
+    plan: Sequence[tuple[Mapping[str, float], int]],
+    *,
+    epsilon: float,
+    delta: float,
+    q: float,
+    sizes: Mapping[str, int],
 ) -> float:
     """Return `scale_for` for several kinds of steps, each with its number."""
     check.positive(epsilon=epsilon)
@@ -82,19 +101,45 @@ def _scale_for(
             f"{sampled:.3g} only. Any ε holds without noise, so no record is protected; give a "
             "smaller delta."
         )
+    terms = _terms(epsilon, delta, steps, sizes)
     unit = precision**-0.5  # of one kind of step that costs about as much as all
     scale: float = _first_guess(epsilon, delta, q, steps) / unit
     for tolerance in (COARSE, FINE):
-        cost = partial(_cost, plan, q, delta, tolerance)
+        cost = partial(_cost, plan, q, (delta, terms), tolerance)
         scale = _solve(cost, epsilon, scale, least=_LEAST_MULTIPLIER / unit)
     return scale
 
 
-def calibrate(rule: AnyRule, *, epsilon: float, delta: float, q: float, steps: int) -> AnyRule:
+def _terms(epsilon: float, delta: float, steps: int, sizes: Mapping[str, int]) -> Terms:
+    """Return what the sampler takes from the target ε and from δ."""
+    if not sizes:
+        return Terms(0.0, 0.0, delta)
+    entry = Entry(q=None, multipliers=(), steps=steps, sizes=tuple(sizes.items()), tau=_TAU)
+    terms = SamplerError.of([entry]).terms(delta, epsilon)
+    if terms is None or 2 * terms.epsilon_s >= epsilon:
+        raise ValueError(
+            f"epsilon is {epsilon:g} at delta = {delta:g}; the noise of {sum(sizes.values()):.4g} "
+            f"numbers in {steps} steps is not drawn exactly enough for it; give "
+            f"{'a smaller' if terms is None else 'a larger'} epsilon, a larger delta, or the "
+            "model's number of parameters, if it has fewer."
+        )
+    return terms
+
+
+def calibrate(
+    rule: AnyRule,
+    *,
+    epsilon: float,
+    delta: float,
+    q: float,
+    steps: int,
+    parameters: int = _PARAMETERS,
+) -> AnyRule:
     """Return the rule with its noise scaled so that `steps` steps at rate q cost ε at δ.
 
-    The cost includes the rule's counts. Guarantee: by PLD, never above the target and at most 0.05
-    % below it.
+    The cost includes the rule's counts, and the distance of the drawn noise from ideal noise for
+    models of up to `parameters` parameters. Guarantee: by PLD, never above the target; and for that
+    number of parameters at most 0.05 % below it.
 
     >>> from evenclip import DPSGDGlobalAdapt
     >>> rule = calibrate(DPSGDGlobalAdapt(sigma=1.0), epsilon=3.0, delta=1e-6, q=1 / 92, steps=1840)
@@ -112,10 +157,21 @@ def calibrate(rule: AnyRule, *, epsilon: float, delta: float, q: float, steps: i
         raise ValueError(
             f"{rule.name} has no valid ε with any noise ({rule.why}); choose a private rule."
         )
+    check.natural(steps=steps, parameters=parameters)
     plan = Counter(tuple(rule.multipliers(t).items()) for t in range(steps))
+    counts = {name for row in plan for name, _ in row} - {"gradient"}
     scale = _scale_for(
-        [(dict(row), n) for row, n in plan.items()], epsilon=epsilon, delta=delta, q=q
+        [(dict(row), n) for row, n in plan.items()],
+        epsilon=epsilon,
+        delta=delta,
+        q=q,
+        sizes={"gradient": int(parameters)} | dict.fromkeys(counts, _COUNT),
     )
+    return _scaled(rule, scale, steps)
+
+
+def _scaled(rule: AnyRule, scale: float, steps: int) -> AnyRule:
+    """Return the rule with its noise scaled; raise if its noise is not scaled in every step."""
     scaled = rule.scaled(scale)
     for t in range(steps):
         expected, given = rule.multipliers(t), scaled.multipliers(t)
@@ -157,16 +213,21 @@ _Point = tuple[float, float] | None  # (scale, cost)
 def _cost(
     plan: Sequence[tuple[Mapping[str, float], int]],
     q: float,
-    delta: float,
+    allowance: tuple[float, Terms],
     tolerance: float,
     scale: float,
 ) -> float:
-    """Return ε by PLD of the planned steps with all multipliers times `scale`."""
+    """Return ε by PLD of the planned steps with all multipliers times `scale`.
+
+    `allowance` is (δ, what the sampler takes of it).
+    """
     entries = [
         Entry(float(q), tuple((name, scale * float(m)) for name, m in multipliers.items()), steps)
         for multipliers, steps in plan
     ]
-    return pld(Ledger(entries), [delta], tolerance)[0]
+    delta, terms = allowance
+    # The grid of δ, so that a ledger of these steps has the same ε to the last digits.
+    return pld(Ledger(entries), [terms.delta], tolerance, [delta])[0] + 2 * terms.epsilon_s
 
 
 def _first_guess(epsilon: float, delta: float, q: float, steps: int) -> float:

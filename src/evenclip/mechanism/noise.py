@@ -10,7 +10,7 @@ c = 2⁻⁴⁸ covers every rounding up to the division by the grid's spacing H 
 4 units in the last place). `evenclip.mechanism.grid` publishes only the cell of width H that a
 value lies in. For a pair with u ≥ 2⁻⁷⁵, the probability of every cell is that of real-valued noise
 up to a factor e^±λ with λ = 8(σ'/H)²c, and H ≥ σ'/16. The other pairs have probability β = 2⁻⁷⁵.
-`evenclip.mechanism.sampler_cost` adds both to ε and δ.
+`evenclip.mechanism.correction` adds both to ε and δ.
 """
 
 from __future__ import annotations

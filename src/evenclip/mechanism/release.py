@@ -1,131 +1,27 @@
-"""Releases, the only way in which a private value becomes public, and the ledger of releases.
+"""Releases, the only way in which a private value becomes public.
 
 A value computed from the batch becomes public as
 
     released = value + sensitivity · multiplier · N(0, I),
 
-and the multiplier m = noise standard deviation ÷ sensitivity is written to the ledger. All releases
-of one step use the same Poisson batch. A later release may depend on the noisy value of an earlier
-one, and on no other result of the step. Together they are one sampled Gaussian mechanism with the
-joint multiplier (Σ_j m_j⁻²)^(-1/2). Proof: stack the values, each divided by its sensitivity and
-multiplied by m_j⁻¹. One record moves this vector by at most (Σ_j m_j⁻²)^(1/2), under unit noise,
-and adaptivity does not change the guarantee of a Gaussian mechanism (Dong, Roth, Su 2022, "Gaussian
-differential privacy").
+and the multiplier m = noise standard deviation ÷ sensitivity is written to the ledger
+(`evenclip.mechanism.ledger`). All releases of one step use the same Poisson batch. A later release
+may depend on the noisy value of an earlier one, and on no other result of the step.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from evenclip.mechanism.grid import Grid, on_grid
+from evenclip.mechanism.ledger import Entry, Ledger, joint_multiplier
 from evenclip.mechanism.noise import Values
 
 __all__ = ["Entry", "Ledger", "Release", "Share", "joint_multiplier"]
-
-
-def joint_multiplier(multipliers: Iterable[float]) -> float:
-    """Return (Σ_j m_j⁻²)^(-1/2), the multiplier of several releases on one batch taken as one.
-
-    It is 0 if any of the multipliers is 0.
-
-    >>> joint_multiplier([3.0, 4.0])
-    2.4
-    >>> joint_multiplier([])
-    inf
-    """
-    # float(): dp-accounting silently drops multipliers that are integers or numpy numbers.
-    values = [float(m) for m in multipliers]
-    if any(m == 0 for m in values):
-        return 0.0
-    precision = sum(m**-2 for m in values)
-    return math.inf if precision == 0 else precision**-0.5
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Consecutive steps with the same releases and the same multipliers.
-
-    Attributes:
-        q: Poisson rate of the batches; None if the batches were not Poisson samples, so that no ε
-            can be stated.
-        multipliers: name of each release of a step -> noise standard deviation ÷ sensitivity; 0 is
-            a release in clear.
-        steps: number of consecutive steps.
-    """
-
-    q: float | None
-    multipliers: tuple[tuple[str, float], ...]
-    steps: int = 1
-
-    @property
-    def joint(self) -> float:
-        """The multiplier of all releases of one step taken as one."""
-        return joint_multiplier(m for _, m in self.multipliers)
-
-    @property
-    def is_private(self) -> bool:
-        """Whether these steps have an ε: Poisson batches, and noise on every released value."""
-        return self.q is not None and self.joint > 0
-
-
-@dataclass
-class Ledger:
-    """Every release of a run, in order. `evenclip.mechanism.accounting` computes ε from it.
-
-    >>> ledger = Ledger()
-    >>> for _ in range(3):
-    ...     ledger.write(0.01, {"count": 10.0, "gradient": 1.0})
-    >>> ledger.steps, len(ledger.entries)
-    (3, 1)
-    >>> Ledger.from_json(ledger.to_json()) == ledger
-    True
-    """
-
-    entries: list[Entry] = field(default_factory=list)
-
-    def write(self, q: float | None, multipliers: Mapping[str, float]) -> None:
-        """Add one step: its releases had these multipliers, on one batch drawn at rate q."""
-        last = self.entries[-1] if self.entries else None
-        if last is not None and last.q == q and last.multipliers == tuple(multipliers.items()):
-            self.entries[-1] = Entry(last.q, last.multipliers, last.steps + 1)
-        else:
-            self.entries.append(_entry(q, multipliers, 1))
-
-    @property
-    def steps(self) -> int:
-        """Number of steps."""
-        return sum(entry.steps for entry in self.entries)
-
-    @property
-    def is_private(self) -> bool:
-        """Whether an ε can be stated for all entries."""
-        return all(entry.is_private for entry in self.entries)
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """Return the entries as plain values."""
-        return [
-            {"q": e.q, "multipliers": dict(e.multipliers), "steps": e.steps} for e in self.entries
-        ]
-
-    @staticmethod
-    def from_json(rows: Iterable[Mapping[str, Any]]) -> Ledger:
-        """Return the ledger that `to_json` wrote."""
-        return Ledger([_entry(r["q"], r["multipliers"], int(r["steps"])) for r in rows])
-
-
-def _entry(q: float | None, multipliers: Mapping[str, float], steps: int) -> Entry:
-    """Return an entry with Python floats; dp-accounting silently drops other numbers."""
-    return Entry(
-        None if q is None else float(q),
-        tuple((name, float(m)) for name, m in multipliers.items()),
-        steps,
-    )
 
 
 class Share(Protocol):

@@ -183,8 +183,8 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         n = len(frame)
         B = min(int(self.batch_size), n)
         delta = accounting.default_delta(n) if self.delta is None else self.delta
-        private = self._calibrated(rule, delta, B, n)
         start = self._start(len(encoder.features), len(target.classes), seed)
+        private = self._calibrated(rule, delta, B, n, models.trainable(start))
         data = Dataset(encoder.encode(frame), target.codes, groups.codes, groups.names)
         config = TrainConfig(
             rule=private, epochs=self.epochs, batch_size=B, delta=delta,
@@ -283,7 +283,7 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             )
         return int(check_random_state(self.random_state).randint(2**31 - 1))
 
-    def _calibrated(self, rule: Rule, delta: float, B: int, n: int) -> Rule:
+    def _calibrated(self, rule: Rule, delta: float, B: int, n: int, parameters: int) -> Rule:
         """Return the rule with the noise that reaches ε; unchanged if there is no ε to reach."""
         valid = rule.soundness != NO_EPSILON and rule.bounded and rule.poisson and rule.sigma > 0
         if self.epsilon is None:
@@ -302,6 +302,7 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             delta=delta,
             q=B / n,
             steps=int(self.epochs) * math.ceil(n / B),
+            parameters=parameters,
         )
 
     def _start(self, features: int, classes: int, seed: int) -> nn.Module:
