@@ -24,7 +24,7 @@ from evenclip.gradients.precision import precision
 from evenclip.gradients.tape import call, count
 from evenclip.mechanism import Ledger, Mechanism, Release, Share, wanted
 from evenclip.mechanism.noise import Noise, Values
-from evenclip.mechanism.rounding import most_records, sum_rounding
+from evenclip.mechanism.rounding import TAU, most_records, sum_rounding
 from evenclip.mechanism.settings import Settings
 from evenclip.mechanism.trial import try_rule
 from evenclip.mechanism.words import derive
@@ -61,6 +61,7 @@ class Run:
         trace: statistics of the training so far. Private.
         t: number of steps taken.
         company: a sentence on whether a sample's numbers depend on the rest of its batch.
+        run_id: a hash of the secret key, which names the run in ledgers. May be published.
         drawn: number of batches drawn, each with its noise; every `step()` draws one.
     """
 
@@ -100,6 +101,7 @@ class Run:
     def _set_key(self, key: bytes) -> None:
         """Draw batches and noise from this key; secret."""
         self.key, places = key, (self.ranks, self.device)
+        self.run_id = derive(key, "run").hex()[:32]
         self.batches = BatchStream(self.data, self.settings, self.performance, *places, key)
         self.noise = Noise(derive(key, "noise"), self._sizes, self.device)
 
@@ -146,7 +148,7 @@ class Run:
             )
         mechanism, index = self.mechanism.at(self.t), self.drawn
         # Before the step, so that an interrupted step is in the ledger.
-        self.ledger.write(self.batches.q, mechanism.multipliers)
+        self._write(mechanism, index)
         self.drawn += 1
         B, chunks = self.batches.draw(index, self.state)
         noise = self._noise(index)
@@ -160,6 +162,13 @@ class Run:
         return Step(
             public, part.seen, part.total, sums, B, self.t, mechanism, self.tape, self.state
         )
+
+    def _write(self, mechanism: Mechanism, index: int) -> None:
+        """Write draw `index` into the ledger."""
+        sizes = {name: self._sizes[name] for name in mechanism.multipliers}
+        q = self.batches.q
+        tau = 0.0 if q is None or q == 1 else TAU
+        self.ledger.write(q, mechanism.multipliers, sizes, tau, self.run_id, index)
 
     def update(self, step: Step) -> None:
         """Update the parameters with the noisy gradient, and replace the rule's state.
