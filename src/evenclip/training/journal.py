@@ -155,7 +155,10 @@ class Repeats:
     _AT_ONCE = 2**30  # bytes; the cipher takes less than 2³¹
 
     def __init__(self, folder: Path, rank: int, key: bytes) -> None:
-        self._path, self._cipher = folder / f"digests-{rank}.secret", AESGCM(derive(key, "published"))
+        self._path, self._cipher = (
+            folder / f"digests-{rank}.secret",
+            AESGCM(derive(key, "published")),
+        )
         self._run = derive(key, "repeats")[:16]
         self._seen: dict[int, bytes] = {}
         if self._path.exists():
