@@ -240,7 +240,8 @@ def test_without_a_target_the_rules_own_noise_is_used():
     classifier = Quick(epsilon=None, rule=rule, delta=1e-5, batch_size=64).fit(X, y)
     assert classifier.rule_ == rule
     ledger = Ledger.from_json([{"q": 64 / 200, "multipliers": {"gradient": 2.0}, "steps": 2 * 4}])
-    assert classifier.epsilon_ == accounting.epsilon(ledger, 1e-5)
+    ideal = accounting.epsilon(ledger, 1e-5)
+    assert ideal < classifier.epsilon_ < 1.001 * ideal  # the noise as drawn costs a little more
     assert classifier.privacy_report_["target_epsilon"] is None
 
 
