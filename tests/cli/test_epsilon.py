@@ -69,11 +69,11 @@ def test_with_the_number_of_parameters_epsilon_is_that_of_the_drawn_noise(capsys
     _, drawn, _ = run(capsys, *options, "--sigma", "1", "--parameters", "100000000")
     for name in ("pld", "rdp"):
         assert 1e-4 < json.loads(drawn)[name] - json.loads(ideal)[name] < 1e-2
-    target = ["--target-epsilon", "3", "--parameters", "100000000"]
+    target = ["--target-epsilon", "3", "--parameters", str(10**11)]
     _, found, _ = run(capsys, *options, *target)
     facts = json.loads(found)
     assert 0.9995 * 3 <= facts["pld"] <= 3
-    assert facts["parameters"] == 10**8
+    assert facts["parameters"] == 10**11
 
 
 def test_json_says_null_where_there_is_no_count(capsys):
