@@ -220,7 +220,11 @@ FIELDS = {  # what a report must state -> the fields that state it
     "sampling, and ε without it": ["poisson_sampling", "epsilon_without_amplification"],
     "group labels": ["group_labels_entered_training"],
     "what went wrong": ["empty_batches", "non_finite_samples", "clamped_weights"],
-    "randomness": ["random_generator", "seed"],
+    "randomness": ["random_generator", "seed", "claim", "sampler"],
+    "steps declared and drawn, by which runs": [
+        "declared_steps", "reserved_steps", "steps_note", "runs", "parents", "ledger_covers",
+    ],
+    "rounding, and the rest of the batch": ["bound_inflation", "independence"],
     "soundness": ["method", "soundness", "reference"],
     "code version, specification, ledger": ["versions", "specification", "ledger"],
 }
@@ -244,7 +248,8 @@ def test_the_report_states_everything(toy, rule):
     assert report["soundness"] == rule.soundness
     assert report["group_labels_entered_training"] == (rule.name == "dpsgd-f")
     assert report["accountant"]["library"] == "dp-accounting"
-    assert "AES-256" in report["random_generator"]
+    assert report["random_generator"].startswith("AES-256 in counter mode (noise, batches and")
+    assert ("PCG64" in report["random_generator"]) == (not rule.poisson)
     assert re.fullmatch("[0-9a-f]{64}", report["specification"])
     for constant, value in vars(rule).items():
         assert f"{constant}={value}" in report["rule"]
