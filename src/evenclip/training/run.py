@@ -105,13 +105,18 @@ class Run:
         self._sizes = {**self.mechanism.statistics, "gradient": self.tape.layout.size}
         seed = settings.seed
         self.set_key(fresh_key(ranks) if seed is None else secret_key(seed, self.conditions))
-        some = partial(self.batches.some, t=0, state=self.state)
-        self.company = fix_company(self.tape, settings, self.performance, ranks.world, some)
-        rho = rounding(settings, self.tape, self.performance)
-        self.mechanism = replace(self.mechanism, rounding=rho)
+        self._fix_blocks(compiled=bool(self.performance.compile))
         self._graph: Graph | None = None
         self._journal: Journal | None = None
         self._is_recording = False
+
+    def _fix_blocks(self, *, compiled: bool) -> None:
+        """Fix the size of the blocks that pass at once, and what the rounding of sums costs."""
+        some = partial(self.batches.some, t=0, state=self.state)
+        place = self.tape, self.settings, self.performance, self.ranks.world
+        self.company = fix_company(*place, None if compiled else some)
+        rho = rounding(self.settings, self.tape, self.performance)
+        self.mechanism = replace(self.mechanism, rounding=rho)
 
     # --- key, ledger and branches ---
 
@@ -219,22 +224,19 @@ class Run:
     def listening(self) -> Iterator[Self]:
         """Record forward passes, as steps need; restore torch's generator at the end."""
         devices = [self.device] if self.device.type == "cuda" else []
-        with (
-            precision(self.performance.tf32),
-            torch.random.fork_rng(devices=devices),
-            self.tape.recording(),
-        ):
+        with precision(self.performance.tf32), torch.random.fork_rng(devices=devices):
             if self.performance.compile and self._graph is None:
                 self._graph = self._compiled(self.performance.compile)
-            self._is_recording = True
-            try:
-                yield self
-            finally:
-                self._is_recording = False
-                if os.getpid() == self._process:  # a forked process has no readers, and no block
-                    self.batches.close()
-                    if self._journal is not None and self.ranks.leads:
-                        self._journal.close(self.run_id, self.drawn)
+            with self.tape.recording():
+                self._is_recording = True
+                try:
+                    yield self
+                finally:
+                    self._is_recording = False
+                    if os.getpid() == self._process:  # not in a forked process
+                        self.batches.close()
+                        if self._journal is not None and self.ranks.leads:
+                            self._journal.close(self.run_id, self.drawn)
 
     def step(self) -> Step:
         """Draw a batch, write the ledger, and compute one step of Algorithm 2.
@@ -308,16 +310,18 @@ class Run:
         try:
             if self.ranks.world > 1:
                 raise NoGraph("several ranks compute it")
-            return Graph(
-                self.tape,
-                self.mechanism,
-                self.state,
-                self.settings.B,
-                partial(self.batches.some, t=self.t, state=self.state),
-                self._noise(0),
-                mode if isinstance(mode, str) else None,
-            )
+            with self.tape.recording():
+                return Graph(
+                    self.tape,
+                    self.mechanism,
+                    self.state,
+                    self.settings.B,
+                    partial(self.batches.some, t=self.t, state=self.state),
+                    self._noise(0),
+                    mode if isinstance(mode, str) else None,
+                )
         except NoGraph as why:
+            self._fix_blocks(compiled=False)
             warnings.warn(
                 f"The step is not compiled: {why}. The run is computed without.", stacklevel=4
             )

@@ -27,7 +27,7 @@ __all__ = ["given", "make_mechanism", "make_tape", "rounding"]
 
 def rounding(settings: Settings, tape: AnyTape, performance: Performance) -> float:
     """Return ρ of the run's sums; see `evenclip.mechanism.rounding`."""
-    if settings.q is None:
+    if settings.q is None or not settings.rule.bounded:
         return 0.0
     blocks = [size for size in (performance.chunk, tape.rows) if size is not None]
     records = most_records(settings.q, settings.n)
