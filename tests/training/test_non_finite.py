@@ -18,6 +18,9 @@ from evenclip.mechanism import Mechanism
 from evenclip.rules import Constants
 from evenclip.training.passes import Chunk
 
+# Different ways to compute one run, or runs that differ in one respect, share their draws here.
+pytestmark = pytest.mark.usefixtures("one_stream")
+
 BAD = 4  # the row that is not finite
 
 

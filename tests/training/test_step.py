@@ -365,7 +365,7 @@ def test_a_custom_rule_has_trace_report_and_resume(toy, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         fit(toy.mlp(), data, **settings, checkpoint=tmp_path, observers=[stop])
-    resumed = fit(toy.mlp(), data, **settings, checkpoint=tmp_path, resume=True)
+    resumed = fit(toy.mlp(), data, **settings, checkpoint=tmp_path, resume="exact")
     assert toy.same(whole.model, resumed.model)
     assert (whole.trace, whole.ledger, whole.state.tolist()) == (
         resumed.trace,
@@ -556,7 +556,7 @@ class FollowsInSecret(Follows):
     counts_first: ClassVar[bool] = False
 
 
-def test_a_rule_whose_bound_follows_from_its_count_is_clipped_with_it(toy):
+def test_a_rule_whose_bound_follows_from_its_count_is_clipped_with_it(toy, one_stream):
     models = []
     for chunk in (None, 3):
         steps = []

@@ -49,7 +49,7 @@ def journaled(folder: Path) -> Ledger:
     path = folder / _NAME
     try:
         content = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return Ledger()
     except OSError as error:
         raise CheckpointError(

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from evenclip.data import Dataset, Streamed
 from evenclip.gradients.precision import precision
-from evenclip.mechanism import Ledger, Release, Share
+from evenclip.mechanism import Ledger, Mechanism, Release, Share
 from evenclip.mechanism.entry import Entry, Parent, entry_of
 from evenclip.mechanism.noise import Noise, Values
 from evenclip.mechanism.rounding import TAU
@@ -175,21 +175,21 @@ class Run:
         """The ledger lines that are written ahead."""
         return [] if self._journal is None else self._journal.reserved
 
-    def _write(self) -> None:
-        """Write the next draw into the ledger, after the journal."""
-        draw = self._entry(0)
+    def _write(self, mechanism: Mechanism) -> None:
+        """Write the next draw, of a step by this mechanism, into the ledger, after the journal."""
+        draw = self._entry(mechanism, 0)
         if self._journal is not None and self.ranks.leads and not self._journal.covers(draw):
             left = max(1, self.settings.steps - self.t)
             block = min(left, max(self.settings.epoch, _BLOCK))
             ahead = Ledger([replace(draw, steps=1 if self.mechanism.varies else block)])
             for i in range(ahead.steps, block):
-                ahead.add(self._entry(i))
+                ahead.add(self._entry(self.mechanism.at(self.t + i), i))
             self._journal.reserve(self.run_id, self.drawn, ahead.entries)
         self.ledger.add(draw)
 
-    def _entry(self, i: int) -> Entry:
-        """Return the ledger's entry of the draw after i others, if each is of the next step."""
-        multipliers, q = self.mechanism.at(self.t + i).multipliers, self.batches.q
+    def _entry(self, mechanism: Mechanism, i: int) -> Entry:
+        """Return the ledger's entry of the draw after i others."""
+        multipliers, q = mechanism.multipliers, self.batches.q
         return entry_of(
             q,
             multipliers,
@@ -253,7 +253,7 @@ class Run:
             self.branch()
         mechanism, index = self.mechanism.at(self.t), self.drawn
         # Before the step, so that an interrupted step is in the ledger.
-        self._write()
+        self._write(mechanism)
         self.drawn += 1
         B, chunks = self.batches.draw(index, self.state)
         noise = self._noise(index)
