@@ -111,7 +111,13 @@ class Watch:
 
 def one_stream() -> Any:
     """Derive keys from the seed alone, so that any number of ranks draws alike."""
-    return mock.patch("evenclip.training.run.conditions", return_value={})
+    return mock.patch("evenclip.training.run.conditions", no_conditions)
+
+
+def no_conditions(*given: Any) -> dict[str, str]:
+    """Return no conditions."""
+    del given
+    return {}
 
 
 def train(
@@ -235,8 +241,9 @@ class Fixed:
     def __init__(self, batch: Tensor) -> None:
         self._batch = batch
 
-    def next(self) -> Tensor:
+    def batch(self, index: int) -> Tensor:
         """Return the batch."""
+        del index
         return self._batch
 
     def expected_size(self, batch: Tensor) -> float:

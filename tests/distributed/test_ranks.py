@@ -37,6 +37,8 @@ def close(a, b) -> bool:
         return len(a) == len(b) and all(close(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, torch.Tensor):
         return torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+    if a is None or b is None:
+        return a is b
     return a == pytest.approx(b, rel=1e-9, abs=1e-12)
 
 

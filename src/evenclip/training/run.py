@@ -134,22 +134,23 @@ class Run:
         self.noise = Noise(derive(key, "noise"), self._sizes, self.device)
         self._repeats: Repeats | None = None
 
-    def branch(self) -> None:
-        """Continue as a branch, with batches and noise from the operating system.
+    def _branch(self) -> None:
+        """Continue as a branch, with batches and noise from the operating system."""
+        self._check_alone()
+        self.conditions = {}
+        self.set_key(os.urandom(KEY_BYTES), (self.run_id, self.drawn))
 
-        Raises:
-            RuntimeError: with several ranks, which must have one key.
-        """
+    def _check_alone(self) -> None:
+        """Raise if the run has several ranks, which must have one key."""
         if self.ranks.world > 1:
             raise RuntimeError(
                 "A run over several ranks cannot be copied or forked, because all ranks draw from "
                 "one key; save a checkpoint, and resume it with resume=True."
             )
-        self.conditions = {}
-        self.set_key(os.urandom(KEY_BYTES), (self.run_id, self.drawn))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the run without its key: a copy draws batches and noise of its own."""
+        self._check_alone()
         if self._is_recording:
             raise RuntimeError("Copy a run outside `with run.listening():`, where it takes steps.")
         return {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
@@ -157,7 +158,7 @@ class Run:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._graph = self._journal = None
-        self.branch()
+        self._branch()
 
     def write_ahead(self, folder: Path) -> None:
         """Write every further draw into the journal of a folder before it is made."""
@@ -250,7 +251,7 @@ class Run:
                 "recorded."
             )
         if os.getpid() != self._process:  # the process was forked
-            self.branch()
+            self._branch()
         mechanism, index = self.mechanism.at(self.t), self.drawn
         # Before the step, so that an interrupted step is in the ledger.
         self._write(mechanism)
