@@ -25,6 +25,8 @@ from __future__ import annotations
 
 import math
 
+from evenclip.mechanism.sampling import drawn_rate
+
 __all__ = ["TAU", "most_records", "sum_rounding"]
 
 TAU = 1e-30
@@ -37,7 +39,7 @@ def most_records(q: float, n: int) -> int:
     >>> most_records(256 / 23484, 23484), most_records(1.0, 100)
     (467, 101)
     """
-    mean = q * (n + 1)
+    mean = drawn_rate(q) * (n + 1)
     low, high = math.floor(mean), n + 1
     while low < high:
         middle = (low + high) // 2
