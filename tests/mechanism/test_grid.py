@@ -149,9 +149,11 @@ def noisy_integers(k, z, grid):
 def test_published_is_the_noisy_integer_rounded_to_the_coarse_grid(
     form, pairs, S, multiplier, rounding
 ):
-    """hi and lo are exact, so that only the addition of the noise rounds, and once."""
+    """Only the addition of the noise rounds, and once, because hi and lo are exact."""
     grid = grid_of(form, S, multiplier, len(pairs), rounding)
-    totals, noise = (torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True))
+    totals, noise = (
+        torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True)
+    )
     before = totals.clone(), noise.clone()
     out = published(totals, noise, grid)
     assert torch.equal(totals.nan_to_num(), before[0].nan_to_num())  # nothing is changed in place
@@ -244,7 +246,8 @@ def test_parts_have_the_values_of_the_whole(size, dtype):
 
 
 @pytest.mark.parametrize(
-    ("form", "size"), [(torch.clone, 0), (torch.clone, 1), (torch.clone, 3), (Counted, 0), (Counted, 1)]
+    ("form", "size"),
+    [(torch.clone, 0), (torch.clone, 1), (torch.clone, 3), (Counted, 0), (Counted, 1)],
 )
 def test_noise_of_another_length_is_refused(form, size):
     """One number of noise would otherwise be added to every number of the sum."""

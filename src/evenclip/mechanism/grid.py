@@ -1,4 +1,4 @@
-"""The two public grids of a release: what makes a floating-point sum plus noise a Gaussian mechanism.
+"""The two public grids of a release, which make a sum in floating point a Gaussian mechanism.
 
 A sum in floating point plus noise in floating point is not a Gaussian mechanism: which numbers can
 come out depends on the data, and one output can decide between two neighbours (Mironov 2012, "On
@@ -70,10 +70,11 @@ class Grid(NamedTuple):
         >>> grid.fine == 2.0**-24, grid.coarse, round(grid.std - 1.0, 7)
         (True, 0.125, 1.53e-05)
         """
-        if isinstance(S, Tensor):
-            S = S.to(torch.float64).clamp(min=_LEAST)
-        else:
-            S = max(float(S), _LEAST)
+        S = (
+            S.to(torch.float64).clamp(min=_LEAST)
+            if isinstance(S, Tensor)
+            else max(float(S), _LEAST)
+        )
         root = math.sqrt(size)
         fine = power_below(S * min(_FINE / root, multiplier / 32))
         std = (S * (1 + rounding) + fine * root) * (multiplier * (1 + 2.0**-48))
@@ -121,7 +122,8 @@ def published(total: Tensor, z: Tensor, grid: Grid) -> Tensor:
     k = k.mul_(h / H).add_(0.5)  # in units of H; exact, because h/H is a power of two
     hi = k.floor()
     lo = k.sub_(hi)
-    noisy = torch.addcmul(lo, z, std / H) if isinstance(std, Tensor) else lo.add(z, alpha=std / H)
+    ratio = std / H
+    noisy = torch.addcmul(lo, z, ratio) if isinstance(ratio, Tensor) else lo.add(z, alpha=ratio)
     return noisy.floor_().add_(hi).mul_(H)
 
 

@@ -37,7 +37,7 @@ def most_records(q: float, n: int) -> int:
     """Return N: the batch of a neighbour, up to n + 1 records, exceeds it with probability ≤ TAU.
 
     >>> most_records(256 / 23484, 23484), most_records(1.0, 100)
-    (467, 101)
+    (465, 101)
     """
     mean = drawn_rate(q) * (n + 1)
     low, high = math.floor(mean), n + 1
