@@ -7,9 +7,10 @@ float64, u has full relative precision: where its word of 63 bits is below 2⁵�
 another word extends it to 127 bits. θ has 53 bits. So the computed pair differs from the pair of a
 real-valued Box–Muller transform by at most c/r along the radius, and each value by at most
 c·(r + 2H/σ'), where c = 2⁻⁴⁸ covers every rounding up to the division by the grid's spacing H (log,
-sin and cos within 4 units in the last place). `evenclip.mechanism.grid` publishes only the cell of width H that a
-value lies in. For a pair with u ≥ 2⁻⁷⁵, the probability of every cell is that of real-valued noise
-up to a factor e^±λ with λ = 8(σ'/H)²c, and H ≥ σ'/16. The other pairs have probability β = 2⁻⁷⁵.
+sin and cos within 4 units in the last place). `evenclip.mechanism.grid` publishes only the cell of
+width H that a value lies in. For a pair with u ≥ 2⁻⁷⁵, the probability of every cell is that of
+real-valued noise up to a factor e^±λ with λ = 8(σ'/H)²c, and H ≥ σ'/16. The other pairs have
+probability β = 2⁻⁷⁵.
 `evenclip.mechanism.correction` adds both to ε and δ.
 """
 
