@@ -114,7 +114,7 @@ def same_layer():
             .sum(dim=0)
             .sqrt()
         )
-        torch.testing.assert_close(actual.square_norms().sqrt(), norms, **close)
+        check_norms(actual.square_norms().sqrt(), norms, actual.cancels, close)
         torch.testing.assert_close(actual.per_sample(), expected, **close)
         for weights in weightings(n):
             total = {name: torch.tensordot(weights, g, dims=1) for name, g in expected.items()}
@@ -132,7 +132,7 @@ def same():
 
     def compare(actual, expected, rtol=RTOL):
         close = {"rtol": rtol, "atol": rtol * float(expected.abs().max()), "check_dtype": False}
-        torch.testing.assert_close(actual.norms(), expected.double().norm(dim=1), **close)
+        check_norms(actual.norms(), expected.double().norm(dim=1), actual.cancels, close)
         torch.testing.assert_close(actual.per_sample(), expected, **close)
         for weights in weightings(len(expected)):
             torch.testing.assert_close(
@@ -140,6 +140,16 @@ def same():
             )
 
     return compare
+
+
+def check_norms(actual, expected, cancels, close):
+    """Compare norms; those of sums that may cancel are enlarged by a margin, never too small."""
+    if cancels:
+        slack = 1e-3 * expected.max().clamp(min=1.0)
+        assert (actual >= expected * (1 - close["rtol"]) - close["atol"]).all()
+        assert (actual <= expected * (1 + close["rtol"]) + close["atol"] + slack).all()
+    else:
+        torch.testing.assert_close(actual, expected, **close)
 
 
 def weightings(n):

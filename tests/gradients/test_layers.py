@@ -370,10 +370,11 @@ def test_a_layer_whose_forward_was_replaced_has_no_formula():
     assert formula(layer) is None
 
 
-def test_float32_gives_float32_sums_and_float64_norms(numbers):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_have_the_dtype_of_the_weights_and_norms_are_float64(dtype, numbers):
     module, a, delta = nn.Linear(3, 2), numbers(0, 4, 3).float(), numbers(1, 4, 2).float()
     gradients = linear.gradient(module, a, delta, ["weight", "bias"])
     assert gradients.square_norms().dtype == torch.float64
     assert {
-        g.dtype for g in gradients.weighted_sum(torch.ones(4, dtype=torch.float64)).values()
-    } == {torch.float32}
+        g.dtype for g in gradients.weighted_sum(torch.ones(4, dtype=dtype)).values()
+    } == {dtype}

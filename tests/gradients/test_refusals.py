@@ -334,6 +334,13 @@ def test_refused_under_autocast(numbers, tokens):
         )
 
 
+def test_refused_in_float16_but_not_in_bfloat16(numbers, tokens):
+    x, y = numbers(1, N, D), tokens(2, CLASSES, N)
+    with pytest.raises(ModelError, match=r"'weight' has the dtype float16.*model\.bfloat16\(\)"):
+        plan(nn.Linear(D, CLASSES).half(), F.cross_entropy, x.half(), y)
+    plan(nn.Linear(D, CLASSES).bfloat16(), F.cross_entropy, x.bfloat16(), y)
+
+
 @pytest.mark.filterwarnings(
     "ignore:Using a target size:UserWarning"
 )  # torch's own, of the very thing

@@ -31,8 +31,9 @@ from torch import Tensor
 from evenclip.gradients import Layout, PerSample
 from evenclip.gradients.per_sample import Whole
 from evenclip.mechanism import Mechanism, accounting
-from evenclip.mechanism.noise import Noise
+from evenclip.mechanism.noise import NormalStream
 from evenclip.mechanism.release import Ledger, Release
+from evenclip.mechanism.words import derive
 from evenclip.rules import DPSGD, DPSGDF, Constants, DPSGDGlobal, DPSGDGlobalAdapt, Rule
 from evenclip.training.passes import Chunk
 from evenclip.training.step import step
@@ -113,11 +114,10 @@ class OneStep:
 
     def draw(self, world: World, seed: int) -> Transcript:
         """Compute many steps with fresh noise."""
-        noise = Noise(np.random.SeedSequence(seed))
         width = self.counts + D
+        noise = NormalStream(derive(bytes(32), str(seed)), BLOCK * width)
         blocks = [
-            self(world, noise.normal(t, width, torch.float64, BLOCK))
-            for t in range(0, DRAWS, BLOCK)
+            self(world, noise.of(t)[:].view(BLOCK, width)) for t in range(DRAWS // BLOCK)
         ]
         return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 
@@ -139,7 +139,9 @@ def lower_bound(scores_in: Tensor, scores_out: Tensor) -> float:
     for world, tail in itertools.product((1.0, -1.0), repeat=2):
         a, b = _oriented(scores_in[:half], scores_out[:half], world, tail)
         a, b = a.sort().values, b.sort().values
-        for t in torch.cat([a, b]).sort().values[half :: half // 500].tolist():
+        values = torch.cat([a, b]).sort().values[half :: half // 500]
+        # Just below a value, because on a grid many scores are equal.
+        for t in values.nextafter(torch.tensor(-math.inf, dtype=values.dtype)).tolist():
             hits, alarms = (half - int(torch.searchsorted(s, t, right=True)) for s in (a, b))
             bound = _bound(hits, alarms, half)
             if bound > best:
@@ -236,8 +238,8 @@ def test_the_claim_of_one_step_is_that_of_the_gaussian_mechanism():
 class NoiseForC0(Release):
     """The algorithm box of DPSGD-F: noise σC0, although the sensitivity is max C_k."""
 
-    def __call__(self, name, value, *, sensitivity, multiplier):
-        return super().__call__(name, value, sensitivity=1.0, multiplier=multiplier)
+    def __call__(self, name, value, *, sensitivity, **further):
+        return super().__call__(name, value, sensitivity=1.0, **further)
 
 
 class NoiseForThosePresent(Release):
@@ -248,16 +250,12 @@ class NoiseForThosePresent(Release):
         self.present = world.group.unique()
         self.noisy_counts = None
 
-    def __call__(self, name, value, *, sensitivity, multiplier):
+    def __call__(self, name, value, *, sensitivity, **further):
         if name == "count":
-            self.noisy_counts = super().__call__(
-                name, value, sensitivity=sensitivity, multiplier=multiplier
-            )
+            self.noisy_counts = super().__call__(name, value, sensitivity=sensitivity, **further)
             return self.noisy_counts
         C, _ = DPSGDF(C0=1.0, sigma=1.0).observe(self.noisy_counts, 4.0, torch.ones(2))
-        return super().__call__(
-            name, value, sensitivity=C[self.present].max(), multiplier=multiplier
-        )
+        return super().__call__(name, value, sensitivity=C[self.present].max(), **further)
 
 
 def test_fault_noise_for_C0_is_seen():

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from exact import Ideal
 
 from evenclip.mechanism import Mechanism
-from evenclip.mechanism.release import Release
 from evenclip.rules import Constants
 
 
@@ -34,7 +34,7 @@ def take_step():
     """Compute one step of the mechanism on given gradients [sample, 3]."""
 
     def step(rule, gradients, group, state, B, noise):
-        mechanism, release = Mechanism(rule, Constants(groups=3)), Release(noise)
+        mechanism, release = Mechanism(rule, Constants(groups=3)), Ideal(noise)
         norms = torch.linalg.vector_norm(gradients, dim=1)
         now, following = mechanism.observe(
             mechanism.count(norms, group, state, None), B, state, release

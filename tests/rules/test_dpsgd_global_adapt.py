@@ -9,10 +9,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from exact import Ideal
 from scipy.stats import lognorm, norm
 
 from evenclip.mechanism import Mechanism
-from evenclip.mechanism.noise import Noise
+from evenclip.mechanism.noise import NormalStream
 from evenclip.mechanism.release import Release
 from evenclip.rules import DPSGD, Constants, DPSGDGlobalAdapt
 
@@ -121,14 +122,14 @@ def test_it_is_dpsgd_with_bound_Z_and_learning_rate_eta_C0_over_Z(take_step):
 def test_Z_settles_where_a_fraction_eta_Z_of_the_norms_is_above_tau_Z(Z0, tau):
     rule = DPSGDGlobalAdapt(Z0=Z0, tau=tau, eta_Z=0.1, sigma=1.0)
     guard, Z = Mechanism(rule), rule.init(Constants(groups=1))
-    noise, random = Noise(np.random.SeedSequence(1)), np.random.default_rng(2)
+    noise, random = NormalStream(bytes(32), 1), np.random.default_rng(2)
     above, spread = [], 1.5
     for t in range(700):
         norms = torch.from_numpy(random.lognormal(0.5, spread, random.poisson(256)))
         above.append(lognorm.sf(tau * float(Z), spread, scale=math.exp(0.5)))
         count = guard.count(norms, torch.zeros(len(norms)), Z, None)
-        noisy = Release({"count": noise.normal(t, 1)[0]})(
-            "count", count, sensitivity=1.0, multiplier=rule.sigma_count
+        noisy = Release({"count": noise.of(t)})(
+            "count", count, sensitivity=1.0, multiplier=rule.sigma_count, rounding=0.0
         )
         _, Z = rule.observe(noisy, 256.0, Z)
     assert 0.085 < np.mean(above[350:]) < 0.115
@@ -144,10 +145,10 @@ def test_Z_rises_with_probability_Phi_of_the_excess(excess):
     many = round(0.1 * B + excess * rule.sigma_count)
     norms = torch.cat([torch.full((many,), 2.0), torch.full((B - many,), 0.5)]).double()
     count = Mechanism(rule).count(norms, torch.zeros(B), rule.init(Constants(groups=1)), None)
-    noise = Noise(np.random.SeedSequence(5)).normal(0, draws, torch.float64)[0]
+    noise = NormalStream(bytes(32), draws).of(0)[:]
     rises = 0
     for z in noise.split(1):
-        noisy = Release({"count": z})("count", count, sensitivity=1.0, multiplier=rule.sigma_count)
+        noisy = Ideal({"count": z})("count", count, sensitivity=1.0, multiplier=rule.sigma_count)
         now, following = rule.observe(noisy, float(B), rule.init(Constants(groups=1)))
         rises += bool(following > now)
     expected = norm.cdf(excess)
@@ -159,9 +160,9 @@ def test_Z_rises_with_probability_Phi_of_the_excess(excess):
 @pytest.mark.parametrize("Z0", [1e-12, 1.0, 1e12, 1e-300, 1e300])
 def test_Z_stays_finite_on_batches_of_one_with_huge_noise(Z0):
     rule = DPSGDGlobalAdapt(Z0=Z0, sigma_count=1e6)
-    Z, noise = rule.init(Constants(groups=1)), Noise(np.random.SeedSequence(7))
+    Z, noise = rule.init(Constants(groups=1)), NormalStream(bytes(32), 1)
     for t in range(200):
-        noisy = 1e6 * noise.normal(t, 1, torch.float64)[0]
+        noisy = 1e6 * noise.of(t)[:]
         _, Z = rule.observe(noisy, 1.0, Z)
         assert 1e-12 <= float(Z) <= 1e12
 

@@ -130,11 +130,11 @@ class Toy:
 
     def step(
         self, tape: AnyTape, rule: Rule, state: Tensor, chunks: list[Chunk], B: float,
-        release: Release | dict[str, Tensor],
+        release: Any,
     ) -> Step:  # fmt: skip
-        """Compute one step as a `Step`."""
+        """Compute one step as a `Step`; `release` is the noise by name, or a release."""
         mechanism = Mechanism(rule, Constants(groups=self.K))
-        release = release if isinstance(release, Release) else Release(release)
+        release = Release(release) if isinstance(release, dict) else release
         public, part = step(tape, mechanism, state, chunks, B, release)
         return Step(
             public, part.seen, part.total, WeightedSums(tape, chunks), B, 0, mechanism, tape, state
@@ -183,15 +183,15 @@ def spy(monkeypatch) -> Spy:
     """Record draws and releases of all training; clear the lists between two runs."""
     seen = Spy()
     for sampler in (Poisson, Shuffled):
-        monkeypatch.setattr(sampler, "next", _watched_batches(sampler.next, seen))
+        monkeypatch.setattr(sampler, "batch", _watched_batches(sampler.batch, seen))
     start, call = Release.__init__, Release.__call__
 
-    def watched_start(self, noise, totals=None):
-        seen.noise.append({name: numbers.clone() for name, numbers in noise.items()})
-        start(self, noise, totals)
+    def watched_start(self, noise, shares=None):
+        seen.noise.append({name: numbers[:].clone() for name, numbers in noise.items()})
+        start(self, noise, shares)
 
-    def watched_call(self, name, value, *, sensitivity, multiplier):
-        out = call(self, name, value, sensitivity=sensitivity, multiplier=multiplier)
+    def watched_call(self, name, value, *, sensitivity, multiplier, **further):
+        out = call(self, name, value, sensitivity=sensitivity, multiplier=multiplier, **further)
         if value.numel():
             seen.releases.append(
                 Released(name, value.clone(), float(sensitivity), multiplier, out.clone())
@@ -204,8 +204,8 @@ def spy(monkeypatch) -> Spy:
 
 
 def _watched_batches(draw, seen):
-    def recorded(self):
-        batch = draw(self)
+    def recorded(self, index):
+        batch = draw(self, index)
         seen.batches.append(batch.clone())
         return batch
 

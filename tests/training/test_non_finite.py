@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from exact import released
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
@@ -203,9 +204,9 @@ def test_a_batch_of_nothing_else_is_a_step_of_pure_noise(toy, private_rule):
     assert torch.equal(step.public.gradient, nothing.public.gradient)
     assert torch.equal(step.public.state, nothing.public.state)
     noise = noise_for(model)[1]
-    torch.testing.assert_close(
-        step.public.gradient * 8, float(step.public.sensitivity) * private_rule.sigma * noise
-    )
+    S, sigma = float(step.public.sensitivity), private_rule.sigma
+    expected = released(torch.zeros(len(noise)), S, sigma, noise)
+    assert torch.equal(step.public.gradient * 8, expected)
 
 
 class Rows(Dataset):
@@ -286,7 +287,7 @@ def test_training_on_spoilt_rows_is_training_without_them(toy, spy):
         good = batch[torch.isfinite(x[batch, 0])]
         _, gradients = toy.gradients(model, x[good], y[good])
         clipped = gradients * (0.7 / gradients.norm(dim=1, keepdim=True)).clamp(max=1.0)
-        total = clipped.sum(dim=0) + 0.5 * 0.7 * noise["gradient"]
+        total = released(clipped.sum(dim=0), 0.7, 0.5, noise["gradient"])
         torch.nn.utils.vector_to_parameters(toy.vector(model) - 0.2 * total / 8, model.parameters())
     torch.testing.assert_close(toy.vector(result.model), toy.vector(model), rtol=1e-10, atol=1e-10)
 

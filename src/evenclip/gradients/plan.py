@@ -59,10 +59,7 @@ def plan(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tape | WholeTape:
         y: their targets.
     """
     refuse_stateful(model)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ModelError(
-            "The model has no trainable parameter; set requires_grad=True on what is to be trained."
-        )
+    _refuse_parameters(model)
     if not count(x):
         raise ModelError("No sample was given to analyse the model with; give at least one.")
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -114,6 +111,20 @@ def refuse_stateful(model: nn.Module) -> None:
                 f"{where} scales gradients by how often a token occurs in the batch, so samples "
                 "influence each other. Build it without scale_grad_by_freq."
             )
+
+
+def _refuse_parameters(model: nn.Module) -> None:
+    """Raise for a model without trainable parameters, or with parameters in float16."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ModelError(
+            "The model has no trainable parameter; set requires_grad=True on what is to be trained."
+        )
+    small = next((n for n, p in model.named_parameters() if p.dtype == torch.float16), None)
+    if small is not None:
+        raise ModelError(
+            f"The parameter {small!r} has the dtype float16, in which gradients underflow to 0 and "
+            "overflow to ∞. Use the range of float32: model.float() or model.bfloat16()."
+        )
 
 
 def _stateless_forward(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tensor:

@@ -37,6 +37,7 @@ __all__ = ["Grid", "on_grid", "published"]
 _FINE = 2.0**-16
 # Bound on |k|: with it, k + 2^(m−1) and every intermediate value are exact in float64.
 _MOST = 2.0**51
+_EXPONENT = 0x7FF0 << 48  # the exponent's bits of a float64
 # A smaller S is raised to this: more noise than needed, and no number underflows.
 _LEAST = 2.0**-400
 
@@ -118,7 +119,7 @@ def published(total: Tensor, z: Tensor, grid: Grid) -> Tensor:
         )
     h, H, std = grid
     # A projection: harmless to the sensitivity, and never taken by a sum within its bounds.
-    k = (total * (1 / h)).nan_to_num_(nan=0.0).clamp_(-_MOST, _MOST).round_()
+    k = (total * (1 / h)).nan_to_num_(nan=0.0).clamp(-_MOST, _MOST).round_()
     k = k.mul_(h / H).add_(0.5)  # in units of H; exact, because h/H is a power of two
     hi = k.floor()
     lo = k.sub_(hi)
@@ -130,10 +131,9 @@ def published(total: Tensor, z: Tensor, grid: Grid) -> Tensor:
 def power_below(x: Number) -> Number:
     """Return the largest power of two that is at most x > 0.
 
-    >>> power_below(0.3), power_below(0.25), float(power_below(torch.tensor(5.0)))
+    >>> power_below(0.3), power_below(0.25), float(power_below(torch.tensor(5.0).double()))
     (0.25, 0.25, 4.0)
     """
-    if isinstance(x, Tensor):
-        mantissa, _ = torch.frexp(x)
-        return x / (mantissa * 2)  # exact
+    if isinstance(x, Tensor):  # of float64, of which this keeps the exponent only
+        return (x.view(torch.int64) & _EXPONENT).view(torch.float64)
     return math.ldexp(1.0, math.frexp(x)[1] - 1)

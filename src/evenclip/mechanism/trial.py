@@ -61,9 +61,11 @@ def _check(
     )
 
 
-def _in_clear(name: str, value: Tensor, *, sensitivity: float, multiplier: float) -> Tensor:
+def _in_clear(
+    name: str, value: Tensor, *, sensitivity: float, multiplier: float, rounding: float
+) -> Tensor:
     """Return the value without noise: the samples of a trial are artificial."""
-    del name, sensitivity, multiplier
+    del name, sensitivity, multiplier, rounding
     return value
 
 
