@@ -24,11 +24,13 @@ Publish = Callable[[Tensor, Tensor, Grid, float, torch.dtype], Tensor]
 class Attacker:
     """The attacker's view of a release."""
 
-    def sum_of(self, model, data, **settings) -> Tensor:
-        """Return the clipped sum of the first step on this dataset, which the attacker knows."""
+    def release_of(self, model, data, **settings) -> tuple[Tensor, Grid]:
+        """Return the clipped sum of the first step on a dataset, and the grid of its release."""
         run = prepare(model, data, **settings)
         with run.listening():
-            return run.step().clipped_sum.clone()
+            step = run.step()
+        total, S, rule = step.clipped_sum, step.public.sensitivity, run.settings.rule
+        return total, Grid.of(S, rule.sigma, len(total), run.mechanism.rounding)
 
     def reachable(
         self, out: Tensor, total: Tensor, grid: Grid, scale: float, dtype: torch.dtype,

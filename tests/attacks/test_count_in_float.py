@@ -16,15 +16,13 @@ import torch
 
 from evenclip import DPSGDGlobalAdapt, prepare
 from evenclip.mechanism.grid import Grid
-from evenclip.mechanism.rounding import most_records, sum_rounding
 
 N, B, STEPS, LARGEST = 64, 16, 40, 40
 RULE = DPSGDGlobalAdapt(C0=1.0, sigma=1.0, Z0=2.0)
-GRID = Grid.of(1.0, 10.0, 1, sum_rounding(most_records(B / N, N)))
 
 
 def steps():
-    """Return the exact count, Z before and Z after every step of a run."""
+    """Return the grid of the counts, and the exact count, Z before and Z after every step."""
     random = torch.Generator().manual_seed(0)
     x, y = torch.randn(N, 5, generator=random), torch.arange(N) % 3
     model = torch.nn.Linear(5, 3)
@@ -35,10 +33,10 @@ def steps():
             step = run.step()
             seen.append((int((step.norms > run.state).sum()), float(run.state), step.public.state))
             run.update(step)
-    return seen
+    return Grid.of(1.0, 10.0, 1, run.mechanism.rounding), seen
 
 
-def possible_counts(attacker, before, after, single):
+def possible_counts(attacker, grid, before, after, single):
     """Return every count that some noise turns into the noisy one."""
     noisy = torch.tensor([B * (math.log(float(after) / before) + RULE.eta_Z)], dtype=torch.float64)
     off = 1e-13 * B  # of the logarithm of two numbers of float64
@@ -47,21 +45,24 @@ def possible_counts(attacker, before, after, single):
         count
         for count in range(LARGEST)
         if attacker.reachable(
-            noisy, torch.tensor([count], dtype=double), GRID, 1.0, double, single, off
+            noisy, torch.tensor([count], dtype=double), grid, 1.0, double, single, off
         ).all()
     ]
 
 
 def test_every_count_is_possible_after_every_step(attacker):
-    for _, before, after in steps():
+    grid, seen = steps()
+    for _, before, after in seen:
         for single in (False, True):
-            assert possible_counts(attacker, before, after, single) == list(range(LARGEST))
+            found = possible_counts(attacker, grid, before, after, single)
+            assert found == list(range(LARGEST))
 
 
 def test_the_attack_wins_against_noise_in_single_precision(attacker, float_noise):
     """In a step, a wrong count is possible too with a probability of about 1e-4."""
+    grid, seen = steps()
     exact = [
-        possible_counts(attacker, before, after, single=True) == [count]
-        for count, before, after in steps()
+        possible_counts(attacker, grid, before, after, single=True) == [count]
+        for count, before, after in seen
     ]
     assert sum(exact) >= STEPS - 3

@@ -18,8 +18,6 @@ import torch
 from torch import nn
 
 from evenclip import DPSGD, fit
-from evenclip.mechanism.grid import Grid
-from evenclip.mechanism.rounding import most_records, sum_rounding
 
 ROUNDS, N, D, CLASSES, B = 8, 24, 30, 4, 16
 RULE = DPSGD(C0=1.4, sigma=45.0)
@@ -45,11 +43,7 @@ def neighbours():
 
 def decisions(attacker, neighbours, single):
     """Return for every run its dataset, and which datasets the attacker cannot rule out."""
-    sums = {name: attacker.sum_of(model(), data, **SETTINGS) for name, data in neighbours.items()}
-    grids = {}
-    for name, data in neighbours.items():
-        records = most_records(1.0, len(data[1]))
-        grids[name] = Grid.of(RULE.C0, RULE.sigma, len(sums[name]), sum_rounding(records))
+    known = {n: attacker.release_of(model(), data, **SETTINGS) for n, data in neighbours.items()}
     decided = []
     for name, data in neighbours.items():
         for _ in range(ROUNDS):
@@ -59,9 +53,7 @@ def decisions(attacker, neighbours, single):
             possible = [
                 guess
                 for guess in neighbours
-                if attacker.reachable(
-                    gradient, sums[guess], grids[guess], 1 / B, torch.float32, single
-                ).all()
+                if attacker.reachable(gradient, *known[guess], 1 / B, torch.float32, single).all()
             ]
             decided.append((name, possible))
     return decided
