@@ -1,8 +1,8 @@
 """Two steps before one update.
 
-A custom loop calls `run.step()` twice and publishes both gradients. The attacker subtracts them. The
-parameters are the same, so two batches with one noise differ by the exact difference of their sums,
-which shows a single record.
+A custom loop calls `run.step()` twice and publishes both gradients. The attacker subtracts them. At
+the same parameters, two batches with one noise differ by the exact difference of their sums, which
+shows a single record.
 
 Every call must draw its own batch and noise and be in the ledger, whether or not an update follows.
 """

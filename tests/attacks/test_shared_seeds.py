@@ -1,8 +1,8 @@
 """One seed for two runs.
 
 Two models were trained from one seed, on neighbouring datasets or with another loss, activation or
-schedule. The attacker subtracts their first gradients. If both had the same noise, the result is the
-difference of two exact sums.
+schedule. The attacker subtracts their first gradients. If both had the same noise, the result is
+the difference of two exact sums.
 
 A key must depend on everything that can change a sum; then the noise of two runs is independent.
 """
