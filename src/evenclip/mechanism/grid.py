@@ -1,4 +1,4 @@
-"""The two public grids of a release, which make a sum in floating point a Gaussian mechanism.
+"""The two public grids of a release, which make a sum plus noise a Gaussian mechanism.
 
 A sum in floating point plus noise in floating point is not a Gaussian mechanism: which numbers can
 come out depends on the data, and one output can decide between two neighbours (Mironov 2012, "On
@@ -18,7 +18,8 @@ sensitivity S, the multiplier σ and d numbers does this instead:
 
 hi and lo are computed exactly: they are integers and multiples of h far below 2⁵³ in units of h, so
 float64 holds them without rounding. lo lies in [0, H), so the sum lo + Z rounds alike wherever hi
-is. Rounding to H adds H²/12 to the variance, at most 0.13 %.
+is. Rounding to H adds H²/12 to the variance, at most 0.13 %: the variance of every number released
+is σ'² + H²/12 (`Grid.variance`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from evenclip.mechanism.noise import BLOCK, Values
 
-__all__ = ["Grid", "on_grid", "published"]
+__all__ = ["Grid", "inflation", "on_grid", "published"]
 
 # h√d ≤ _FINE · S: the share of the sensitivity that rounding the sum may add.
 _FINE = 2.0**-16
@@ -71,15 +72,34 @@ class Grid(NamedTuple):
         >>> grid.fine == 2.0**-24, grid.coarse, round(grid.std - 1.0, 7)
         (True, 0.125, 1.53e-05)
         """
-        S = (
-            S.to(torch.float64).clamp(min=_LEAST)
-            if isinstance(S, Tensor)
-            else max(float(S), _LEAST)
-        )
+        S = S.double().clamp(min=_LEAST) if isinstance(S, Tensor) else max(float(S), _LEAST)
         root = math.sqrt(size)
         fine = power_below(S * min(_FINE / root, multiplier / 32))
         std = (S * (1 + rounding) + fine * root) * (multiplier * (1 + 2.0**-48))
         return Grid(fine, power_below(std * 0.125), std)
+
+    @property
+    def variance(self) -> Number:
+        """σ'² + H²/12, the variance of a released number; rounding to H adds the second term.
+
+        The rounding errors left out are below e⁻¹⁰⁰⁰, because σ' ≥ 8H.
+        """
+        return self.std**2 + self.coarse**2 / 12
+
+
+def inflation(rounding: float) -> float:
+    """Return the most that (S_fl + h√d)/S − 1 can be: ρ + 2⁻¹⁶.
+
+    By that share, the noise is larger than σS.
+
+    Args:
+        rounding: ρ.
+
+    >>> grid = Grid.of(0.7, 1.0, 91_650, 1e-4)
+    >>> grid.std / 0.7 - 1 <= inflation(1e-4)
+    True
+    """
+    return rounding + _FINE
 
 
 def on_grid(total: Tensor, noise: Values, grid: Grid, scale: float, dtype: torch.dtype) -> Tensor:
