@@ -1,5 +1,6 @@
-"""Tests of the rules inside Opacus: every mode against explicit sums, noise, logical batches,
-accounting, checkpoints, and rejected uses.
+"""Tests of the rules inside Opacus: every mode against explicit sums, the bound on a record's
+share, noise and batches that are used once, logical batches, accounting, checkpoints, and rejected
+uses.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ import copy
 import itertools
 import math
 import os
+import pickle
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -26,6 +28,7 @@ from opacus.optimizers import (
     AdaClipDPOptimizer,
     DistributedDPOptimizer,
     DPOptimizer,
+    DPOptimizerFastGradientClipping,
     DPPerLayerOptimizer,
 )
 from opacus.schedulers import StepGradClip, StepNoise
@@ -35,14 +38,20 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import evenclip
-import evenclip.opacus.optimizer as adapter
+import evenclip.opacus.clipping as clipping
 from evenclip import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate, Rule
 from evenclip.data import digits
+from evenclip.mechanism import Ledger, Mechanism, Release
 from evenclip.mechanism.accounting import epsilon
-from evenclip.mechanism.release import Entry, Ledger
+from evenclip.mechanism.grid import Grid
+from evenclip.mechanism.ledger import Entry
+from evenclip.mechanism.noise import Noise
+from evenclip.mechanism.rounding import TAU, most_records, sum_rounding
+from evenclip.mechanism.sampling import Poisson, drawn_rate
 from evenclip.models import mlp
-from evenclip.opacus import EvenOptimizer, EvenPrivacyEngine, even
-from evenclip.opacus.clipping import Clipper, joint
+from evenclip.opacus import EvenPrivacyEngine, even
+from evenclip.opacus.clipping import Clipper
+from evenclip.opacus.optimizer import joint
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),
@@ -53,19 +62,22 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-MODES = ["hooks", "functorch", "ew", "ghost"]
+MODES = ["hooks", "functorch", "ew"]
 NETS = {
     "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.Tanh(), nn.Linear(6, 3)),
     "cnn": lambda: nn.Sequential(nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)),
 }
+# With this little noise a released sum is the sum, up to 1e-6.
+LITTLE = 1e-7
 # C0, Z and Z0 lie among the norms of the data below, so that some samples are clipped and some are
 # not.
 RULES = [
-    DPSGD(C0=1.5, sigma=1.0),
-    DPSGDGlobal(C0=0.7, sigma=1.0, Z=2.5),
-    DPSGDGlobalAdapt(C0=0.7, sigma=1.0, Z0=2.5, tau=0.8, eta_Z=0.3),
-    DPSGDGlobalAdapt(C0=3.0, sigma=1.0, Z0=2.2),  # Z below C0: weights above 1
+    DPSGD(C0=1.5, sigma=LITTLE),
+    DPSGDGlobal(C0=0.7, sigma=LITTLE, Z=2.5),
+    DPSGDGlobalAdapt(C0=0.7, sigma=LITTLE, Z0=2.5, tau=0.8, eta_Z=0.3),
+    DPSGDGlobalAdapt(C0=3.0, sigma=LITTLE, Z0=2.2),  # Z below C0: weights above 1
 ]
+ADAPT = RULES[2]
 
 
 def expected_weights(rule, norms, Z):
@@ -109,44 +121,53 @@ class Private:
     """A network that Opacus made private with a rule, and one step of a training loop."""
 
     def __init__(
-        self,
-        rule,
-        mode="hooks",
-        net="mlp",
-        n=40,
-        batch=10,
-        reduction="mean",
-        seed=None,
-        by="engine",
-        accountant="prv",
+        self, rule, mode="hooks", net="mlp", n=40, batch=10, reduction="mean", by="engine", **more
     ):
-        self.net = make_network(net=net)
+        self.net = make_network(net=net).to(more.pop("dtype", torch.float32))
         self.x, self.y = images(n)
-        loader = DataLoader(TensorDataset(self.x, self.y), batch_size=batch)
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        inner = torch.optim.SGD(self.net.parameters(), lr=0.1)
-        loss = nn.CrossEntropyLoss(reduction=reduction)
-        common = {
-            "module": self.net, "optimizer": inner, "data_loader": loader, "criterion": loss,
-            "loss_reduction": reduction, "grad_sample_mode": mode, "noise_generator": generator,
-        }  # fmt: skip
+        self.x = self.x.to(next(self.net.parameters()).dtype)
+        self.loss = nn.CrossEntropyLoss(reduction=reduction)
+        arguments = {
+            "module": self.net,
+            "optimizer": torch.optim.SGD(self.net.parameters(), lr=0.1),
+            "data_loader": DataLoader(TensorDataset(self.x, self.y), batch_size=batch),
+            "loss_reduction": reduction,
+            "grad_sample_mode": mode,
+            **more,
+        }
         if by == "engine":
-            self.engine = EvenPrivacyEngine(accountant=accountant)
-            out = self.engine.make_private(rule=rule, **common)
+            self.engine = EvenPrivacyEngine()
+            made = self.engine.make_private(rule=rule, **arguments)
+            self.model, self.optimizer, self.loader = made
         else:
-            self.engine = PrivacyEngine(accountant=accountant)
-            out = self.engine.make_private(
-                noise_multiplier=joint(rule), max_grad_norm=1.0, **common
+            self.engine = PrivacyEngine()
+            self.model, optimizer, self.loader = self.engine.make_private(
+                noise_multiplier=joint(rule), max_grad_norm=1.0, **arguments
             )
-        self.model, self.optimizer, self.loader = out[0], out[1], out[-1]
-        self.loss = out[2] if mode == "ghost" else loss
-        if by == "even":
-            self.optimizer = even(self.optimizer, rule, self.loss if mode == "ghost" else None)
+            self.optimizer = even(optimizer, rule, self.engine, self.loader)
 
-    def step(self, x, y):
+    @property
+    def batches(self):
+        return self.loader.batch_sampler
+
+    def backward(self, x, y):
         self.optimizer.zero_grad()
         self.loss(self.model(x), y).backward()
+
+    def step(self, x, y):
+        """Take a step with this batch, as if the loader had drawn it."""
+        self.batches._unspent.append((self.batches._draws.run, len(x)))
+        self.backward(x, y)
         self.optimizer.step()
+
+    def epoch(self, physical=1000):
+        with BatchMemoryManager(
+            data_loader=self.loader, max_physical_batch_size=physical, optimizer=self.optimizer
+        ) as pieces:
+            for x, y in pieces:
+                assert len(x) <= physical
+                self.backward(x, y)
+                self.optimizer.step()
 
     @property
     def gradient(self):
@@ -160,24 +181,9 @@ class Private:
     def Z(self):
         return self.optimizer.rule_state.item()
 
-
-class ZeroNoise:
-    """A replacement of Opacus's noise that returns zeros and records each draw."""
-
-    def __init__(self):
-        self.draws = []
-
-    def __call__(self, *, std, reference, generator, secure_mode):
-        assert reference.dtype == torch.float64  # float32 normals have no tail
-        self.draws.append((std, tuple(reference.shape)))
-        return torch.zeros_like(reference)
-
-
-@pytest.fixture
-def zero_noise(monkeypatch):
-    recorder = ZeroNoise()
-    monkeypatch.setattr(adapter, "_generate_noise", recorder)
-    return recorder
+    @property
+    def ledger(self):
+        return self.optimizer.ledger
 
 
 # --- the weighted sum ---
@@ -185,11 +191,11 @@ def zero_noise(monkeypatch):
 
 # Every mode with every rule; every mode with the other network and the other way in.
 STEPS = [(mode, rule, "mlp", "engine") for mode in MODES for rule in RULES]
-STEPS += [(mode, RULES[2], "cnn", "even") for mode in MODES]
+STEPS += [(mode, ADAPT, "cnn", "even") for mode in MODES]
 
 
 @pytest.mark.parametrize(("mode", "rule", "net", "by"), STEPS, ids=str)
-def test_a_step_is_the_weighted_sum_by_hand(mode, rule, net, by, zero_noise):
+def test_a_step_is_the_weighted_sum_by_hand(mode, rule, net, by):
     run = Private(rule, mode, net, by=by)
     g = gradients(make_network(net=net), run.x, run.y)  # the same network, without Opacus's hooks
     norms = g.norm(dim=1).tolist()
@@ -202,68 +208,28 @@ def test_a_step_is_the_weighted_sum_by_hand(mode, rule, net, by, zero_noise):
     )  # the loader's batch size, not the 40 samples
     torch.testing.assert_close(run.gradient, expected, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(run.parameters, before - 0.1 * expected, rtol=1e-4, atol=1e-6)
-    assert list(run.engine.accountant.history) == [(joint(rule), 1 / 4, 1)]
+    assert run.engine.accountant.history == [(joint(rule), 0.25, 1)]
     if isinstance(rule, DPSGDGlobalAdapt):
         b = np.mean(np.array(norms) > rule.tau * rule.Z0) * 40 / 10
-        assert pytest.approx(rule.Z0 * math.exp(-rule.eta_Z + b)) == run.Z
+        assert pytest.approx(rule.Z0 * math.exp(-rule.eta_Z + b), rel=1e-5) == run.Z
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_sum_is_not_divided_and_mean_is_but_the_count_always_is(mode, zero_noise):
-    rule = RULES[2]
-    mean, total = Private(rule, mode), Private(rule, mode, reduction="sum")
+def test_sum_is_not_divided_and_mean_is_but_the_count_always_is(mode):
+    mean, total = Private(ADAPT, mode), Private(ADAPT, mode, reduction="sum")
     mean.step(mean.x, mean.y)
     total.step(total.x, total.y)
-    torch.testing.assert_close(total.gradient, 10 * mean.gradient, rtol=1e-5, atol=1e-7)
-    assert pytest.approx(mean.Z) == total.Z
+    torch.testing.assert_close(total.gradient, 10 * mean.gradient, rtol=1e-4, atol=1e-5)
+    assert pytest.approx(mean.Z, rel=1e-5) == total.Z
 
 
-@pytest.mark.parametrize("mode", ["hooks", "ghost"])
-def test_a_model_that_is_not_wrapped(mode, zero_noise):
+def test_a_model_that_is_not_wrapped():
     """With wrap_model=False, Opacus does not wrap the model and returns its hooks."""
-    rule, net = RULES[2], make_network()
-    x, y = images()
-    out = EvenPrivacyEngine().make_private(
-        rule=rule,
-        module=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-        grad_sample_mode=mode,
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=10),
-        wrap_model=False,
-    )
-    (out[2] if mode == "ghost" else nn.CrossEntropyLoss())(net(x), y).backward()
-    out[1].step()
-    same = Private(rule)
-    same.step(x, y)
-    torch.testing.assert_close(
-        flattened(p.grad for p in net.parameters()), same.gradient, rtol=1e-4, atol=1e-6
-    )
-
-
-def test_accumulated_batches_are_one_batch_of_their_sizes_together(zero_noise):
-    """Two backward passes before one step; Opacus allows this without Poisson sampling."""
-    net = make_network()
-    x, y = images()
-    model, optimizer, _ = PrivacyEngine().make_private(
-        module=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=10),
-        poisson_sampling=False,
-    )
-    optimizer = even(optimizer, RULES[2])
-    for part in (slice(0, 25), slice(25, 40)):
-        cross_entropy(model(x[part]), y[part]).backward()
-    assert optimizer.accumulated_iterations == 2
-    optimizer.step()
-    whole = Private(RULES[2])
-    whole.step(x, y)
-    torch.testing.assert_close(
-        flattened(p.grad for p in net.parameters()), whole.gradient / 2, rtol=1e-5, atol=1e-7
-    )
-    b = (math.log(whole.Z / 2.5) + 0.3) / 2  # half the share
-    assert optimizer.rule_state.item() == pytest.approx(2.5 * math.exp(-0.3 + b))
+    run, same = Private(ADAPT, wrap_model=False), Private(ADAPT)
+    run.model = run.net
+    for each in (run, same):
+        each.step(each.x, each.y)
+    torch.testing.assert_close(run.gradient, same.gradient, rtol=1e-4, atol=1e-6)
 
 
 # --- no sample counts for more than S ---
@@ -272,30 +238,17 @@ NUMBERS = st.one_of(
     st.floats(width=32, allow_nan=True, allow_infinity=True),
     st.sampled_from([0.0, 1e-45, 1e-38, 1e-20, 1.0, 3.4e38, -3.4e38, math.inf, math.nan]),
 )
+# Rounding of the weights, and of the norms computed here.
+CLOSE = 1 + 2.0**-45
 
 
 def clipped(rule, rows, dtype=torch.float32):
-    """Return Σ γ_i g_i of arbitrary per-sample gradients, stored as backward() would."""
+    """Return Σ γ_i g_i of arbitrary per-sample gradients, before the release.  # float64"""
     wide = max((len(row) for row in rows), default=3)
-    p, q = (
-        nn.Parameter(torch.zeros(wide - 1, dtype=dtype)),
-        nn.Parameter(torch.zeros((), dtype=dtype)),
-    )
-    inner = torch.optim.SGD([p, q], lr=1.0)
-    optimizer = EvenOptimizer(
-        DPOptimizer(
-            inner,
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            expected_batch_size=1,
-            loss_reduction="sum",
-        ),
-        rule,
-    )
     table = torch.tensor(np.array(rows), dtype=torch.float64).reshape(-1, wide).to(dtype)
-    p.grad_sample, q.grad_sample = table[:, :-1], table[:, -1]
-    optimizer.clip_and_accumulate()
-    return flattened([p.summed_grad, q.summed_grad])
+    clipper = Clipper(Mechanism(rule))
+    clipper.add([table[:, :-1], table[:, -1]])  # a vector and a scalar parameter
+    return clipper._total
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -304,339 +257,549 @@ def test_no_sample_moves_the_sum_by_more_than_S(rule, rows):
     S = rule.C0
     for row in rows:
         alone = clipped(rule, [row])
-        assert alone.norm() <= S
+        assert alone.norm() <= S * CLOSE
         if not np.isfinite(row).all():
             assert not alone.any()
     moved = clipped(rule, rows) - clipped(rule, rows[1:])
-    assert moved.norm() <= S * (1 + 1e-6 * len(rows))  # the sum itself is rounded
+    assert moved.norm() <= S * CLOSE * (1 + sum_rounding(len(rows)))
+
+
+def in_float32(samples, weights, keep):
+    """Return Σ γ_i g_i in float32, as before."""
+    assert keep is None
+    rows = [g.float().reshape(len(g), -1) for g in samples]
+    return torch.cat([weights.float() @ g for g in rows]).double()
+
+
+def norms_as_opacus(samples):
+    """Return ‖g_i‖ in the model's own precision, as Opacus."""
+    each = torch.stack([g.reshape(len(g), -1).norm(dim=1) for g in samples])
+    return each.norm(dim=0).double()
+
+
+def largest_move(n, dtype, seed):
+    """Return by how much one record moves the sum of n, beyond S."""
+    random = np.random.default_rng(seed)
+    rows = torch.tensor(random.normal(size=(n, 200)) * 3, dtype=torch.float64).to(dtype)
+    parts = rows.tolist(), rows[1:].tolist()
+    with_and_without = [clipped(DPSGD(C0=1.0), part, dtype) for part in parts]
+    moved = (with_and_without[0] - with_and_without[1]).norm().item()
+    return moved / (1 + sum_rounding(n)) - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [(None, None), ("norms_rounded_up", norms_as_opacus), ("_weighted_sum", in_float32)],
+)
+def test_one_record_among_many_moves_the_sum_by_S(name, fault, dtype, monkeypatch):
+    if fault is not None:
+        monkeypatch.setattr(clipping, name, fault)
+    most = max(largest_move(500, dtype, seed) for seed in range(8))
+    assert (most > 2.0**-45) == (fault is not None)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30, 3e37])
 def test_a_finite_gradient_is_clipped_and_not_dropped(size):
     """The square of the norm may overflow or underflow float32."""
-    row = torch.tensor([size, -size, size], dtype=torch.float64)
+    row = torch.tensor([size, -size, size], dtype=torch.float32).double()
     expected = row if size < 1 else row / row.norm()
     torch.testing.assert_close(
-        clipped(DPSGD(C0=1.0), [row.tolist()]), expected, rtol=1e-5, atol=0.0
+        clipped(DPSGD(C0=1.0), [row.tolist()]), expected, rtol=1e-12, atol=0.0
     )
 
 
 def test_a_gradient_whose_square_vanishes_has_a_norm_all_the_same():
     total = clipped(DPSGD(C0=1e-25), [[1e-24, 1e-24, 0.0]])
-    assert total.norm().item() == pytest.approx(1e-25, rel=1e-5)
-    assert total.norm() <= 1e-25
+    assert total.norm().item() == pytest.approx(1e-25, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
-)
-@pytest.mark.parametrize("width", [2, 64, 65, 66, 1000])
-def test_the_bound_holds_in_every_precision_and_width(width, dtype):
-    """The widths are around the size of a block, whose squares are summed in float32."""
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [2, 64, 1000])
+def test_the_sum_is_exact_in_every_precision(width, dtype):
     random = np.random.default_rng(width)
     for scale in (1e-2, 1.0, 300.0):
         row = random.normal(size=width) * scale
         total = clipped(DPSGD(C0=0.1), [row], dtype)
         exact = torch.tensor(row).to(dtype).double()
-        assert total.norm() <= 0.1
+        assert total.norm() <= 0.1 * CLOSE
         expected = exact * min(1.0, 0.1 / exact.norm().item())
-        torch.testing.assert_close(
-            total, expected, rtol=20 * torch.finfo(dtype).eps + 1e-5, atol=1e-6
-        )
+        torch.testing.assert_close(total, expected, rtol=1e-12, atol=0.0)
 
 
 @pytest.mark.parametrize("C0", [1e-3, 1e-5, 1e-6])
-def test_a_weight_that_has_lost_its_digits_is_none(C0):
+def test_a_weight_that_is_subnormal_in_float32(C0):
     """C0/‖g‖ is a subnormal float32 here; rounding could increase it by half."""
     for size in np.geomspace(1e37, 3.4e38, 50):
-        assert clipped(DPSGD(C0=C0), [[size, 0.0, 0.0]]).norm() <= C0
+        total = clipped(DPSGD(C0=C0), [[size, 0.0, 0.0]])
+        assert 0.999 * C0 <= total.norm() <= C0 * CLOSE
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("mode", ["hooks", "functorch"])
-def test_a_record_that_is_not_finite_contributes_nothing(mode, bad, zero_noise):
-    run, clean = Private(RULES[2], mode), Private(RULES[2], mode)
+def test_a_record_that_is_not_finite_contributes_nothing(mode, bad):
+    run, clean = Private(ADAPT, mode), Private(ADAPT, mode)
     x, y = run.x.clone(), run.y
     x[7] = bad
     run.step(x, y)
     others = torch.arange(40) != 7
     clean.step(run.x[others], y[others])
-    torch.testing.assert_close(run.gradient, clean.gradient, rtol=1e-5, atol=1e-7)
-    assert run.Z == clean.Z
+    torch.testing.assert_close(run.gradient, clean.gradient, rtol=1e-4, atol=1e-6)
+    assert pytest.approx(clean.Z, rel=1e-6) == run.Z
 
 
-def test_in_ghost_mode_a_record_that_is_not_finite_stops_the_training(zero_noise):
-    run = Private(RULES[2], "ghost")
-    run.x[7] = math.nan
-    before = run.parameters
-    with pytest.raises(
-        FloatingPointError, match=r"use grad_sample_mode='hooks', where they contribute nothing"
-    ):
-        run.step(run.x, run.y)
-    assert torch.equal(run.parameters, before)
-    assert run.Z == RULES[2].Z0
+def test_a_bfloat16_model_trains_and_a_float16_model_is_refused():
+    run = Private(DPSGDGlobalAdapt(C0=0.5, sigma=0.1), dtype=torch.bfloat16)
+    run.step(run.x, run.y)
+    assert all(p.grad.dtype == torch.bfloat16 for p in run.net.parameters())
+    assert torch.isfinite(run.parameters).all()
+    with pytest.raises(ValueError, match=r"float16 parameters or gradients, which overflow"):
+        Private(ADAPT, dtype=torch.float16)
+    run = Private(ADAPT)
+    run.backward(run.x, run.y)
+    for p in run.net.parameters():
+        p.grad_sample = p.grad_sample.half()
+    with pytest.raises(ValueError, match=r"use float32 or bfloat16"):
+        run.optimizer.step()
 
 
-# --- noise ---
+# --- the release ---
 
 
-@pytest.mark.parametrize("mode", ["hooks", "ghost"])
-def test_the_gradients_noise_has_standard_deviation_sigma_S_over_B(mode):
-    rule = DPSGDGlobalAdapt(C0=0.5, sigma=3.0, Z0=2.5)
-    run = Private(rule, mode, seed=3)
+def test_what_is_published_lies_on_the_grid_of_the_ledger():
+    rule = DPSGDGlobalAdapt(C0=0.5, sigma=2.0, sigma_count=7.0)
+    run = Private(rule, reduction="sum", n=400)
+    assert run.optimizer._clipper.mechanism.rounding == sum_rounding(most_records(1 / 40, 400))
+    for grad in on_the_grid(run):
+        assert torch.equal(grad, grad.round())
+
+
+def on_the_grid(run):
+    """Yield the published numbers of some steps, in units of the grid."""
+    rule, d = run.optimizer.rule, len(run.parameters)
+    rounding = sum_rounding(most_records(1 / 40, 400))
+    grid = Grid.of(rule.C0, rule.sigma, d, rounding)
+    for _ in range(5):
+        run.step(run.x[:20], run.y[:20])
+        yield run.gradient / grid.coarse
+
+
+def float_noise(clipper, B, release):
+    """Release the sum as before: with noise in floating point."""
+    del B, release
+    return clipper._total + torch.randn(len(clipper._total), dtype=torch.float64)
+
+
+def test_that_test_finds_noise_in_floating_point(monkeypatch):
+    monkeypatch.setattr(Clipper, "release", float_noise)
+    run = Private(DPSGDGlobalAdapt(C0=0.5, sigma=2.0), reduction="sum", n=400)
+    assert not any(torch.equal(grad, grad.round()) for grad in on_the_grid(run))
+
+
+def test_the_gradients_noise_has_standard_deviation_sigma_S_over_B():
+    run = Private(DPSGDGlobalAdapt(C0=0.5, sigma=3.0, Z0=2.5))
     drawn = []
     for _ in range(150):
         run.step(run.x[:0], run.y[:0])
         drawn.append(run.gradient)
     drawn = torch.stack(drawn) * 10 / (3.0 * 0.5)
     assert drawn.numel() > 15_000
-    assert drawn.mean().abs() < 4 / math.sqrt(drawn.numel())
+    assert drawn.mean().abs() < 5 / math.sqrt(drawn.numel())
     assert drawn.var().item() == pytest.approx(
-        1.0, abs=4 * math.sqrt(2 / drawn.numel())
-    )  # 4 standard errors
+        1.0, abs=5 * math.sqrt(2 / drawn.numel()) + 0.002
+    )  # 5 standard errors, and the rounding to the grid
     assert (
-        torch.corrcoef(drawn[:, :50].T).fill_diagonal_(0).abs().max() < 0.5
+        torch.corrcoef(drawn[:, :50].T).fill_diagonal_(0).abs().max() < 0.55
     )  # independent coordinates
 
 
 def test_the_counts_noise_has_standard_deviation_sigma_count():
     rule = DPSGDGlobalAdapt(C0=0.5, sigma=1.0, Z0=2.5, sigma_count=7.0, eta_Z=0.01)
-    run = Private(rule, "hooks", n=4000, batch=2000, seed=4)
-    Z, drawn = [run.Z], []
+    run = Private(rule, n=4000, batch=2000)
+    Z = [run.Z]
     for _ in range(400):
         run.step(run.x[:0], run.y[:0])
         Z.append(run.Z)
     drawn = (np.diff(np.log(Z)) + 0.01) * 2000  # count + noise; the count is 0
-    assert np.mean(drawn) == pytest.approx(0.0, abs=4 * 7 / 20)
-    assert np.std(drawn) == pytest.approx(7.0, rel=4 / math.sqrt(800))
+    assert np.mean(drawn) == pytest.approx(0.0, abs=5 * 7 / 20)
+    assert np.std(drawn) == pytest.approx(7.0, rel=5 / math.sqrt(800))
 
 
-def test_what_noise_is_asked_for(zero_noise):
-    run = Private(DPSGDGlobalAdapt(C0=0.5, sigma=2.0, sigma_count=7.0))
+def test_the_step_is_in_the_ledger_before_its_noise_is_drawn(monkeypatch):
+    run = Private(ADAPT)
+
+    def fail(noise, index):
+        raise OSError("no noise")
+
+    monkeypatch.setattr(Noise, "of", fail)
+    with pytest.raises(OSError, match="no noise"):
+        run.step(run.x, run.y)
+    assert run.ledger.steps == 1
+    monkeypatch.undo()
     run.step(run.x, run.y)
-    assert zero_noise.draws == [(1.0, (1,)), (1.0, (len(run.parameters),))]
+    (entry,) = run.ledger.entries
+    assert (entry.first, entry.steps) == (0, 2)  # the noise of the first one is spent
 
 
-def test_a_rule_without_a_count_asks_for_none(zero_noise):
-    run = Private(DPSGDGlobal(C0=0.5, sigma=2.0))
+def private_values(run):
+    held = [
+        getattr(p, name) for p in run.net.parameters() for name in ("grad_sample", "summed_grad")
+    ]
+    clipper = run.optimizer._clipper
+    return [value for value in (*held, clipper._total, clipper._count) if value is not None]
+
+
+def test_private_values_are_deleted_with_the_release(monkeypatch):
+    run = Private(ADAPT)
+    run.backward(run.x, run.y)
+    assert private_values(run)
     run.step(run.x, run.y)
-    assert zero_noise.draws == [(1.0, (len(run.parameters),))]
-    assert run.optimizer.noise_multiplier == 2.0
+    assert private_values(run) == []
+    run.backward(run.x, run.y)
+    with pytest.raises(ValueError, match="has drawn no batch"):
+        run.optimizer.step()
+    assert private_values(run) == []
 
 
-def test_noise_in_secure_mode_is_the_generators_too():
-    """Opacus's secure mode sums four draws; this generator replaces that of torchcsprng."""
-
-    def steps(seed):
-        net, generator = make_network(), torch.Generator().manual_seed(seed)
-        inner = torch.optim.SGD(net.parameters(), lr=0.1)
-        theirs = DPOptimizer(
-            inner,
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            expected_batch_size=10,
-            generator=generator,
-            secure_mode=True,
-        )
-        optimizer = even(theirs, RULES[2])
-        for p in net.parameters():
-            p.grad_sample = torch.zeros(0, *p.shape)
-        optimizer.step()
-        return flattened(p.grad for p in net.parameters()), optimizer.rule_state
-
-    (one, Z), (again, again_Z), (other, other_Z) = steps(1), steps(1), steps(2)
-    assert torch.equal(one, again)
-    assert torch.equal(Z, again_Z)
-    assert not (one == other).any()
-    assert other_Z != Z
-    assert one.std().item() * 10 == pytest.approx(0.7, rel=0.25)  # σ·C0, 123 numbers
+# --- noise and batches are used once ---
 
 
-def test_ghost_and_hooks_are_one_mechanism():
-    """Five steps with the same noise give the same parameters, up to rounding, and the same Z."""
-    runs = [Private(RULES[2], mode, net="cnn", seed=5) for mode in MODES]
-    for t in range(5):
-        for run in runs:
-            run.step(run.x[4 * t : 4 * t + 12], run.y[4 * t : 4 * t + 12])
-    for run in runs[1:]:
-        torch.testing.assert_close(run.parameters, runs[0].parameters, rtol=1e-4, atol=1e-5)
-        assert pytest.approx(runs[0].Z, rel=1e-9) == run.Z
+def release_noise(optimizer):
+    """Return the noise of one release of an optimizer, without a model."""
+    draws = optimizer._source({"gradient": 50}, torch.device("cpu"))
+    return draws.source.of(draws.take())["gradient"][0:50]
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))]
+)
+def test_a_copy_draws_other_noise(duplicate):
+    optimizer = Private(ADAPT).optimizer
+    noise = [release_noise(optimizer) for _ in range(3)]
+    other = duplicate(optimizer)
+    for _ in range(3):
+        noise += [release_noise(optimizer), release_noise(other)]
+    assert len({tuple(row.tolist()) for row in noise}) == 9
+    flat = torch.stack(noise)
+    assert torch.unique(flat).numel() == flat.numel()
+
+
+def test_that_test_finds_a_shared_key(monkeypatch):
+    monkeypatch.setattr("evenclip.opacus.draws.os.urandom", bytes)
+    with pytest.raises(AssertionError):
+        test_a_copy_draws_other_noise(copy.deepcopy)
+
+
+def test_a_forked_process_draws_other_noise_and_batches():
+    run = Private(ADAPT, n=400)
+    release_noise(run.optimizer)
+    read, write = os.pipe()
+    child = os.fork()
+    noise = release_noise(run.optimizer)
+    batch = next(iter(run.batches))
+    if child == 0:
+        os.write(write, pickle.dumps((noise, batch, run.optimizer._draws.parent)))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        its_noise, its_batch, its_parent = pickle.loads(pipe.read())
+    os.waitpid(child, 0)
+    assert not (noise == its_noise).any()
+    assert batch != its_batch
+    assert its_parent == (run.optimizer._draws.run, 1)
+
+
+def test_no_secret_is_in_a_checkpoint_or_in_a_pickle(monkeypatch):
+    run = Private(ADAPT)
+    keys = []
+
+    def remember(key, **more):
+        keys.append(key)
+        return Noise(key, **more)
+
+    monkeypatch.setattr("evenclip.opacus.optimizer.Noise", remember)
+    run.step(run.x, run.y)
+    monkeypatch.undo()  # the pickle has the class by its name
+    (key,) = keys
+    assert len(key) == 32
+    assert key not in pickle.dumps(run.optimizer.state_dict())
+    run.optimizer._draws._make = Noise
+    assert key not in pickle.dumps(run.optimizer)
+
+
+def test_a_copy_writes_into_the_same_ledger_after_its_parent():
+    run = Private(ADAPT)
+    run.step(run.x, run.y)
+    model, optimizer = copy.deepcopy((run.net, run.optimizer))
+    for p in model.parameters():  # Opacus's hooks do not work in a copy
+        p.grad_sample = torch.zeros(40, *p.shape)
+    run.batches._unspent.append((run.batches._draws.run, 40))
+    optimizer.step()
+    run.step(run.x, run.y)
+    assert run.engine.ledger.steps == 3
+    parents = {entry.run: entry.parent for entry in run.engine.ledger.entries}
+    assert parents[optimizer._draws.run] == (run.optimizer._draws.run, 1)
+    assert Ledger.union(run.engine.ledger, optimizer.ledger).steps == 3
+
+
+# --- batches ---
+
+
+@pytest.mark.parametrize("by", ["engine", "even"])
+def test_the_loader_draws_exact_coins_and_the_ledger_has_their_rate(by, monkeypatch):
+    """Of 93 batches Opacus's loader makes 92 in a pass."""
+    run = Private(DPSGD(), n=93, batch=1, by=by)
+    poisson = run.batches._draws.source
+    assert isinstance(poisson, Poisson)
+    monkeypatch.setattr(torch, "rand", None)  # Opacus's coins
+    assert len(run.loader) == 92
+    drawn = [indices for _ in range(3) for indices in run.batches]
+    assert drawn == [poisson.batch(i).tolist() for i in range(3 * 92)]
+    assert len({tuple(indices) for indices in drawn}) > 90
+    run.step(run.x, run.y)
+    (entry,) = run.ledger.entries
+    assert (entry.q, entry.tau) == (drawn_rate(1 / 93), TAU)
+    assert entry.q >= 1 / 93
+    assert run.batches.most == most_records(1 / 93, 93)
+
+
+def test_every_draw_of_the_loader_is_another_one():
+    run = Private(DPSGD(), n=400, batch=40)
+    first, second = iter(run.batches), iter(run.batches)
+    both = list(itertools.chain.from_iterable(zip(first, second, strict=True)))
+    both += list(copy.deepcopy(run.batches)) + list(run.batches)
+    assert len({tuple(indices) for indices in both}) == 40
+
+
+def test_a_loader_with_one_batch_draws_every_record():
+    run = Private(DPSGD(), n=40, batch=40)
+    assert list(run.batches) == [list(range(40))]
+    run.step(run.x, run.y)
+    (entry,) = run.ledger.entries
+    assert (entry.q, entry.tau, run.batches.most) == (1.0, 0.0, 41)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loop_over_the_loader_takes_one_step_for_each_batch(workers):
+    run = Private(DPSGDGlobalAdapt(C0=0.5), n=120)
+    run.loader.num_workers = workers
+    if workers:
+        run.loader.prefetch_factor = 2
+    for x, y in run.loader:
+        run.backward(x, y)
+        run.optimizer.step()
+    assert run.ledger.steps == 12
+    assert not run.batches._unspent
+
+
+def test_a_batch_of_ones_own_is_refused():
+    run = Private(ADAPT)
+    before = run.parameters
+    run.backward(run.x, run.y)
+    with pytest.raises(
+        ValueError,
+        match=r"This logical batch has 40 records, and the data loader has drawn no batch of that",
+    ):
+        run.optimizer.step()
+    assert torch.equal(run.parameters, before)
+    assert run.ledger.steps == 0
+
+
+def test_a_batch_is_released_once():
+    run = Private(ADAPT)
+    x, y = next(iter(run.loader))
+    run.backward(x, y)
+    run.optimizer.step()
+    run.backward(x, y)
+    with pytest.raises(ValueError, match="has drawn no batch of that size"):
+        run.optimizer.step()
+    copied = copy.deepcopy(run.optimizer)
+    x, y = next(iter(run.loader))
+    for optimizer in (run.optimizer, copied):
+        assert optimizer._batches is run.batches
+
+
+def test_a_loop_that_is_left_within_a_batch_leaves_nothing_behind():
+    run = Private(ADAPT, n=400, batch=200)
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=7, optimizer=run.optimizer
+    ) as pieces:
+        for i, (x, y) in enumerate(pieces):
+            run.backward(x, y)
+            if i == 4:
+                break  # before the step: Opacus keeps its signal
+            run.optimizer.step()
+    assert run.optimizer._clipper.records > 0
+    for _ in range(2):
+        run.epoch(physical=7)
+    assert run.ledger.steps == 4
 
 
 # --- logical and physical batches ---
 
 
-def train_in_pieces(mode, physical, zero_noise, steps=3):
+def train_in_pieces(mode, physical, steps=3):
     """Train on `steps` Poisson batches, in physical batches of at most `physical` samples."""
-    del zero_noise.draws[:]
-    run = Private(RULES[2], mode, accountant="rdp")
+    run = Private(ADAPT, mode)
     batches = np.random.default_rng(0).random((steps, 40)) < 0.3
     logical = [np.flatnonzero(row).tolist() for row in batches]
+    run.batches._unspent.extend((run.batches._draws.run, len(batch)) for batch in logical)
     loader = DataLoader(run.loader.dataset, batch_sampler=logical, collate_fn=run.loader.collate_fn)
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=physical, optimizer=run.optimizer
     ) as pieces:
         for x, y in pieces:
             assert len(x) <= physical
-            run.step(x, y)
+            run.backward(x, y)
+            run.optimizer.step()
     return run
 
 
-def same_as_whole(mode, zero_noise):
+def same_as_whole(mode):
     """Return whether several physical batches have the same parameters, Z and accounts as one."""
-    whole, pieces = train_in_pieces(mode, 1000, zero_noise), train_in_pieces(mode, 5, zero_noise)
+    whole, pieces = train_in_pieces(mode, 1000), train_in_pieces(mode, 5)
     return (
         torch.allclose(whole.parameters, pieces.parameters, rtol=1e-4, atol=1e-6)
-        and pytest.approx(pieces.Z) == whole.Z
-        and whole.engine.accountant.history
-        == pieces.engine.accountant.history
-        == [(joint(RULES[2]), 1 / 4, 3)]
-        and len(zero_noise.draws) == 3 * 2
-    )
+        and pytest.approx(pieces.Z, rel=1e-5) == whole.Z
+        and whole.engine.accountant.history == pieces.engine.accountant.history
+        == [(joint(ADAPT), 0.25, 3)]
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_logical_batch_in_pieces_is_one_release(mode, zero_noise):
-    assert same_as_whole(mode, zero_noise)
+def test_a_logical_batch_in_pieces_is_one_release(mode):
+    assert same_as_whole(mode)
 
 
-def z_moves_with_every_piece(optimizer):
-    EvenOptimizer.clip_and_accumulate(optimizer)
-    clipper = optimizer._clipper
-    clipper.release(flattened(p.summed_grad for p in optimizer.params), 10.0, optimizer._noise)
-    clipper.add(torch.zeros(1, dtype=torch.float64))
+def z_moves_with_every_piece(clipper, samples):
+    ADD(clipper, samples)
+    noise = {"count": torch.zeros(1, dtype=torch.float64), "gradient": torch.zeros(123).double()}
+    total = clipper._total.clone()
+    clipper.release(10.0, Release(noise))
+    clipper._total = total
 
 
-def noise_with_every_piece(optimizer):
-    EvenOptimizer.clip_and_accumulate(optimizer)
-    for p in optimizer.params:
-        p.summed_grad += optimizer._noise(p.numel()).view_as(p)
+def only_the_last_piece_is_summed(clipper, samples):
+    clipper._total = None
+    ADD(clipper, samples)
 
 
-def only_the_last_piece_is_counted(optimizer):
-    optimizer._clipper._count = None
-    EvenOptimizer.clip_and_accumulate(optimizer)
+def only_the_last_piece_is_counted(clipper, samples):
+    clipper._count = None
+    ADD(clipper, samples)
+
+
+ADD = Clipper.add
 
 
 @pytest.mark.parametrize(
-    "fault", [z_moves_with_every_piece, noise_with_every_piece, only_the_last_piece_is_counted]
+    "fault",
+    [z_moves_with_every_piece, only_the_last_piece_is_summed, only_the_last_piece_is_counted],
 )
-def test_that_test_finds_planted_faults(fault, zero_noise, monkeypatch):
-    class Faulty(EvenOptimizer):
-        clip_and_accumulate = fault
-
-    monkeypatch.setattr("evenclip.opacus.engine.EvenOptimizer", Faulty)
-    assert not same_as_whole("hooks", zero_noise)
+def test_that_test_finds_planted_faults(fault, monkeypatch):
+    monkeypatch.setattr(Clipper, "add", fault)
+    assert not same_as_whole("hooks")
 
 
-def test_a_manager_made_before_the_rule_goes_on_working(zero_noise):
-    net = make_network()
-    x, y = images()
-    model, optimizer, loader = PrivacyEngine().make_private(
-        module=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=40),
-    )
-    with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=7, optimizer=optimizer
-    ) as pieces:
-        optimizer = even(optimizer, RULES[2])
-        for a, b in pieces:
-            optimizer.zero_grad()
-            cross_entropy(model(a), b).backward()
-            optimizer.step()
-    assert len(zero_noise.draws) == 2  # one step
-    assert all(torch.isfinite(p).all() for p in net.parameters())
+def test_pieces_are_added_in_float64():
+    run, rows = Private(ADAPT).optimizer._clipper, torch.randn(40, 123, dtype=torch.float32)
+    for piece in rows.split(3):
+        run.add([piece])
+    whole = Clipper(run.mechanism)
+    whole.add([rows])
+    assert run._total.dtype == torch.float64
+    torch.testing.assert_close(run._total, whole._total, rtol=1e-13, atol=1e-13)
 
 
 # --- empty batches ---
 
 
 @pytest.mark.parametrize(
-    ("mode", "net"),
-    [("hooks", "mlp"), ("hooks", "cnn"), ("functorch", "mlp"), ("ghost", "mlp"), ("ghost", "cnn")],
+    ("mode", "net"), [("hooks", "mlp"), ("hooks", "cnn"), ("functorch", "mlp")]
 )
 def test_an_empty_batch_is_a_step_like_any_other(mode, net):
     rule = DPSGDGlobalAdapt(C0=0.5, sigma=1.0, Z0=2.5)
-    run = Private(rule, mode, net, seed=6, accountant="rdp")
+    run = Private(rule, mode, net)
     before = run.parameters
     run.step(run.x[:0], run.y[:0])
     assert torch.isfinite(run.parameters).all()
-    assert (run.parameters != before).all()
-    assert run.Z not in (2.5, 2.5 * math.exp(-0.1))
-    assert run.engine.accountant.history == [(joint(rule), 1 / 4, 1)]
+    assert (run.parameters != before).float().mean() > 0.9
+    assert run.Z != 2.5
+    assert run.engine.accountant.history == [(joint(rule), 0.25, 1)]
     run.step(run.x, run.y)
     assert torch.isfinite(run.parameters).all()
 
 
-def test_opacus_own_loader_with_a_manager_and_many_empty_batches():
+def test_a_loader_with_a_manager_and_many_empty_batches():
     """With four records and q = 1/4, a third of the batches are empty, also the first ones."""
     rule = DPSGDGlobalAdapt(C0=0.5, sigma=1.0, Z0=2.5, sigma_count=2.0)
-    run = Private(rule, "hooks", n=4, batch=1, seed=7, accountant="rdp")
-    torch.manual_seed(0)
-    sizes = []
+    run = Private(rule, n=4, batch=1)
     for _ in range(10):
-        with BatchMemoryManager(
-            data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer
-        ) as pieces:
-            for x, y in pieces:
-                run.step(x, y)
-                sizes.append(len(x))
-    assert sizes.count(0) > 5
-    assert run.engine.accountant.history == [(joint(rule), 1 / 4, 40)]
+        run.epoch(physical=2)
+    assert run.engine.accountant.history == [(joint(rule), 0.25, 40)]
     assert torch.isfinite(run.parameters).all()
 
 
 # --- accounts ---
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "prv"])
-def test_epsilon_is_that_of_our_own_ledger(accountant):
-    """The count has little noise, so without it ε would be far smaller."""
+@pytest.mark.parametrize("by", ["engine", "even"])
+def test_epsilon_is_that_of_the_ledger_with_all_its_terms(by):
     rule = DPSGDGlobalAdapt(sigma=1.0, sigma_count=1.5)
-    run = Private(rule, n=400, batch=4, accountant=accountant)
+    run = Private(rule, n=400, batch=4, by=by)
     for _ in range(30):
         run.step(run.x[:4], run.y[:4])
-    ((multiplier, q, steps),) = run.engine.accountant.history
-    assert (multiplier, q, steps) == (pytest.approx((1 + 1.5**-2) ** -0.5), 1 / 100, 30)
-    ledger = Ledger([Entry(0.01, (("count", 1.5), ("gradient", 1.0)), 30)])
-    ours = epsilon(ledger, 1e-5, "rdp" if accountant == "rdp" else "pld")
-    theirs = run.engine.get_epsilon(1e-5)
-    assert theirs == pytest.approx(ours, abs=0.02)
-    alone = epsilon(
-        Ledger([Entry(0.01, (("gradient", 1.0),), 30)]),
-        1e-5,
-        "rdp" if accountant == "rdp" else "pld",
-    )
-    assert theirs > alone + 0.2
+    (entry,) = run.engine.accountant.ledger.entries
+    q, multipliers = drawn_rate(1 / 100), (("count", 1.5), ("gradient", 1.0))
+    sizes = (("count", 1), ("gradient", 123))
+    assert replace(entry, run="") == Entry(q, multipliers, 30, sizes, TAU)
+    spent = run.engine.get_epsilon(1e-5)
+    assert spent == epsilon(Ledger([entry]), 1e-5)
+    assert spent > epsilon(Ledger([Entry(q, multipliers, 30)]), 1e-5)  # of ideal noise
+    assert spent > epsilon(Ledger([Entry(q, multipliers[1:], 30)]), 1e-5) + 0.2  # without the count
 
 
-@pytest.mark.filterwarnings("ignore:GDP accounting is experimental:UserWarning")
-def test_the_gaussian_accountant_is_told_the_joint_multiplier():
-    run = Private(RULES[2], accountant="gdp")
-    for _ in range(3):
-        run.step(run.x[:9], run.y[:9])
-    assert run.engine.accountant.history == [(pytest.approx((1 + 0.01) ** -0.5), 1 / 4, 3)]
+def test_epsilon_is_infinite_where_none_is_valid():
+    run = Private(DPSGD(sigma=1e-3))
+    run.step(run.x, run.y)
+    assert run.engine.get_epsilon(1e-5) == math.inf
+    assert EvenPrivacyEngine().get_epsilon(1e-5) == 0
 
 
-@pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha:UserWarning")
+def test_a_step_of_opacus_own_optimizer_is_refused_after_even():
+    net, (x, y) = make_network(), images()
+    engine = PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), noise_multiplier=1.0,
+        max_grad_norm=1.0, data_loader=DataLoader(TensorDataset(x, y), batch_size=10),
+    )  # fmt: skip
+    even(optimizer, DPSGD(), engine, loader)
+    before = flattened(net.parameters())
+    cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match=r"This step has Opacus's own noise and is not in the"):
+        optimizer.step()
+    assert torch.equal(flattened(net.parameters()), before)
+
+
+def test_an_engine_that_has_recorded_opacus_own_steps_is_refused():
+    net, (x, y) = make_network(), images()
+    engine = PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), noise_multiplier=1.0,
+        max_grad_norm=1.0, data_loader=DataLoader(TensorDataset(x, y), batch_size=10),
+    )  # fmt: skip
+    cross_entropy(model(x), y).backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"recorded steps with Opacus's own noise"):
+        even(optimizer, DPSGD(), engine, loader)
+
+
 @pytest.mark.parametrize(
-    ("rule", "accountant"),
-    [
-        (DPSGD(), "rdp"),
-        (DPSGDGlobalAdapt(), "rdp"),
-        (DPSGDGlobalAdapt(sigma=1.0, sigma_count=1.0), "rdp"),
-        (DPSGDGlobalAdapt(sigma=1.0, sigma_count=1.0), "prv"),
-    ],
-    ids=str,
+    "rule", [DPSGD(), DPSGDGlobalAdapt(), DPSGDGlobalAdapt(sigma=1.0, sigma_count=1.0)], ids=str
 )
-def test_noise_for_a_given_epsilon_includes_the_count(rule, accountant):
-    """Of 93 batches Opacus's loader makes 92, and it accounts for q = 1/92."""
-    net = make_network()
-    x, y = images(93)
-    engine = EvenPrivacyEngine(accountant=accountant)
+def test_noise_for_a_given_epsilon_includes_the_count_and_the_sampler(rule):
+    net, (x, y) = make_network(), images(93)
+    engine = EvenPrivacyEngine()
     _, optimizer, loader = engine.make_private_with_epsilon(
         module=net,
         optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
@@ -646,34 +809,63 @@ def test_noise_for_a_given_epsilon_includes_the_count(rule, accountant):
         epochs=3,
         data_loader=DataLoader(TensorDataset(x, y), batch_size=1),
     )
-    assert len(loader) == 92
-    made_rule = optimizer.rule
+    made = optimizer.rule
     if rule.sigma_count:
-        assert made_rule.sigma_count / made_rule.sigma == pytest.approx(
-            rule.sigma_count / rule.sigma
-        )
-    engine.accountant.history = [(optimizer.noise_multiplier, 1 / 92, 3 * 92)]
-    assert 1.97 < engine.get_epsilon(1e-5) <= 2.0
-    ledger = Ledger([Entry(1 / 92, tuple(made_rule.multipliers().items()), 3 * 92)])
-    assert epsilon(ledger, 1e-5) <= 2.0
+        assert made.sigma_count / made.sigma == pytest.approx(rule.sigma_count / rule.sigma)
+    sizes = {name: 1 if name == "count" else 123 for name in made.multipliers()}
+    for _ in range(3 * len(loader)):
+        engine.ledger.write(loader.batch_sampler.q, made.multipliers(), sizes, TAU, "run")
+    assert 1.998 < engine.get_epsilon(1e-5) <= 2.0
 
 
-def test_a_noise_scheduler_scales_all_the_noise_and_is_accounted(zero_noise):
-    run = Private(DPSGDGlobalAdapt(C0=0.5, sigma=2.0, sigma_count=6.0), accountant="rdp")
+def test_a_second_model_adds_to_the_same_ledger():
+    engine, (x, y) = EvenPrivacyEngine(), images()
+    data = TensorDataset(x, y)
+    for _ in range(2):
+        net = make_network()
+        model, optimizer, loader = engine.make_private(
+            module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), rule=DPSGD(),
+            data_loader=DataLoader(data, batch_size=10),
+        )  # fmt: skip
+        for a, b in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(a), b).backward()
+            optimizer.step()
+    assert engine.ledger.steps == 8
+    assert len({entry.run for entry in engine.ledger.entries}) == 2
+
+
+def test_a_noise_scheduler_scales_all_the_noise_and_is_accounted():
+    run = Private(DPSGDGlobalAdapt(C0=0.5, sigma=2.0, sigma_count=6.0))
     scheduler = StepNoise(run.optimizer, step_size=1, gamma=0.5)
     run.step(run.x, run.y)
     scheduler.step()
     run.step(run.x, run.y)
     assert (run.optimizer.rule.sigma, run.optimizer.rule.sigma_count) == (1.0, 3.0)
-    both = (2**-2 + 6**-2) ** -0.5
-    assert [m for m, _, _ in run.engine.accountant.history] == [
-        pytest.approx(both),
-        pytest.approx(both / 2),
-    ]
+    both = [dict(entry.multipliers) for entry in run.ledger.entries]
+    assert both == [{"count": 6.0, "gradient": 2.0}, {"count": 3.0, "gradient": 1.0}]
+    assert run.optimizer.noise_multiplier == (1 + 3**-2) ** -0.5
+
+
+@dataclass(frozen=True)
+class Fading(DPSGD):
+    """A rule whose noise depends on the step."""
+
+    name: ClassVar[str] = "fading"
+
+    def multipliers(self, t=0):
+        return {"gradient": self.sigma / (t + 1)}
+
+
+def test_noise_that_depends_on_the_step_is_that_of_the_step():
+    run = Private(Fading(sigma=6.0))
+    for _ in range(3):
+        run.step(run.x, run.y)
+    assert [entry.joint for entry in run.ledger.entries] == [6.0, 3.0, 2.0]
 
 
 def test_the_bound_is_the_rules():
-    run = Private(RULES[2])
+    run = Private(ADAPT)
     assert run.optimizer.max_grad_norm == 0.7
     scheduler = StepGradClip(run.optimizer, step_size=1, gamma=0.5)
     with pytest.raises(
@@ -684,17 +876,10 @@ def test_the_bound_is_the_rules():
 
 
 def test_less_noise_than_make_private_was_given_is_said():
-    run = Private(RULES[2], by="even")
-    theirs = DPOptimizer(
-        run.optimizer.original_optimizer,
-        noise_multiplier=5.0,
-        max_grad_norm=1.0,
-        expected_batch_size=10,
-    )
     with pytest.warns(
         UserWarning, match=r"joint multiplier 0.995, and make_private was given 5: ε will be larger"
     ):
-        even(theirs, RULES[2])
+        even_of(dp_optimizer(noise_multiplier=5.0), DPSGDGlobalAdapt())
 
 
 # --- checkpoints ---
@@ -705,39 +890,64 @@ def steps_of(run, first, last):
         run.step(run.x[3 * t : 3 * t + 15], run.y[3 * t : 3 * t + 15])
 
 
-@pytest.mark.parametrize("mode", ["hooks", "ghost"])
-def test_a_resumed_run_goes_on_as_if_nothing_had_happened(mode, tmp_path):
-    straight = Private(RULES[2], mode, seed=8)
-    steps_of(straight, 0, 6)
+def resumed(first, path):
+    """Save a run, and return a new run that has loaded it."""
+    first.engine.save_checkpoint(path=path, module=first.model, optimizer=first.optimizer)
+    second = Private(ADAPT)
+    second.engine.load_checkpoint(path=path, module=second.model, optimizer=second.optimizer)
+    return second
 
-    first = Private(RULES[2], mode, seed=8)
+
+def test_a_resumed_run_goes_on_with_other_noise_and_counts_every_step(tmp_path):
+    straight, first = Private(ADAPT), Private(ADAPT)
+    steps_of(straight, 0, 6)
     steps_of(first, 0, 3)
-    first.engine.save_checkpoint(
-        path=tmp_path / "c.pt", module=first.model, optimizer=first.optimizer
-    )
-    second = Private(RULES[2], mode, seed=8)
-    second.engine.load_checkpoint(
-        path=tmp_path / "c.pt", module=second.model, optimizer=second.optimizer
-    )
-    second.optimizer.generator.set_state(
-        first.optimizer.generator.get_state()
-    )  # Opacus does not save it
-    assert second.Z == first.Z != RULES[2].Z0
+    second = resumed(first, tmp_path / "c.pt")
+    assert second.Z == first.Z != ADAPT.Z0
     steps_of(second, 3, 6)
-    assert torch.equal(second.parameters, straight.parameters)
-    assert second.Z == straight.Z
-    assert second.engine.accountant.history == straight.engine.accountant.history
+    torch.testing.assert_close(second.parameters, straight.parameters, rtol=1e-4, atol=1e-5)
+    assert pytest.approx(straight.Z, rel=1e-5) == second.Z
+    assert second.engine.accountant.history[0][2] == 3
+    assert second.ledger.steps == 6
+    a, b = sorted(second.ledger.entries, key=lambda entry: entry.parent is not None)
+    assert a == first.ledger.entries[0]
+    assert b.parent == (a.run, 3)
+
+
+def test_two_branches_of_a_checkpoint_have_their_common_steps_once(tmp_path):
+    first = Private(ADAPT)
+    steps_of(first, 0, 3)
+    branches = [resumed(first, tmp_path / "c.pt") for _ in range(2)]
+    for branch in branches:
+        steps_of(branch, 3, 5)
+    steps_of(first, 3, 4)
+    ledgers = [run.ledger for run in (first, *branches)]
+    assert Ledger.union(*ledgers).steps == 3 + 2 + 2 + 1
+    third = resumed(branches[0], tmp_path / "d.pt")
+    third.step(third.x, third.y)
+    assert third.ledger.steps == 6
+
+
+def test_steps_that_were_taken_before_a_checkpoint_was_loaded_count(tmp_path):
+    run = Private(ADAPT)
+    steps_of(run, 0, 2)
+    state = copy.deepcopy(run.optimizer.state_dict())
+    steps_of(run, 2, 5)
+    run.optimizer.load_state_dict(state)
+    steps_of(run, 2, 3)
+    assert run.ledger.steps == 6
 
 
 def test_the_optimizers_state_is_safe_to_load_and_left_as_it_was(tmp_path):
-    run = Private(RULES[2], seed=9)
+    run = Private(ADAPT)
     steps_of(run, 0, 2)
     torch.save(run.optimizer.state_dict(), tmp_path / "o.pt")
     state = torch.load(tmp_path / "o.pt", weights_only=True)
     before = copy.deepcopy(state)
-    other = Private(RULES[2])
+    other = Private(ADAPT)
     other.optimizer.load_state_dict(state)
     assert other.Z == run.Z
+    assert other.ledger == run.ledger
     assert state == before
     Private(DPSGD()).optimizer.load_state_dict(
         torch.optim.SGD(run.net.parameters(), lr=0.3).state_dict()
@@ -745,7 +955,7 @@ def test_the_optimizers_state_is_safe_to_load_and_left_as_it_was(tmp_path):
 
 
 def test_a_checkpoint_of_another_rule_or_of_none_is_refused():
-    adapt, plain = Private(RULES[2]), Private(DPSGD())
+    adapt, plain = Private(ADAPT), Private(DPSGD())
     with pytest.raises(
         ValueError, match=r"This checkpoint is of dpsgd and the optimizer has dpsgd-global-adapt;"
     ):
@@ -755,6 +965,8 @@ def test_a_checkpoint_of_another_rule_or_of_none_is_refused():
         match=r"has no state of a rule, and dpsgd-global-adapt needs its Z; load a checkpoint",
     ):
         adapt.optimizer.load_state_dict(plain.optimizer.original_optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"This checkpoint is of Opacus's accountant 'prv'"):
+        adapt.engine.accountant.load_state_dict({"history": [], "mechanism": "prv"})
 
 
 # --- refusals ---
@@ -767,6 +979,16 @@ def dp_optimizer(kind=DPOptimizer, **more):
     )
 
 
+def opacus_loader(**more):
+    x, y = images()
+    loader = DataLoader(TensorDataset(x, y), batch_size=10)
+    return opacus.data_loader.DPDataLoader.from_data_loader(loader, **more)
+
+
+def even_of(optimizer, rule, loader=None):
+    return even(optimizer, rule, PrivacyEngine(), opacus_loader() if loader is None else loader)
+
+
 class Late(DPSGDGlobalAdapt):
     """A rule that clips with this step's count without declaring `counts_first`."""
 
@@ -775,10 +997,21 @@ class Late(DPSGDGlobalAdapt):
         return following, following
 
 
+@dataclass(frozen=True)
+class Reweighted(DPSGD):
+    """A rule that changes the loss."""
+
+    name: ClassVar[str] = "reweighted"
+
+    def loss(self, loss, output, y, group, state):
+        return 2 * loss
+
+
 @pytest.mark.parametrize(
     ("rule", "complaint"),
     [
         (DPSGDF(), r"dpsgd-f needs every sample's group .*; train it with evenclip\.fit\."),
+        (Reweighted(), r"reweighted uses each sample's loss, output or target, which Opacus's"),
         (NonPrivate(), r"non-private has no ε"),
         ("dpsgd", r"rule is 'dpsgd'; it must be a rule such as DPSGDGlobalAdapt"),
         (DPSGD, r"it must be a rule such as"),
@@ -787,7 +1020,7 @@ class Late(DPSGDGlobalAdapt):
 )
 def test_rules_that_are_refused(rule, complaint):
     with pytest.raises((TypeError, ValueError), match=complaint):
-        even(dp_optimizer(), rule)
+        even_of(dp_optimizer(), rule)
     with pytest.raises((TypeError, ValueError), match=complaint):
         Private(rule)
 
@@ -836,7 +1069,7 @@ def test_names_make_rules_from_opacus_own_words(name):
         lambda: dp_optimizer(AdaClipDPOptimizer, target_unclipped_quantile=0.5, clipbound_learning_rate=0.2,
                              max_clipbound=2.0, min_clipbound=0.1, unclipped_num_std=1.0),
         lambda: object.__new__(DistributedDPOptimizer),  # it needs a process group
-        lambda: even(dp_optimizer(), DPSGD()),
+        lambda: even_of(dp_optimizer(), DPSGD()),
         lambda: torch.optim.SGD(make_network().parameters(), lr=0.1),
     ],
 )  # fmt: skip
@@ -844,9 +1077,45 @@ def test_other_optimizers_are_refused(optimizer):
     given = optimizer()
     with pytest.raises(
         TypeError,
-        match=rf"The optimizer is a {type(given).__name__}; give the one that Opacus's",
+        match=rf"The optimizer is a {type(given).__name__}; give the DPOptimizer that Opacus's",
     ):
-        even(given, DPSGD())
+        even_of(given, DPSGD())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "complaint"),
+    [
+        (lambda: dp_optimizer(DPOptimizerFastGradientClipping), r"In ghost mode, .*evenclip\.fit"),
+        (lambda: dp_optimizer(expected_batch_size=0), r"the expected batch size 0, and sums"),
+        (
+            lambda: dp_optimizer(expected_batch_size=None, loss_reduction="sum"),
+            r"the expected batch size None, and sums are divided by it",
+        ),
+        (lambda: dp_optimizer(generator=torch.Generator()), r"noise_generator is given, but noise"),
+    ],
+)
+def test_optimizers_that_are_refused(optimizer, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        even_of(optimizer(), DPSGD())
+
+
+def test_secure_mode_is_accepted():
+    even_of(dp_optimizer(generator=torch.Generator(), secure_mode=True), DPSGD())
+    EvenPrivacyEngine(secure_mode=True)
+    with pytest.raises(ValueError, match=r"accountant is 'rdp', and this engine computes ε from"):
+        EvenPrivacyEngine(accountant="rdp")
+
+
+def test_other_loaders_are_refused():
+    x, y = images()
+    with pytest.raises(TypeError, match=r"The data loader is a DataLoader; give the one that"):
+        even_of(dp_optimizer(), DPSGD(), DataLoader(TensorDataset(x, y), batch_size=10))
+    with pytest.raises(ValueError, match=r"rand_on_empty is True: with a random record instead"):
+        even_of(dp_optimizer(), DPSGD(), opacus_loader(rand_on_empty=True))
+    loader = opacus_loader()
+    even_of(dp_optimizer(), DPSGD(), loader)
+    with pytest.raises(ValueError, match=r"The data loader has a Batches; .* to one optimizer onl"):
+        even_of(dp_optimizer(), DPSGD(), loader)
 
 
 @pytest.mark.parametrize(
@@ -859,8 +1128,13 @@ def test_other_optimizers_are_refused(optimizer):
         ({"rand_on_empty": True}, r"a random record instead of an empty batch"),
         (
             {"grad_sample_mode": "no_op"},
-            r"grad_sample_mode is 'no_op'; use one of hooks, functorch, ew, ghost",
+            r"grad_sample_mode is 'no_op'; use one of hooks, functorch",
         ),
+        (
+            {"grad_sample_mode": "ghost"},
+            r"In ghost mode, .* use grad_sample_mode='hooks', or evenclip\.fit, which",
+        ),
+        ({"noise_generator": torch.Generator()}, r"noise_generator is given, but noise is drawn"),
         (
             {"eta_z": 0.3},
             r"eta_z: neither an argument of Opacus's make_private nor a field of the rule",
@@ -879,7 +1153,7 @@ def test_arguments_that_are_refused(more, complaint):
             module=net,
             optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
             data_loader=loader,
-            rule=RULES[2],
+            rule=ADAPT,
             **more,
         )
 
@@ -891,151 +1165,70 @@ def test_a_rule_by_name_needs_its_noise_and_its_bound():
         EvenPrivacyEngine().make_private(clipping="dpsgd", noise_multiplier=1.0)
     with pytest.raises(ValueError, match=r"Give max_grad_norm, or the rule itself"):
         EvenPrivacyEngine().make_private_with_epsilon(
-            clipping="dpsgd", target_epsilon=1.0, target_delta=1e-5, epochs=1, data_loader=None
-        )
+            clipping="dpsgd", target_epsilon=1.0, target_delta=1e-5, epochs=1, data_loader=None,
+            optimizer=None,
+        )  # fmt: skip
 
 
-def test_a_count_without_an_expected_batch_size_is_refused():
-    inner = torch.optim.SGD(make_network().parameters(), lr=0.1)
-    theirs = DPOptimizer(
-        inner,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        expected_batch_size=None,
-        loss_reduction="sum",
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"divides its count by the expected batch size, and this optimizer has none",
-    ):
-        even(theirs, DPSGDGlobalAdapt())
-    even(theirs, DPSGD())
-
-
-@pytest.mark.parametrize("mode", ["hooks", "ghost"])
-def test_no_gradient_is_used_twice(mode):
-    run = Private(RULES[2], mode)
+def test_no_gradient_is_used_twice():
+    run = Private(ADAPT)
     run.step(run.x, run.y)
-    with pytest.raises(
-        ValueError, match=r"Gradients haven't been cleared|There is no gradient to step with"
-    ):
+    run.batches._unspent.append((run.batches._draws.run, 40))
+    with pytest.raises(ValueError, match=r"has no per-sample gradients"):
         run.optimizer.step()
     run.optimizer.zero_grad()
-    with pytest.raises(
-        ValueError, match=r"has no per-sample gradients|There is no gradient to step with"
-    ):
+    with pytest.raises(ValueError, match=r"has no per-sample gradients"):
         run.optimizer.step()
 
 
-@pytest.mark.parametrize("mode", ["hooks", "ghost"])
-def test_no_gradient_is_added_twice_to_a_logical_batch(mode):
-    run = Private(RULES[2], mode)
+def test_no_gradient_is_added_twice_to_a_logical_batch():
+    run = Private(ADAPT)
     run.optimizer.signal_skip_step(True)
     run.optimizer.signal_skip_step(True)
     run.step(run.x, run.y)
-    with pytest.raises(
-        ValueError, match=r"Gradients haven't been cleared|There is no gradient to step with"
-    ):
+    with pytest.raises(ValueError, match=r"has no per-sample gradients"):
         run.optimizer.step()
 
 
-def test_in_ghost_mode_a_second_backward_replaces_the_first_and_its_count(zero_noise):
-    run, other = Private(RULES[2], "ghost"), Private(RULES[2], "ghost")
+def test_gradients_of_several_backward_passes_are_refused():
+    run = Private(ADAPT)
+    run.model.allow_grad_accumulation()
     run.loss(run.model(run.x[:20]), run.y[:20]).backward()
     run.loss(run.model(run.x[20:]), run.y[20:]).backward()
-    run.optimizer.step()
-    other.step(other.x[20:], other.y[20:])
-    torch.testing.assert_close(run.gradient, other.gradient)
-    assert run.Z == other.Z
-
-
-def test_in_ghost_mode_another_loss_than_the_criterions_is_refused():
-    run = Private(RULES[2], "ghost")
-    cross_entropy(run.model(run.x), run.y).backward()  # its gradients are not clipped
-    with pytest.raises(
-        ValueError, match=r"There is no gradient to step with: call backward\(\) before every step"
-    ):
+    with pytest.raises(ValueError, match=r"gradients of several backward passes"):
         run.optimizer.step()
-
-
-def test_in_ghost_mode_a_loss_of_several_numbers_a_sample_is_refused():
-    """Opacus would weight every gradient with the sum of all weights."""
-    net = nn.Linear(4, 1)
-    x, y = torch.randn(20, 4), torch.rand(20, 1)
-    model, _, criterion, _ = EvenPrivacyEngine().make_private(
-        module=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-        criterion=nn.MSELoss(),
-        rule=DPSGD(),
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=5),
-        grad_sample_mode="ghost",
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"The loss has the shape \[20, 1\] before it is reduced, and ghost clipping",
-    ):
-        criterion(model(x), y)
-
-
-def test_in_ghost_mode_a_layer_without_a_norm_is_refused():
-    """Opacus's formula for linear layers supports inputs with two and three axes."""
-    net = nn.Sequential(nn.Linear(4, 3), nn.Flatten(), nn.Linear(12, 2))
-    x, y = torch.randn(20, 4, 4), torch.randint(2, (20,))
-    out = EvenPrivacyEngine().make_private(
-        module=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-        rule=DPSGD(),
-        grad_sample_mode="ghost",
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=5),
-    )
-    model, optimizer, criterion, _ = out
-    criterion(model(x), y).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    with pytest.raises(ValueError, match=r"Ghost clipping has no norm for one of the parameters"):
-        criterion(model(x[:, None]).flatten(1), y).backward()
-
-
-def test_in_ghost_mode_even_needs_the_criterion():
-    net, (x, y) = make_network(), images()
-    _, optimizer, criterion, _ = PrivacyEngine().make_private(
-        module=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=10),
-        grad_sample_mode="ghost",
-    )
-    with pytest.raises(ValueError, match=r"even\(optimizer, rule, criterion\)"):
-        even(optimizer, DPSGD())
-    assert even(optimizer, DPSGD(), criterion) is criterion.optimizer
+    run.backward(run.x, run.y)
+    first = next(run.net.parameters())
+    first.grad_sample = first.grad_sample[:5]
+    with pytest.raises(ValueError, match=r"gradients of different numbers of samples"):
+        run.optimizer.step()
 
 
 # --- the rest of a loop ---
 
 
-def test_learning_rate_schedulers_and_other_optimizers_work():
-    run = Private(RULES[2])
+def test_learning_rate_schedulers_hooks_and_other_optimizers_work():
+    run = Private(ADAPT)
     scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, step_size=1, gamma=0.5)
+    hooked = []
+    run.optimizer.attach_step_hook(lambda optimizer: hooked.append(optimizer.ledger.steps))
     run.step(run.x, run.y)
     scheduler.step()
     assert run.optimizer.param_groups[0]["lr"] == 0.05
     assert repr(run.optimizer).startswith("SGD")
+    assert hooked == [1]
 
 
-def test_frozen_parameters_are_left_alone(zero_noise):
-    net, (x, y) = make_network(), images()
-    net[1].requires_grad_(False)
-    model, optimizer, _ = EvenPrivacyEngine().make_private(
-        module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), rule=RULES[2],
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=10),
-    )  # fmt: skip
-    before = net[1].weight.clone()
-    cross_entropy(model(x), y).backward()
-    optimizer.step()
-    assert torch.equal(net[1].weight, before)
-    trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
-    assert zero_noise.draws == [(1.0, (1,)), (1.0, (trained,))]
+def test_frozen_parameters_are_left_alone():
+    run = Private(ADAPT)
+    run.step(run.x, run.y)
+    run.net[1].requires_grad_(False)
+    before = run.net[1].weight.clone()
+    run.step(run.x, run.y)
+    assert torch.equal(run.net[1].weight, before)
+    assert [dict(entry.sizes)["gradient"] for entry in run.ledger.entries] == [123, 21]
+    one, other = run.ledger.entries
+    assert other.parent == (one.run, 1)
 
 
 # --- importing ---
@@ -1085,7 +1278,7 @@ def test_an_opacus_loop_with_one_changed_line_learns_what_fit_learns():
     """
     train, test, _ = digits()
     rule = DPSGDGlobalAdapt(C0=1.0, sigma=0.8, Z0=5.0)
-    accuracies, epsilons = {"opacus": [], "fit": [], "opacus alone": []}, set()
+    accuracies = {"opacus": [], "fit": []}
     for seed in range(2):
         result = evenclip.fit(
             mlp_of_digits(seed),
@@ -1099,34 +1292,27 @@ def test_an_opacus_loop_with_one_changed_line_learns_what_fit_learns():
             delta=1e-4,
         )
         accuracies["fit"].append(accuracy(result.model, test))
-        for name in ("opacus", "opacus alone")[: 2 - seed]:
-            network = mlp_of_digits(seed)
-            torch.manual_seed(seed)
-            engine = PrivacyEngine(accountant="prv")
-            model, optimizer, loader = engine.make_private(
-                module=network,
-                optimizer=torch.optim.SGD(network.parameters(), lr=1.0),
-                max_grad_norm=1.0,
-                data_loader=DataLoader(TensorDataset(train.x, train.y), batch_size=64),
-                noise_multiplier=0.8,
-            )
-            if name == "opacus":
-                optimizer = even(optimizer, rule)  # the changed line
-            for _ in range(12):
-                for x, y in loader:
-                    optimizer.zero_grad()
-                    cross_entropy(model(x), y).backward()
-                    optimizer.step()
-            accuracies[name].append(accuracy(network, test))
-            if name == "opacus":
-                assert optimizer.expected_batch_size == 62
-                epsilons.add((engine.get_epsilon(1e-4), result.epsilon()))
+        network = mlp_of_digits(seed)
+        engine = PrivacyEngine()
+        model, optimizer, loader = engine.make_private(
+            module=network,
+            optimizer=torch.optim.SGD(network.parameters(), lr=1.0),
+            max_grad_norm=1.0,
+            data_loader=DataLoader(TensorDataset(train.x, train.y), batch_size=64),
+            noise_multiplier=0.8,
+        )
+        optimizer = even(optimizer, rule, engine, loader)  # the changed line
+        for _ in range(12):
+            for x, y in loader:
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+        accuracies["opacus"].append(accuracy(network, test))
+        assert optimizer.expected_batch_size == 62
+        assert engine.get_epsilon(1e-4) == pytest.approx(result.epsilon(), rel=1e-6)
     means = {name: np.mean(values) for name, values in accuracies.items()}
     assert means["fit"] > 0.8
-    assert means["opacus"] == pytest.approx(means["fit"], abs=0.03), accuracies
-    ((theirs, ours),) = epsilons
-    assert theirs == pytest.approx(ours, abs=0.02)
-    assert accuracies["opacus"][0] != accuracies["opacus alone"][0]
+    assert means["opacus"] == pytest.approx(means["fit"], abs=0.05), accuracies
 
 
 def mlp_of_digits(seed):
@@ -1169,15 +1355,14 @@ class Wavering(Rule):
 
 def test_noise_is_for_the_bound_that_was_enforced_and_for_the_multiplier_that_is_accounted():
     for _ in range(4):
-        clipper, norms = Clipper(Wavering()), torch.tensor([3.0, 5.0], dtype=torch.float64)
+        clipper = Clipper(Mechanism(Wavering()))
         for _ in range(3):
-            weights, count = clipper.weights_and_count(norms)
-            clipper.add(count)
-            noise = clipper.release(
-                torch.zeros(4), 1.0, lambda n: torch.ones(n, dtype=torch.float64)
-            )
-            (multiplier,) = clipper.mechanism.multipliers.values()
-            assert float((weights * norms).max()) * multiplier == pytest.approx(
-                float(noise.max()), rel=1e-6
-            )
+            clipper.add([torch.tensor([[3.0, 0.0], [0.0, 5.0]])])
+            longest = float(clipper._total.max())
+            (multiplier,) = clipper.multipliers.values()
+            clipper._total.zero_()
+            ones = torch.ones(2, dtype=torch.float64)
+            noise = clipper.release(1.0, Release({"gradient": ones}))
+            clipper.drop()
+            assert longest * multiplier == pytest.approx(float(noise.max()), rel=0.07)  # the grid
         next(READS)

@@ -24,6 +24,7 @@ from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, fit
 from evenclip.data import Dataset, MapDataset
 from evenclip.mechanism.accounting import epsilon, epsilon_without_amplification
 from evenclip.mechanism.release import Entry, Ledger
+from evenclip.mechanism.rounding import TAU
 from evenclip.mechanism.statement import paragraph
 from evenclip.rules import NO_EPSILON
 from evenclip.training.progress import Progress
@@ -261,11 +262,15 @@ def test_epsilon_is_that_of_the_ledger(toy, private_rule):
     result = fit(toy.mlp(), toy.data(), **settings(private_rule, delta=1e-4))
     count = {"dpsgd-f": 3.0, "dpsgd-global-adapt": 2.0}.get(private_rule.name)
     multipliers = (("gradient", 0.8),) if count is None else (("count", count), ("gradient", 0.8))
-    ledger = Ledger([Entry(0.2, multipliers, 15)])
-    assert result.ledger == ledger
+    numbers = {"count": 6 if count == 3.0 else 1, "gradient": 57}
+    sizes = tuple((name, numbers[name]) for name, _ in multipliers)
+    ledger = Ledger([Entry(0.2, multipliers, 15, sizes=sizes, tau=TAU)])
+    (entry,), (expected,) = result.ledger.entries, ledger.entries
+    assert (entry.release, entry.steps) == (expected.release, 15)
     joint = 0.8 if count is None else (0.8**-2 + count**-2) ** -0.5
     assert result.privacy["joint_multiplier"] == pytest.approx(joint, rel=1e-12)
-    alone = Ledger([Entry(0.2, (("everything", joint),), 15)])
+    everything = (("everything", sum(size for _, size in sizes)),)
+    alone = Ledger([Entry(0.2, (("everything", joint),), 15, sizes=everything, tau=TAU)])
     for accountant, name in (("pld", "epsilon"), ("rdp", "epsilon_rdp")):
         assert (
             result.epsilon(accountant) == result.privacy[name] == epsilon(ledger, 1e-4, accountant)
@@ -278,7 +283,7 @@ def test_epsilon_is_that_of_the_ledger(toy, private_rule):
         ledger, 1e-4
     )
     assert result.privacy["epsilon_without_amplification"] > result.epsilon()
-    assert Ledger.from_json(result.privacy["ledger"]) == ledger
+    assert Ledger.from_json(result.privacy["ledger"]) == result.ledger
 
 
 def test_the_paragraph_reads_at_79_columns_and_has_the_numbers(toy, private_rule):

@@ -9,18 +9,21 @@ from dataclasses import fields
 from typing import Any, TypeAlias
 
 from opacus import PrivacyEngine
-from opacus.accountants.utils import get_noise_multiplier
+from opacus.optimizers.utils import params
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from evenclip.opacus.clipping import joint
-from evenclip.opacus.optimizer import EvenOptimizer, check_kind, check_optimizer, check_rule
+from evenclip.mechanism import Ledger
+from evenclip.mechanism.calibration import calibrate
+from evenclip.mechanism.sampling import drawn_rate
+from evenclip.opacus.accountant import LedgerAccountant
+from evenclip.opacus.optimizer import NO_GHOST, EvenOptimizer, check_kind, check_rule, even
 from evenclip.rules import RULES, Constants, DPSGDGlobalAdapt, Rule
 
 __all__ = ["EvenPrivacyEngine"]
 
-_MODES = "hooks", "functorch", "ew", "ghost"
-# Module, optimizer, data loader; in ghost mode the criterion comes before the data loader.
-_Private: TypeAlias = tuple[Any, ...]
+_MODES = "hooks", "functorch", "ew"
+_Private: TypeAlias = tuple[Any, EvenOptimizer, DataLoader[Any]]
 
 
 class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no types
@@ -35,7 +38,33 @@ class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no t
     `noise_multiplier` is the rule's sigma, and `max_grad_norm` is its C0. Give the other fields of
     the rule by name (`Z0=10.0`, `tau=1.0`, ...), or give the rule itself:
     `rule=DPSGDGlobalAdapt(...)`.
+
+    Batches and noise come from AES-256 with secret keys of the operating system, so Opacus's
+    `secure_mode` is not needed.
+
+    Args:
+        accountant: "prv", Opacus's default; ε is computed from the ledger, by PLD.
+        secure_mode: accepted, and changes nothing.
     """
+
+    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
+        del secure_mode
+        if accountant != "prv":
+            raise ValueError(
+                f"accountant is {accountant!r}, and this engine computes ε from its ledger by PLD; "
+                "leave it out. evenclip.mechanism.accounting.epsilon(engine.ledger, delta, 'rdp') "
+                "returns ε by RDP."
+            )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Secure RNG turned off")  # that of Opacus's noise
+            PrivacyEngine.__init__(self)
+        self.accountant = LedgerAccountant()
+
+    @property
+    def ledger(self) -> Ledger:
+        """Every release of the engine's optimizers; public."""
+        ledger: Ledger = self.accountant.ledger
+        return ledger
 
     def make_private(
         self,
@@ -81,6 +110,7 @@ class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no t
         clipping: str | None = None,
         rule: Rule | None = None,
         max_grad_norm: float | None = None,
+        optimizer: Optimizer,
         data_loader: DataLoader[Any],
         **arguments: Any,
     ) -> _Private:
@@ -91,12 +121,13 @@ class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no t
         the private loader.
 
         Args:
-            target_epsilon: ε of all releases, by the engine's accountant.
+            target_epsilon: ε of all releases, by PLD, for the noise as it is drawn.
             target_delta: δ.
             epochs: number of epochs.
             clipping: as in `make_private`.
             rule: the rule itself, instead of `clipping`; only the ratio of its multipliers matters.
             max_grad_norm: C0 of a rule given by name.
+            optimizer: as in `make_private`.
             data_loader: as in `make_private`.
             **arguments: as in `make_private`; `sigma_count` is relative to sigma = 1.
         """
@@ -110,42 +141,27 @@ class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no t
                 "total ε will be larger.",
                 stacklevel=2,
             )
-        multiplier = get_noise_multiplier(
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            sample_rate=1 / _batches(data_loader),
-            steps=epochs * len(data_loader),
-            accountant=self.accountant.mechanism(),
+        q = 1 / len(data_loader)  # as Opacus's Poisson loader
+        calibrated = calibrate(
+            chosen,
+            epsilon=target_epsilon,
+            delta=target_delta,
+            q=drawn_rate(q),
+            steps=epochs * int(1 / q),
+            parameters=max(1, sum(p.numel() for p in params(optimizer))),
         )
         return self._private(
-            chosen.scaled(multiplier / joint(chosen)), rest | {"data_loader": data_loader}
+            calibrated, rest | {"optimizer": optimizer, "data_loader": data_loader}
         )
 
     def _private(self, rule: Rule, arguments: dict[str, Any]) -> _Private:
-        """Call Opacus's `make_private`, which calls the two methods below."""
+        """Call Opacus's `make_private`, and give its optimizer the rule."""
         check_rule(rule)
         _check_arguments(arguments)
-        private: _Private = PrivacyEngine.make_private(
-            self, rule=rule, noise_multiplier=rule.sigma, max_grad_norm=_S(rule), **arguments
+        model, optimizer, data_loader = PrivacyEngine.make_private(
+            self, noise_multiplier=rule.sigma, max_grad_norm=_S(rule), **arguments
         )
-        return private
-
-    def _prepare_optimizer(self, *, rule: Rule, **arguments: Any) -> EvenOptimizer:
-        """Wrap the optimizer that Opacus prepares."""
-        optimizer = PrivacyEngine._prepare_optimizer(self, **arguments)
-        check_optimizer(optimizer)
-        return EvenOptimizer(optimizer, rule)
-
-    def _prepare_criterion(
-        self, *, module: Any, optimizer: EvenOptimizer, rule: Rule, **arguments: Any
-    ) -> Any:
-        """Bind the criterion that Opacus prepares to the weights of the rule."""
-        del rule  # the optimizer holds it
-        criterion = PrivacyEngine._prepare_criterion(
-            self, module=module, optimizer=optimizer, **arguments
-        )
-        optimizer.bind(criterion)
-        return criterion
+        return model, even(optimizer, rule, self, data_loader), data_loader
 
 
 def _chosen(
@@ -176,11 +192,6 @@ def _chosen(
     return kind(**given, **own), {k: v for k, v in arguments.items() if k not in known}
 
 
-def _batches(data_loader: DataLoader[Any]) -> int:
-    """Return the batches per epoch of Opacus's Poisson loader: int(1/(1/93)) is 92."""
-    return int(1 / (1 / len(data_loader)))
-
-
 def _S(rule: Rule) -> float:
     """Return the sensitivity of the first step."""
     return float(rule.sensitivity(rule.init(Constants())))
@@ -199,16 +210,12 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
             "the rule; check the spelling, or leave it out."
         )
     mode = arguments.get("grad_sample_mode", "hooks")
+    if "ghost" in mode:
+        raise ValueError(NO_GHOST)
     if mode not in _MODES:
         raise ValueError(f"grad_sample_mode is {mode!r}; use one of {', '.join(_MODES)}.")
     if not arguments.get("poisson_sampling", True):
         raise ValueError(
             "poisson_sampling is False, and the ε of this engine holds for Poisson samples only; "
             "leave it True."
-        )
-    if arguments.get("rand_on_empty", False):
-        raise ValueError(
-            "rand_on_empty is True: with a random record instead of an empty batch, one record "
-            "more or less changes the sum by up to 2·S, and ε holds for S. Leave it out: this "
-            "engine takes a step with an empty batch too."
         )

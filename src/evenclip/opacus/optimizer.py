@@ -2,79 +2,106 @@
 
 from __future__ import annotations
 
-import math
+import copy
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from opacus import PrivacyEngine
+from opacus.data_loader import DPDataLoader
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
-from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 
-from evenclip.mechanism import Mechanism, joint_multiplier
-from evenclip.opacus.clipping import Clipper, Ghost, GradSamples, joint
-from evenclip.rules import Rule
+from evenclip.mechanism import Ledger, Mechanism, Release, joint_multiplier, wanted
+from evenclip.mechanism.entry import Parent
+from evenclip.mechanism.noise import Noise
+from evenclip.mechanism.rounding import sum_rounding
+from evenclip.opacus.accountant import LedgerAccountant
+from evenclip.opacus.clipping import Clipper, check_dtype, take_samples
+from evenclip.opacus.draws import Batches, Draws
+from evenclip.rules import Constants, Rule
 
-__all__ = ["EvenOptimizer", "check_kind", "check_optimizer", "check_rule", "even"]
+__all__ = ["NO_GHOST", "EvenOptimizer", "check_kind", "check_rule", "even", "joint"]
 
 _KEY = "evenclip"  # key of the rule's state in a checkpoint of the optimizer
+NO_GHOST = (
+    "In ghost mode, Opacus computes norms and sums in float32 over the whole batch, and no ε can "
+    "be proved for that; use grad_sample_mode='hooks', or evenclip.fit, which forms no per-sample "
+    "gradients either."
+)
 
 
-def even(optimizer: DPOptimizer, rule: Rule, criterion: Any = None) -> EvenOptimizer:
-    """Return an optimizer that weights samples by `rule`, from the one of Opacus's `make_private`.
+def even(
+    optimizer: DPOptimizer, rule: Rule, engine: PrivacyEngine, data_loader: DPDataLoader
+) -> EvenOptimizer:
+    """Return an optimizer that weights samples by `rule`, from what Opacus's `make_private` made.
 
     Noise and bound are those of the rule; `noise_multiplier` and `max_grad_norm` of `make_private`
     are no longer used. A rule that counts releases its count as well, so ε is larger than that of
-    Opacus for the same σ. `get_epsilon` includes the count, and
-    `EvenPrivacyEngine.make_private_with_epsilon` reaches a given ε.
+    Opacus for the same σ.
 
-    Create schedulers and `BatchMemoryManager` with the returned optimizer.
+    Engine and data loader are changed in place: the loader draws its batches with exact coins, and
+    `engine.get_epsilon` computes ε from the ledger of the optimizer. Create schedulers, step hooks
+    and `BatchMemoryManager` afterwards, with the returned optimizer.
 
     Args:
         optimizer: the optimizer of `make_private`, for flat clipping on one device.
         rule: a rule that uses no group labels and clips with the state of the last step, such as
             `DPSGDGlobalAdapt`.
-        criterion: in ghost mode, the criterion of `make_private`; it is changed in place.
+        engine: the engine that made it.
+        data_loader: the data loader of `make_private`, with Poisson sampling.
 
     Raises:
-        TypeError: if the optimizer is of another type.
-        ValueError: if the rule cannot be used with Opacus; the message says why.
+        TypeError: if optimizer or data loader are of another type.
+        ValueError: if the rule, the model or the engine cannot be used; the message says why.
     """
     check_rule(rule)
-    check_optimizer(optimizer)
+    _check_optimizer(optimizer)
+    _check_loader(data_loader)
     _warn_if_less_noise(optimizer.noise_multiplier, rule)
-    ghost = type(optimizer) is DPOptimizerFastGradientClipping
-    if ghost and criterion is None:
-        raise ValueError(
-            "In ghost mode the criterion's backward() applies the weights; also give the criterion "
-            "that make_private returned: even(optimizer, rule, criterion)."
-        )
-    even_optimizer = EvenOptimizer(optimizer, rule)
-    if ghost:
-        even_optimizer.bind(criterion)
+    accountant = _accountant(engine)
+    sampler = data_loader.batch_sampler
+    batches = Batches(sampler.num_samples, sampler.sample_rate, sampler.steps)
+    even_optimizer = EvenOptimizer(optimizer, rule, batches, accountant)
+    engine.accountant = accountant
+    # A step of the old optimizer would not be in the ledger; this hook raises.
+    optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(batches.q))
+    # DataLoader forbids assignment, because an iterator that exists keeps the old sampler. Its
+    # batches are not released: they were not drawn by the new one.
+    vars(data_loader)["batch_sampler"] = batches
     return even_optimizer
 
 
 class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
     """A `DPOptimizer` with the weights and the noise of a rule.
 
-    `even` and `EvenPrivacyEngine` create it.
+    `even` and `EvenPrivacyEngine` create it. Per-sample gradients are deleted as soon as they are
+    summed, and the sums as soon as they are released. A copy draws its own noise and writes the
+    same ledger.
 
     Attributes:
         rule: the rule. A noise scheduler of Opacus scales all its noise, including the count's.
         rule_state: the rule's public state, Z of the next step; part of every checkpoint.
-        noise_multiplier: the joint multiplier of all releases of one step, for the accountant.
+        ledger: every release so far, and those of the engine's other optimizers.
+        noise_multiplier: the joint multiplier of all releases of one step.
         max_grad_norm: S; fixed by the rule.
     """
 
-    def __init__(self, optimizer: DPOptimizer, rule: Rule) -> None:
-        self._clipper = Clipper(rule)
-        is_ghost = isinstance(optimizer, DPOptimizerFastGradientClipping)
-        self._gradients: GradSamples | Ghost = (
-            Ghost(self._clipper) if is_ghost else GradSamples(self._clipper)
-        )
+    def __init__(
+        self, optimizer: DPOptimizer, rule: Rule, batches: Batches, accountant: LedgerAccountant
+    ) -> None:
+        size = sum(p.numel() for p in optimizer.params)
+        constants = Constants(parameters=size, B=float(optimizer.expected_batch_size), q=batches.q)
+        self._clipper = Clipper(Mechanism(rule, constants, rounding=sum_rounding(batches.most)))
+        self._batches, self._accountant = batches, accountant
+        self._draws: Draws[Noise] | None = None
+        self._drawn_for: tuple[dict[str, int], torch.device] | None = None
+        self._parent: Parent | None = None  # the place of a loaded checkpoint
+        batches.on_pass = self._start_batch
         DPOptimizer.__init__(
             self,
             optimizer.original_optimizer,
@@ -82,17 +109,7 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
             max_grad_norm=self.max_grad_norm,
             expected_batch_size=optimizer.expected_batch_size,
             loss_reduction=optimizer.loss_reduction,
-            generator=optimizer.generator,
-            secure_mode=optimizer.secure_mode,
         )
-        self.step_hook = optimizer.step_hook
-        # The same queue, so that an existing BatchMemoryManager keeps working.
-        self._step_skip_queue = optimizer._step_skip_queue
-        if self._clipper.mechanism.counts and optimizer.expected_batch_size is None:
-            raise ValueError(
-                f"{rule.name} divides its count by the expected batch size, and this optimizer has "
-                "none; give the DPOptimizer an expected_batch_size."
-            )
 
     @property
     def rule(self) -> Rule:
@@ -105,14 +122,20 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
         return self._clipper.state.clone()
 
     @property
+    def ledger(self) -> Ledger:
+        """Every release so far; public."""
+        return self._accountant.ledger
+
+    @property
     def noise_multiplier(self) -> float:
         """(Σ m_j⁻²)^(-1/2) over the releases of one step."""
-        return joint_multiplier(self._clipper.mechanism.multipliers.values())
+        return joint_multiplier(self._clipper.multipliers.values())
 
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:
         if value != self.noise_multiplier:
-            self._clipper.mechanism = Mechanism(self.rule.scaled(value / self.noise_multiplier))
+            rule = self.rule.scaled(value / self.noise_multiplier)
+            self._clipper.mechanism = replace(self._clipper.mechanism, rule=rule)
 
     @property
     def max_grad_norm(self) -> float:
@@ -130,37 +153,10 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
 
     @property
     def accumulated_iterations(self) -> int:
-        """Number of batches with unused gradients; it exceeds 1 only without Poisson sampling."""
-        return self._gradients.batches(self.params)
+        """Return 1: a Poisson batch is one batch, also in several physical batches."""
+        return 1
 
-    def bind(self, criterion: Any) -> None:
-        """Set the criterion whose second backward pass uses the rule's weights; for ghost mode."""
-        if not isinstance(self._gradients, Ghost):
-            raise TypeError(
-                "This optimizer is not in ghost mode; bind() is for grad_sample_mode='ghost' only."
-            )
-        self._gradients.bind(criterion, self.params)
-        criterion.optimizer = self  # its backward() calls zero_grad of the optimizer
-
-    def clip_and_accumulate(self) -> None:
-        """Add the weighted sum and the count of a physical batch to those of the logical batch."""
-        for p, part in zip(self.params, self._gradients.clipped_sums(self.params), strict=True):
-            if p.summed_grad is None:
-                p.summed_grad = part
-            else:
-                p.summed_grad += part  # in place, because Opacus marks the tensor as processed
-
-    def add_noise(self) -> None:
-        """Release the count, which updates Z, and write the released sum into `p.grad`."""
-        for p in self.params:
-            _check_processed_flag(p.summed_grad)
-        total = torch.cat([p.summed_grad.reshape(-1) for p in self.params])
-        noisy = self._clipper.release(total, self._expected_size(), self._noise)
-        for p, part in zip(
-            self.params, torch.split(noisy, [p.numel() for p in self.params]), strict=True
-        ):
-            p.grad = part.to(p.dtype).view_as(p)
-            _mark_as_processed(p.summed_grad)
+    # --- a step, in this order ---
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Prepare the wrapped optimizer's step; return whether to take it."""
@@ -177,13 +173,70 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
             self.step_hook(self)
         return True
 
+    def clip_and_accumulate(self) -> None:
+        """Add a physical batch to the logical batch, and delete its per-sample gradients."""
+        self._clipper.add(take_samples(self.params))
+
+    def add_noise(self) -> None:
+        """Release the logical batch, and write the released sum into `p.grad`.
+
+        The private sums are deleted, also if this fails.
+        """
+        try:
+            self._batches.spend(self._clipper.records)
+            noisy = self._clipper.release(self.expected_batch_size, self._release())
+        finally:
+            self._clipper.drop()
+        parts = torch.split(noisy, [p.numel() for p in self.params])
+        for p, part in zip(self.params, parts, strict=True):
+            p.grad = part.to(device=p.device, dtype=p.dtype).view_as(p)
+
+    def _start_batch(self) -> None:
+        """Drop what a `BatchMemoryManager` loop left behind that ended within a logical batch."""
+        self._clipper.drop()
+        self._step_skip_queue.clear()
+
+    def _release(self) -> Release:
+        """Write this step into the ledger, and draw its noise."""
+        clipper, batches = self._clipper, self._batches
+        lengths = clipper.mechanism.statistics | {"gradient": sum(p.numel() for p in self.params)}
+        sizes = {name: lengths[name] for name in clipper.multipliers}
+        draws = self._source(sizes, self.params[0].device)
+        index = draws.take()
+        self.ledger.write(
+            batches.q, clipper.multipliers, sizes, batches.tau, draws.run, index, draws.parent
+        )
+        return Release(draws.source.of(index))
+
+    def _source(self, sizes: dict[str, int], device: torch.device) -> Draws[Noise]:
+        """Return the source of noise of these sizes, another one if they have changed."""
+        if self._draws is None or self._drawn_for != (sizes, device):
+            self._draws = Draws(partial(Noise, sizes=sizes, device=device), self._place)
+            self._drawn_for = sizes, device
+        return self._draws
+
+    # --- checkpoints and copies ---
+
+    @property
+    def _place(self) -> Parent | None:
+        """The run and number of draws that another key continues."""
+        return self._parent if self._draws is None else self._draws.place
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the wrapped optimizer and of the rule."""
-        saved = {"rule": self.rule.name, "state": self._clipper.state.clone()}
+        """Return the state of the wrapped optimizer and of the rule, and the ledger."""
+        saved = {
+            "rule": self.rule.name,
+            "state": self._clipper.state.clone(),
+            "t": self._clipper.t,
+            "place": self._place,
+            "ledger": self.ledger.to_json(),
+        }
         return {**self.original_optimizer.state_dict(), _KEY: saved}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state of the wrapped optimizer and of the rule.
+        """Restore the state of the wrapped optimizer and of the rule; draw noise with another key.
+
+        The steps of the checkpoint are added to the ledger; none is counted twice.
 
         Raises:
             ValueError: if the checkpoint is of another rule or has no state of a rule.
@@ -201,27 +254,39 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
                 "use the same rule."
             )
         self.original_optimizer.load_state_dict(wrapped)
+        self._clipper.drop()
         if saved is not None:
+            self._accountant.add(Ledger.from_json(saved["ledger"]))
             self._clipper.state = saved["state"].to(self._clipper.state).clone()
+            self._clipper.t = saved["t"]
+            self._draws, self._parent = None, saved["place"]
 
-    def _expected_size(self) -> float:
-        """Return B, the divisor of the count; it does not depend on loss_reduction."""
-        return (
-            math.nan
-            if self.expected_batch_size is None
-            else self.expected_batch_size * self.accumulated_iterations
-        )
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all attributes; torch's optimizers would leave out those of this class."""
+        return dict(vars(self))
 
-    def _noise(self, size: int) -> Tensor:
-        """Draw N(0, I) as Opacus does, but in float64.  # [size]
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
-        torch's float32 normals never exceed 5.8 standard deviations.
-        """
-        reference = torch.empty(size, dtype=torch.float64, device=self.params[0].device)
-        noise: Tensor = _generate_noise(
-            std=1.0, reference=reference, generator=self.generator, secure_mode=self.secure_mode
-        )
-        return noise
+    def __deepcopy__(self, memo: dict[int, Any]) -> EvenOptimizer:
+        """Copy the optimizer; the copy writes the same ledger and spends the same batches."""
+        memo |= {id(shared): shared for shared in (self._accountant, self._batches)}
+        copied = memo[id(self)] = EvenOptimizer.__new__(EvenOptimizer)
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
+
+# --- checks ---
+
+
+def joint(rule: Rule) -> float:
+    """Return the joint noise multiplier of all releases of the first step.
+
+    >>> from evenclip import DPSGDGlobalAdapt
+    >>> joint(DPSGDGlobalAdapt(sigma=3.0, sigma_count=4.0))
+    2.4
+    """
+    return joint_multiplier(Mechanism(rule).multipliers.values())
 
 
 def check_kind(rule: Any) -> None:
@@ -245,21 +310,73 @@ def check_rule(rule: Any) -> None:
             f"{rule.name} clips with this step's count, which Opacus's loop does not know before "
             "it clips; train it with evenclip.fit."
         )
+    if wanted(rule) or type(rule).loss is not Rule.loss:
+        raise ValueError(
+            f"{rule.name} uses each sample's loss, output or target, which Opacus's loop does not "
+            "give to its optimizer; train it with evenclip.fit."
+        )
     if not (rule.sigma > 0 and rule.bounded and rule.poisson):
         raise ValueError(
             f"{rule.name} has no ε, so there is nothing to account for; choose a private rule."
         )
 
 
-def check_optimizer(optimizer: Any) -> None:
+def _check_optimizer(optimizer: Any) -> None:
     """Raise unless the optimizer is one of Opacus for flat clipping on one device."""
-    if type(optimizer) not in (DPOptimizer, DPOptimizerFastGradientClipping):
+    if type(optimizer) is DPOptimizerFastGradientClipping:
+        raise ValueError(NO_GHOST)
+    if type(optimizer) is not DPOptimizer:
         raise TypeError(
-            f"The optimizer is a {type(optimizer).__name__}; give the one that Opacus's "
-            "make_private returns for clipping='flat' on one device (DPOptimizer, or "
-            "DPOptimizerFastGradientClipping in ghost mode). Per-layer, adaptive and distributed "
-            "optimizers and an EvenOptimizer are not supported."
+            f"The optimizer is a {type(optimizer).__name__}; give the DPOptimizer that Opacus's "
+            "make_private returns for clipping='flat' on one device. Per-layer, adaptive and "
+            "distributed optimizers and an EvenOptimizer are not supported."
         )
+    if not optimizer.expected_batch_size:
+        raise ValueError(
+            f"The optimizer has the expected batch size {optimizer.expected_batch_size}, and sums "
+            "are divided by it; use a larger batch_size in the data loader."
+        )
+    if optimizer.generator is not None and not optimizer.secure_mode:
+        raise ValueError(
+            "noise_generator is given, but noise is drawn from a secret key of its own; leave it "
+            "out."
+        )
+    for p in optimizer.params:
+        check_dtype(p.dtype)
+
+
+def _check_loader(data_loader: Any) -> None:
+    """Raise unless the data loader is one of Opacus for Poisson samples on one device."""
+    if type(data_loader) is not DPDataLoader:
+        raise TypeError(
+            f"The data loader is a {type(data_loader).__name__}; give the one that make_private "
+            "returned with poisson_sampling=True."
+        )
+    kind = type(data_loader.batch_sampler)
+    if kind is not UniformWithReplacementSampler:
+        raise ValueError(
+            f"The data loader has a {kind.__name__}; give the one that make_private returned for "
+            "one device, to one optimizer only."
+        )
+    if data_loader.collate_fn.rand_on_empty:
+        raise ValueError(
+            "rand_on_empty is True: with a random record instead of an empty batch, one record "
+            "more or less changes the sum by up to 2·S, and ε holds for S. Leave it out: a step "
+            "with an empty batch is a step too."
+        )
+
+
+def _accountant(engine: PrivacyEngine) -> LedgerAccountant:
+    """Return the accountant of the engine, a new one instead of Opacus's."""
+    accountant = engine.accountant
+    if isinstance(accountant, LedgerAccountant):
+        return accountant
+    if len(accountant) > 0:
+        raise ValueError(
+            "This engine has recorded steps with Opacus's own noise, which the ledger cannot "
+            "account for; use a new engine."
+        )
+    return LedgerAccountant()
 
 
 def _warn_if_less_noise(planned: float, rule: Rule) -> None:

@@ -91,12 +91,17 @@ class Run:
         self._update.is_plain &= self.scheduler is None
         self._sizes = {**self.mechanism.statistics, "gradient": self.tape.layout.size}
         self._set_key(secret_key(settings, model, data_digest, ranks))
-        some = partial(self.batches.some, t=0, state=self.state)
-        self.company = fix_company(self.tape, settings, self.performance, ranks.world, some)
-        rounding = _rounding(settings, self.tape, self.performance)
-        self.mechanism = replace(self.mechanism, rounding=rounding)
+        self._fix_blocks(compiled=bool(self.performance.compile))
         self._graph: Graph | None = None
         self._is_recording = False
+
+    def _fix_blocks(self, *, compiled: bool) -> None:
+        """Fix the size of the blocks that pass at once, and what the rounding of sums costs."""
+        some = partial(self.batches.some, t=0, state=self.state)
+        place = self.tape, self.settings, self.performance, self.ranks.world
+        self.company = fix_company(*place, None if compiled else some)
+        rounding = _rounding(self.settings, self.tape, self.performance)
+        self.mechanism = replace(self.mechanism, rounding=rounding)
 
     def _set_key(self, key: bytes) -> None:
         """Draw batches and noise from this key; secret."""
@@ -121,19 +126,16 @@ class Run:
     def listening(self) -> Iterator[Self]:
         """Record forward passes, as steps need; restore torch's generator at the end."""
         devices = [self.device] if self.device.type == "cuda" else []
-        with (
-            precision(self.performance.tf32),
-            torch.random.fork_rng(devices=devices),
-            self.tape.recording(),
-        ):
+        with precision(self.performance.tf32), torch.random.fork_rng(devices=devices):
             if self.performance.compile and self._graph is None:
                 self._graph = self._compiled(self.performance.compile)
-            self._is_recording = True
-            try:
-                yield self
-            finally:
-                self._is_recording = False
-                self.batches.close()
+            with self.tape.recording():
+                self._is_recording = True
+                try:
+                    yield self
+                finally:
+                    self._is_recording = False
+                    self.batches.close()
 
     def step(self) -> Step:
         """Draw a batch, write the ledger, and compute one step of Algorithm 2.
@@ -210,16 +212,18 @@ class Run:
         try:
             if self.ranks.world > 1:
                 raise NoGraph("several ranks compute it")
-            return Graph(
-                self.tape,
-                self.mechanism,
-                self.state,
-                self.settings.B,
-                partial(self.batches.some, t=self.t, state=self.state),
-                self._noise(0),
-                mode if isinstance(mode, str) else None,
-            )
+            with self.tape.recording():
+                return Graph(
+                    self.tape,
+                    self.mechanism,
+                    self.state,
+                    self.settings.B,
+                    partial(self.batches.some, t=self.t, state=self.state),
+                    self._noise(0),
+                    mode if isinstance(mode, str) else None,
+                )
         except NoGraph as why:
+            self._fix_blocks(compiled=False)
             warnings.warn(
                 f"The step is not compiled: {why}. The run is computed without.", stacklevel=4
             )
@@ -286,7 +290,7 @@ class Run:
 
 def _rounding(settings: Settings, tape: AnyTape, performance: Performance) -> float:
     """Return ρ of the run's sums; see `evenclip.mechanism.rounding`."""
-    if settings.q is None:
+    if settings.q is None or not settings.rule.bounded:
         return 0.0
     blocks = [size for size in (performance.chunk, tape.rows) if size is not None]
     records = most_records(settings.q, settings.n)
