@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from exact import released
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -18,6 +17,7 @@ from evenclip.mechanism import Mechanism, Release
 from evenclip.mechanism.accounting import epsilon
 from evenclip.mechanism.statement import paragraph
 from evenclip.rules import Constants
+from exact import released
 
 N, FEATURES, CLASSES, GROUPS = 60, 4, 3, 2
 GENERATOR = torch.Generator().manual_seed(0)

@@ -222,7 +222,12 @@ FIELDS = {  # what a report must state -> the fields that state it
     "what went wrong": ["empty_batches", "non_finite_samples", "clamped_weights"],
     "randomness": ["random_generator", "seed", "claim", "sampler"],
     "steps declared and drawn, by which runs": [
-        "declared_steps", "reserved_steps", "steps_note", "runs", "parents", "ledger_covers",
+        "declared_steps",
+        "reserved_steps",
+        "steps_note",
+        "runs",
+        "parents",
+        "ledger_covers",
     ],
     "rounding, and the rest of the batch": ["bound_inflation", "independence"],
     "soundness": ["method", "soundness", "reference"],

@@ -259,9 +259,10 @@ class Ranks(Processes):
         """
         if self.world == 1 and not self.sharded:
             return {}
-        gradient = update if isinstance(update, Sharded) else Spread(self, sizes["gradient"])
-        counts = {name: Summed(self, n) for name, n in sizes.items() if name != "gradient"}
-        return {**counts, "gradient": gradient}
+        shares: dict[str, Share] = {name: Summed(self, n) for name, n in sizes.items()}
+        spread = Spread(self, sizes["gradient"])
+        shares["gradient"] = update if isinstance(update, Sharded) else spread
+        return shares
 
     def check_given(self, given: Mapping[str, Any]) -> None:
         """Raise on every rank unless all were given the same settings and the same model."""

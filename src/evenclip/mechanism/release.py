@@ -26,13 +26,11 @@ __all__ = ["Entry", "Ledger", "Release", "Share", "joint_multiplier"]
 
 
 class Share(Protocol):
-    """The part of a released vector that one of several processes releases.
+    """The part of a released vector that one of several processes releases."""
 
-    Attributes:
-        ranges: the slices (first, end) of the vector that this process adds noise to.
-    """
-
-    ranges: Sequence[tuple[int, int]]
+    @property
+    def ranges(self) -> Sequence[tuple[int, int]]:
+        """The slices (first, end) of the vector that this process adds noise to."""
 
     def total(self, value: Tensor) -> Tensor:
         """Return the sum over the processes, of these ranges; keep `value` unchanged."""
