@@ -6,8 +6,8 @@ A value computed from the batch becomes public as
 
 rounded to public grids, which make this formula a Gaussian mechanism on a computer
 (`evenclip.mechanism.grid`). The multiplier m = noise standard deviation ÷ sensitivity is written to
-the ledger (`evenclip.mechanism.ledger`). All releases of one step use the same Poisson batch. A later release
-may depend on the noisy value of an earlier one, and on no other result of the step.
+the ledger (`evenclip.mechanism.ledger`). All releases of one step use the same Poisson batch. A
+later release may depend on the noisy value of an earlier one, and on no other result of the step.
 """
 
 from __future__ import annotations
