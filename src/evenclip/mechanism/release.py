@@ -4,9 +4,10 @@ A value computed from the batch becomes public as
 
     released = value + sensitivity · multiplier · N(0, I),
 
-and the multiplier m = noise standard deviation ÷ sensitivity is written to the ledger
-(`evenclip.mechanism.ledger`). All releases of one step use the same Poisson batch. A later release
-may depend on the noisy value of an earlier one, and on no other result of the step.
+rounded to public grids, which make this formula a Gaussian mechanism on a computer
+(`evenclip.mechanism.grid`). The multiplier m = noise standard deviation ÷ sensitivity is written to
+the ledger (`evenclip.mechanism.ledger`). All releases of one step use the same Poisson batch. A
+later release may depend on the noisy value of an earlier one, and on no other result of the step.
 """
 
 from __future__ import annotations
