@@ -22,7 +22,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 import torch
 from scipy import stats

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from exact import released
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -18,6 +17,7 @@ from evenclip.mechanism import Mechanism, Release
 from evenclip.mechanism.accounting import epsilon
 from evenclip.mechanism.statement import paragraph
 from evenclip.rules import Constants
+from exact import released
 
 # Different ways to compute one run, or runs that differ in one respect, share their draws here.
 pytestmark = pytest.mark.usefixtures("one_stream")

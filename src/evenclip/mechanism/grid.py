@@ -115,7 +115,9 @@ def on_grid(total: Tensor, noise: Values, grid: Grid, scale: float, dtype: torch
         dtype: dtype of the result.
     """
     size = total.shape[0]
-    if size <= BLOCK or isinstance(noise, Tensor):
+    if isinstance(noise, Tensor):
+        return published(total, noise, grid).mul_(scale).to(dtype)
+    if size <= BLOCK:
         return published(total, noise[0:size], grid).mul_(scale).to(dtype)
     out = torch.empty(size, dtype=dtype, device=total.device)
     for first in range(0, size, BLOCK):
@@ -125,7 +127,16 @@ def on_grid(total: Tensor, noise: Values, grid: Grid, scale: float, dtype: torch
 
 
 def published(total: Tensor, z: Tensor, grid: Grid) -> Tensor:
-    """Return H·(hi + ⌊(lo + σ'z)/H⌋), with H·hi + lo = h·round(total/h) + H/2, as float64."""
+    """Return H·(hi + ⌊(lo + σ'z)/H⌋) with H·hi + lo = h·round(total/h) + H/2.  # [number], float64
+
+    Raises:
+        ValueError: unless there is one number of noise for each; torch would repeat a single one.
+    """
+    if z.shape != total.shape:
+        raise ValueError(
+            f"A sum of {total.numel()} numbers was given {z.numel()} numbers of noise; give one for "
+            "each."
+        )
     h, H, std = grid
     # A projection: harmless to the sensitivity, and never taken by a sum within its bounds.
     k = (total * (1 / h)).nan_to_num_(nan=0.0).clamp(-_MOST, _MOST).round_()
