@@ -32,6 +32,8 @@ from torch import nn
 from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate
 from evenclip.mechanism import accounting, statement
 from evenclip.mechanism.release import Ledger
+from evenclip.mechanism.rounding import TAU
+from evenclip.mechanism.sampling import drawn_rate
 from evenclip.rules import RULES, Rule
 from evenclip.sklearn import EXPECTED_FAILED_CHECKS, PrivateClassifier, TuningWarning
 
@@ -239,7 +241,9 @@ def test_without_a_target_the_rules_own_noise_is_used():
     rule = DPSGD(C0=0.5, sigma=2.0)
     classifier = Quick(epsilon=None, rule=rule, delta=1e-5, batch_size=64).fit(X, y)
     assert classifier.rule_ == rule
-    ledger = Ledger.from_json([{"q": 64 / 200, "multipliers": {"gradient": 2.0}, "steps": 2 * 4}])
+    size = sum(p.numel() for p in classifier.model_.parameters())
+    entry = {"multipliers": {"gradient": 2.0}, "steps": 2 * 4, "sizes": {"gradient": size}}
+    ledger = Ledger.from_json([{"q": drawn_rate(64 / 200), "tau": TAU, **entry}])
     assert classifier.epsilon_ == accounting.epsilon(ledger, 1e-5)
     assert classifier.privacy_report_["target_epsilon"] is None
 

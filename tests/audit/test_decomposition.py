@@ -122,8 +122,11 @@ def test_every_rule_has_its_terms(rule):
                 expected = 0.0 if rule.name == "non-private" else None
                 assert expected is None or values["dir"] == pytest.approx(expected, abs=1e-12)
             if rule.sigma:
-                noise = rule.sigma * record["sensitivity"] / 20
-                assert values["noise"] == pytest.approx(0.1**2 / 2 * group["trace"][0] * noise**2)
+                ideal = (
+                    0.1**2 / 2 * group["trace"][0] * (rule.sigma * record["sensitivity"] / 20) ** 2
+                )
+                # The noise as it is released is a little larger; see test_noise_variance.py.
+                assert values["noise"] == pytest.approx(ideal, rel=2e-3)
             else:
                 assert values["noise"] == 0
 

@@ -45,6 +45,7 @@ def test_json_has_every_number(capsys):
         "sigma",
         "sigma_count",
         "joint_multiplier",
+        "parameters",
         "rate",
         "steps",
         "delta",
@@ -58,6 +59,21 @@ def test_json_has_every_number(capsys):
         1840,
         1e-6,
     )
+
+
+@pytest.mark.parametrize("sigma_count", [None, 10.0])
+def test_with_the_number_of_parameters_epsilon_is_that_of_the_drawn_noise(capsys, sigma_count):
+    count = [] if sigma_count is None else ["--sigma-count", str(sigma_count)]
+    options = [*ADULT, *count, "--json"]
+    _, ideal, _ = run(capsys, *options, "--sigma", "1")
+    _, drawn, _ = run(capsys, *options, "--sigma", "1", "--parameters", "100000000")
+    for name in ("pld", "rdp"):
+        assert 1e-4 < json.loads(drawn)[name] - json.loads(ideal)[name] < 1e-2
+    target = ["--target-epsilon", "3", "--parameters", str(10**11)]
+    _, found, _ = run(capsys, *options, *target)
+    facts = json.loads(found)
+    assert 0.9995 * 3 <= facts["pld"] <= 3
+    assert facts["parameters"] == 10**11
 
 
 def test_json_says_null_where_there_is_no_count(capsys):
@@ -121,6 +137,14 @@ def test_the_sigma_that_is_found_costs_the_target(capsys, sigma_count):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (
+            ["epsilon", "--sigma", "1"],
+            "--rate, --steps and --delta are needed to compute ε from noise; give all three, or",
+        ),
+        (
+            [*ADULT, "--sigma", "1", "--parameters", "0"],
+            "--parameters is 0; it must be a whole number of at least 1.",
+        ),
         ([*ADULT], "--sigma or --target-epsilon: neither given; give exactly one of them."),
         (
             [*ADULT, "--sigma", "1", "--target-epsilon", "3"],
@@ -171,7 +195,7 @@ def test_a_mistake_is_one_sentence(capsys, arguments, sentence):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["epsilon", "--sigma", "much"], ["epsilon", "--sigma", "1"], ["nonsense"]]
+    "arguments", [["epsilon", "--sigma", "much"], ["epsilon", "--nonsense"], ["nonsense"]]
 )
 def test_a_command_that_cannot_be_read_is_no_traceback(capsys, arguments):
     status, out, err = run(capsys, *arguments)

@@ -13,85 +13,140 @@ from hypothesis import strategies as st
 
 from evenclip import DPSGD, NonPrivate
 from evenclip.mechanism import Entry, Ledger, Mechanism, Release, joint_multiplier
+from evenclip.mechanism.grid import Grid, published
 from evenclip.mechanism.noise import Noise
 from evenclip.rules import Constants, FairLens
 
 # Release
 # --------------------------------------------------------------------------------------------------
 
+KEY = bytes(range(32))
 
-@pytest.mark.parametrize("sensitivity", [0.5, torch.tensor(0.5, dtype=torch.float64)])
+
+def tensor(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def released(noise, value, sensitivity=1.0, multiplier=1.0, rounding=0.0, **how):
+    """Release a value called "gradient" with this noise."""
+    release = Release({"gradient": noise})
+    bounds = {"sensitivity": sensitivity, "multiplier": multiplier, "rounding": rounding}
+    return release("gradient", value, **bounds, **how)
+
+
+@pytest.mark.parametrize("form", [float, tensor])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_release_adds_exactly_sensitivity_times_multiplier_times_noise(sensitivity, dtype):
-    value, noise = (
-        torch.tensor([[3.0, 4.0], [0.0, -1.0]], dtype=dtype),
-        torch.tensor([1.0, -2.0, 8.0, 0.25], dtype=dtype),
-    )
-    release = Release({"count": torch.zeros(1), "gradient": noise})
-    released = release("gradient", value, sensitivity=sensitivity, multiplier=6.0)
-    assert released.tolist() == [
-        [6.0, -2.0],
-        [24.0, -0.25],
-    ]  # value + 3·noise, in powers of two: no rounding
-    assert released.dtype == dtype
+def test_a_release_is_the_sum_and_the_noise_on_the_grids_of_the_sum(form, dtype):
+    """Scaled afterwards by a public factor, and then of the given dtype."""
+    value, noise = tensor(3.0, 4.0, 0.0, -1.1), tensor(1.0, -2.0, 8.0, 0.25)
+    S = 0.5 if form is float else torch.tensor(0.5, dtype=torch.float64)
+    out = released(noise, value, S, 6.0, 1e-3, scale=1 / 7, dtype=dtype)
+    expected = published(value, noise, Grid.of(0.5, 6.0, 4, 1e-3)) * (1 / 7)
+    assert torch.equal(out, expected.to(dtype))
+    assert torch.allclose(7 * out.double(), value + 3 * noise, atol=0.25)
+
+
+def test_the_standard_deviation_is_rounded_up_from_sensitivity_times_multiplier():
+    """With one pair of noise at 2⁴⁰ it is visible in ten digits."""
+    for rounding in (0.0, 0.25):
+        out = released(tensor(2.0**40), tensor(0.0), 0.5, 6.0, rounding)
+        std = float(out) / 2.0**40
+        assert 3.0 * (1 + rounding + 2.0**-18) < std < 3.0 * (1 + rounding + 2.0**-15)
+
+
+def test_a_sum_in_single_precision_is_released_in_double():
+    value, noise = torch.tensor([0.1, 2.0**-30]), tensor(0.5, -0.25)
+    assert torch.equal(released(noise, value), released(noise, value.double()))
 
 
 def test_each_name_is_released_once():
-    release = Release({"gradient": torch.ones(2)})
-    release("gradient", torch.zeros(2), sensitivity=1.0, multiplier=1.0)
+    release = Release({"gradient": tensor(1.0, 1.0)})
+    bounds = {"sensitivity": 1.0, "multiplier": 1.0, "rounding": 0.0}
+    release("gradient", tensor(0.0, 0.0), **bounds)
     with pytest.raises(ValueError) as refused:  # noqa: PT011  # the whole text is compared
-        release("gradient", torch.zeros(2), sensitivity=1.0, multiplier=1.0)
+        release("gradient", tensor(0.0, 0.0), **bounds)
     assert str(refused.value) == "This step has released 'gradient' already; noise is used once."
 
 
 def test_each_name_is_released_once_even_in_clear():
     release = Release({})
-    release("gradient", torch.zeros(2), sensitivity=1.0, multiplier=0.0)
+    release("gradient", tensor(0.0), sensitivity=1.0, multiplier=0.0, rounding=0.0)
     with pytest.raises(ValueError, match="released 'gradient' already"):
-        release("gradient", torch.zeros(2), sensitivity=1.0, multiplier=0.0)
+        release("gradient", tensor(0.0), sensitivity=1.0, multiplier=0.0, rounding=0.0)
 
 
 def test_a_name_without_noise_is_refused():
     with pytest.raises(KeyError):
-        Release({"gradient": torch.ones(2)})(
-            "count", torch.zeros(1), sensitivity=1.0, multiplier=1.0
+        Release({"gradient": tensor(1.0)})(
+            "count", tensor(0.0), sensitivity=1.0, multiplier=1.0, rounding=0.0
         )
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_one_number_of_noise_for_each_number_released(size):
-    with pytest.raises(RuntimeError):  # never spread over several
-        Release({"gradient": torch.ones(size)})(
-            "gradient", torch.zeros(2), sensitivity=1.0, multiplier=1.0
-        )
+    with pytest.raises(ValueError, match=f"2 numbers was given {size} numbers of noise"):
+        released(torch.ones(size).double(), tensor(0.0, 0.0))  # never spread over several
 
 
 def test_an_empty_value_needs_no_noise_and_is_not_in_the_ledger():
     release = Release({})
-    assert release("count", torch.zeros(0), sensitivity=1.0, multiplier=10.0).shape == (0,)
+    empty = release("count", torch.zeros(0), sensitivity=1.0, multiplier=10.0, rounding=0.0)
+    assert empty.shape == (0,)
     assert Mechanism(DPSGD(sigma=2.0)).multipliers == {"gradient": 2.0}
 
 
 def test_multiplier_0_is_in_clear_and_the_ledger_says_so():
-    release, value = Release({"gradient": torch.full((2,), 9.0)}), torch.tensor([1.0, 2.0])
-    assert torch.equal(release("gradient", value, sensitivity=math.inf, multiplier=0.0), value)
+    value = tensor(1.0, 2.0)
+    assert torch.equal(released(tensor(9.0, 9.0), value, math.inf, 0.0), value)
     ledger = Ledger()
     ledger.write(0.01, Mechanism(NonPrivate()).multipliers)
     assert ledger.entries == [Entry(0.01, (("gradient", 0.0),), 1)]
     assert not ledger.is_private
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_sum_that_is_not_finite_shows_in_no_other_number(bad):
+    """And not in its own one either, beyond a bound of 2⁵¹ grid points."""
+    noise = Noise(KEY, {"gradient": 3}, torch.device("cpu")).of(0)["gradient"][0:3]
+    one, other = (released(noise, tensor(1.0, x, 2.0)) for x in (bad, 0.0))
+    assert one.isfinite().all()
+    assert torch.equal(one[[0, 2]], other[[0, 2]])
+
+
 def test_released_values_have_the_spread_that_the_ledger_claims():
-    """Over 200,000 releases of one number, standard deviation ÷ sensitivity equals the multiplier
+    """Over 200,000 numbers of one release, standard deviation ÷ sensitivity equals the multiplier
     in the ledger.
     """
-    noise, n = Noise(np.random.SeedSequence(0)), 200_000
-    release = Release({"gradient": noise.normal(0, n, torch.float64)[0]})
-    released = release(
-        "gradient", torch.full((n,), 7.0, dtype=torch.float64), sensitivity=0.3, multiplier=2.5
-    )
-    spread = float((released - 7.0).std()) / 0.3
+    n = 200_000
+    noise = Noise(KEY, {"gradient": n}, torch.device("cpu")).of(0)["gradient"]
+    out = released(noise, torch.full((n,), 7.0, dtype=torch.float64), 0.3, 2.5)
+    spread = float((out - 7.0).std()) / 0.3
     assert abs(spread / 2.5 - 1) < 4 / math.sqrt(2 * n)
+
+
+class Half:
+    """The part of the second of two processes."""
+
+    def __init__(self, ranges):
+        self.ranges = ranges
+
+    def total(self, value):
+        return torch.cat([2 * value[first:end] for first, end in self.ranges])
+
+    def whole(self, released):
+        return torch.cat([torch.zeros(1).to(released), released])
+
+
+def test_a_part_has_the_grids_and_the_noise_of_the_whole():
+    """Its own range of the noise, and h for all numbers of the release."""
+    value, noise = tensor(1.0, 2.0, 3.0, 4.0), tensor(0.5, -1.0, 0.25, 2.0)
+    share = Half([(1, 2), (3, 4)])
+    release = Release({"gradient": noise}, {"gradient": share})
+    out = release("gradient", value, sensitivity=1.0, multiplier=1.0, rounding=0.0)
+    expected = published(tensor(4.0, 8.0), tensor(-1.0, 2.0), Grid.of(1.0, 1.0, 4, 0.0))
+    assert torch.equal(out, torch.cat([tensor(0.0), expected]))
+    with pytest.raises(ValueError, match="already"):
+        release("gradient", value, sensitivity=1.0, multiplier=1.0, rounding=0.0)
 
 
 # The ledger
@@ -220,8 +275,10 @@ def test_joint_multiplier_at_the_ends():
 def test_a_value_without_a_bound_has_its_noise_and_is_in_clear_for_the_ledger():
     """One record may change it by more than the noise covers, so no noise makes it private."""
     mechanism = Mechanism(FairLens(C0=2.0, sigma=3.0), Constants(groups=2))
-    noisy = mechanism.publish(torch.zeros(3), 2.0, 1.0, Release({"gradient": torch.ones(3)}))
-    assert noisy.tolist() == [6.0, 6.0, 6.0]
+    noisy = mechanism.publish(
+        torch.zeros(3), 2.0, 1.0, Release({"gradient": tensor(1.0, 1.0, 1.0)})
+    )
+    assert noisy.tolist() == pytest.approx([6.0] * 3, abs=0.25)
     assert mechanism.multipliers == {"gradient": 0.0}
     ledger = Ledger()
     ledger.write(0.01, mechanism.multipliers)

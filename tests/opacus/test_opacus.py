@@ -1171,7 +1171,7 @@ def test_other_loaders_are_refused():
         ({"noise_multiplier": 3.0}, r"differ from it; leave them out"),
         ({"clipping": "dpsgd"}, r"differ from it; leave them out"),
     ],
-    ids=str,
+    ids=lambda given: given if isinstance(given, str) else "-".join(given),
 )
 def test_arguments_that_are_refused(more, complaint):
     net, (x, y) = make_network(), images()

@@ -34,7 +34,7 @@ def gradients():
     x, y = table()
     model = mlp(4, 2, (5,), seed=0).double()
     run = prepare(model, (x, y), rule=MagnitudeOnly(C0=0.3), batch_size=20, steps=1, seed=0)
-    batch = run.batches.sampler.next()
+    batch = run.batches.sampler.batch(0)
     with (tape := plan(model, cross_entropy, x, y)).recording():
         found = tape(x[batch], y[batch])
         weights = DPSGD(C0=0.3).weight(found.norms(), torch.zeros(len(batch)), torch.zeros(0))
@@ -60,7 +60,7 @@ def test_direction_only_has_the_length_of_the_true_gradient_and_the_direction_of
         steps=1,
         seed=0,
     )
-    batch = run.batches.sampler.next()
+    batch = run.batches.sampler.batch(0)
     x, y = table()
     with run.listening():
         found = run.tape(x[batch], y[batch])

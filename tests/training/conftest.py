@@ -167,15 +167,9 @@ class Spy:
 
 
 @pytest.fixture
-def one_stream(monkeypatch):
-    """Give equal data in different forms the same batches and noise; otherwise they differ."""
-    monkeypatch.setattr("evenclip.training.run.digest", lambda value: 0)
-
-
-@pytest.fixture
 def untried(monkeypatch):
     """Leave out the trial of custom rules, as if the rule had passed it and failed later."""
-    monkeypatch.setattr("evenclip.training.run.try_rule", lambda mechanism: None)
+    monkeypatch.setattr("evenclip.training.setup.try_rule", lambda mechanism: None)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, fit
 from evenclip.data import Dataset, MapDataset
 from evenclip.mechanism.accounting import epsilon, epsilon_without_amplification
 from evenclip.mechanism.release import Entry, Ledger
+from evenclip.mechanism.rounding import TAU
 from evenclip.mechanism.statement import paragraph
 from evenclip.rules import NO_EPSILON
 from evenclip.training.progress import Progress
@@ -219,7 +220,16 @@ FIELDS = {  # what a report must state -> the fields that state it
     "sampling, and ε without it": ["poisson_sampling", "epsilon_without_amplification"],
     "group labels": ["group_labels_entered_training"],
     "what went wrong": ["empty_batches", "non_finite_samples", "clamped_weights"],
-    "randomness": ["random_generator", "seed"],
+    "randomness": ["random_generator", "seed", "claim", "sampler"],
+    "steps declared and drawn, by which runs": [
+        "declared_steps",
+        "reserved_steps",
+        "steps_note",
+        "runs",
+        "parents",
+        "ledger_covers",
+    ],
+    "rounding, and the rest of the batch": ["bound_inflation", "independence"],
     "soundness": ["method", "soundness", "reference"],
     "code version, specification, ledger": ["versions", "specification", "ledger"],
 }
@@ -243,7 +253,8 @@ def test_the_report_states_everything(toy, rule):
     assert report["soundness"] == rule.soundness
     assert report["group_labels_entered_training"] == (rule.name == "dpsgd-f")
     assert report["accountant"]["library"] == "dp-accounting"
-    assert "not cryptographic" in report["random_generator"]
+    assert report["random_generator"].startswith("AES-256 in counter mode (noise, batches and")
+    assert ("PCG64" in report["random_generator"]) == (not rule.poisson)
     assert re.fullmatch("[0-9a-f]{64}", report["specification"])
     for constant, value in vars(rule).items():
         assert f"{constant}={value}" in report["rule"]
@@ -256,11 +267,15 @@ def test_epsilon_is_that_of_the_ledger(toy, private_rule):
     result = fit(toy.mlp(), toy.data(), **settings(private_rule, delta=1e-4))
     count = {"dpsgd-f": 3.0, "dpsgd-global-adapt": 2.0}.get(private_rule.name)
     multipliers = (("gradient", 0.8),) if count is None else (("count", count), ("gradient", 0.8))
-    ledger = Ledger([Entry(0.2, multipliers, 15)])
-    assert result.ledger == ledger
+    numbers = {"count": 6 if count == 3.0 else 1, "gradient": 57}
+    sizes = tuple((name, numbers[name]) for name, _ in multipliers)
+    ledger = Ledger([Entry(0.2, multipliers, 15, sizes=sizes, tau=TAU)])
+    (entry,), (expected,) = result.ledger.entries, ledger.entries
+    assert (entry.release, entry.steps) == (expected.release, 15)
     joint = 0.8 if count is None else (0.8**-2 + count**-2) ** -0.5
     assert result.privacy["joint_multiplier"] == pytest.approx(joint, rel=1e-12)
-    alone = Ledger([Entry(0.2, (("everything", joint),), 15)])
+    everything = (("everything", sum(size for _, size in sizes)),)
+    alone = Ledger([Entry(0.2, (("everything", joint),), 15, sizes=everything, tau=TAU)])
     for accountant, name in (("pld", "epsilon"), ("rdp", "epsilon_rdp")):
         assert (
             result.epsilon(accountant) == result.privacy[name] == epsilon(ledger, 1e-4, accountant)
@@ -273,7 +288,7 @@ def test_epsilon_is_that_of_the_ledger(toy, private_rule):
         ledger, 1e-4
     )
     assert result.privacy["epsilon_without_amplification"] > result.epsilon()
-    assert Ledger.from_json(result.privacy["ledger"]) == ledger
+    assert Ledger.from_json(result.privacy["ledger"]) == result.ledger
 
 
 def test_the_paragraph_reads_at_79_columns_and_has_the_numbers(toy, private_rule):
@@ -430,7 +445,7 @@ def test_a_torch_dataset_without_groups(toy, one_stream):
     assert one.settings.groups == 1
 
 
-def test_another_loss(toy):
+def test_another_loss(toy, one_stream):
     """For a mean, a sum or one value per sample, the loss of a sample is the loss of a batch of
     one.
     """

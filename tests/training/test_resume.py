@@ -1,4 +1,7 @@
-"""A resumed run equals an uninterrupted run; an incomplete checkpoint is refused."""
+"""A run that is resumed exactly equals an uninterrupted one; an incomplete checkpoint is refused.
+
+`test_branches.py` is about `resume=True`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,6 @@ import threading
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,7 +24,10 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, Performance, fit
+from evenclip.data import Dataset, as_dataset
+from evenclip.mechanism import Mechanism
 from evenclip.training.checkpoint import CheckpointError, load
+from evenclip.training.identity import digest
 from evenclip.training.progress import Interrupt
 
 EPOCH, STEPS = 5, 15  # 40 records, batches of 8, three epochs
@@ -75,9 +80,9 @@ def check_resumed(toy, rule, tmp_path, after):
     data, model = toy.data(40, torch.float32), toy.mlp(torch.float32, dropout=0.3)
     whole = fit(model, data, **settings(rule))
     stopped(model, data, tmp_path, after, **settings(rule))
-    assert [p.name for p in sorted(tmp_path.iterdir())][-1] == f"step-{after:08d}"
+    assert written(tmp_path)[-1] == after
     assert_identical(
-        toy, fit(model, data, **settings(rule), checkpoint=tmp_path, resume=True), whole
+        toy, fit(model, data, **settings(rule), checkpoint=tmp_path, resume="exact"), whole
     )
 
 
@@ -102,7 +107,7 @@ def test_every_optimiser_goes_on_bit_by_bit(toy, tmp_path, kind, after):
     data, model = toy.data(40, torch.float32), toy.mlp(torch.float32)
     whole = fit(model, data, **given)
     stopped(model, data, tmp_path, after, **given)
-    assert_identical(toy, fit(model, data, **given, checkpoint=tmp_path, resume=True), whole)
+    assert_identical(toy, fit(model, data, **given, checkpoint=tmp_path, resume="exact"), whole)
 
 
 @pytest.mark.parametrize("performance", [Performance(chunk=3)], ids=["chunks"])
@@ -111,14 +116,14 @@ def test_so_does_a_run_in_chunks(toy, tmp_path, performance):
     data, model = toy.data(), toy.mlp(dropout=0.5)
     whole = fit(model, data, **given)
     stopped(model, data, tmp_path, 7, **given)
-    assert_identical(toy, fit(model, data, **given, checkpoint=tmp_path, resume=True), whole)
+    assert_identical(toy, fit(model, data, **given, checkpoint=tmp_path, resume="exact"), whole)
 
 
 def test_it_may_be_stopped_again_and_again(toy, tmp_path):
     data, model, given = toy.data(), toy.mlp(dropout=0.3), settings(DPSGDGlobalAdapt())
     for after in (2, 5, 6, 11):
-        stopped(model, data, tmp_path, after, **given, resume=True)
-    resumed = fit(model, data, **given, checkpoint=tmp_path, resume=True)
+        stopped(model, data, tmp_path, after, **given, resume="exact")
+    resumed = fit(model, data, **given, checkpoint=tmp_path, resume="exact")
     assert_identical(toy, resumed, fit(model, data, **given))
 
 
@@ -131,36 +136,98 @@ def test_looking_at_checkpoints_changes_nothing(toy, tmp_path):
 def test_a_finished_run_is_returned_without_another_step(toy, tmp_path):
     data, model, given = toy.data(), toy.mlp(), settings(DPSGDF())
     first, calls = fit(model, data, **given, checkpoint=tmp_path), []
-    again = fit(model, data, **given, checkpoint=tmp_path, resume=True, observers=[calls.append])
+    again = fit(model, data, **given, checkpoint=tmp_path, resume="exact", observers=[calls.append])
     assert_identical(toy, first, again)
     assert calls == []
-
-
-def test_a_seed_from_the_operating_system_is_in_the_secret_part_only(toy, tmp_path):
-    """Two copies of one stopped run continue equally without a given seed."""
-    data, model = toy.data(), toy.mlp(dropout=0.3)
-    given = settings(DPSGDGlobalAdapt(), seed=None)
-    stopped(model, data, tmp_path / "a", 7, **given)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    one, other = (
-        fit(model, data, **given, checkpoint=tmp_path / name, resume=True) for name in "ab"
-    )
-    assert_identical(toy, one, other)
-    assert one.settings.seed is None
 
 
 def test_resume_without_any_checkpoint_begins_at_the_beginning(toy, tmp_path):
     data, model, given = toy.data(), toy.mlp(), settings(DPSGD())
     assert_identical(
-        toy, fit(model, data, **given, checkpoint=tmp_path, resume=True), fit(model, data, **given)
+        toy,
+        fit(model, data, **given, checkpoint=tmp_path, resume="exact"),
+        fit(model, data, **given),
     )
 
 
-def test_the_initial_weights_do_not_matter_to_a_resumed_run(toy, tmp_path):
-    data, given = toy.data(), settings(DPSGD())
-    stopped(toy.mlp(), data, tmp_path, 7, **given)
-    resumed = fit(toy.mlp(seed=1), data, **given, checkpoint=tmp_path, resume=True)
-    assert_identical(toy, resumed, fit(toy.mlp(), data, **given))
+def test_without_a_seed_there_are_no_steps_to_repeat(toy, tmp_path):
+    with pytest.raises(ValueError, match="seed") as caught:
+        fit(
+            toy.mlp(), toy.data(), **settings(DPSGD(), seed=None), checkpoint=tmp_path,
+            resume="exact",
+        )  # fmt: skip
+    assert str(caught.value) == (
+        'resume="exact" repeats the steps that a seed determines; give the seed that the run was '
+        "started with, or pass resume=True, which draws new noise."
+    )
+
+
+@pytest.mark.parametrize("value", [None, "yes", 1, "Exact"])
+def test_resume_is_one_of_three_values(toy, tmp_path, value):
+    with pytest.raises(ValueError, match="resume is") as caught:
+        fit(toy.mlp(), toy.data(), **settings(DPSGD()), checkpoint=tmp_path, resume=value)
+    assert str(caught.value) == (
+        f"resume is {value!r}; give True to continue with new noise, 'exact' to repeat the steps "
+        "that a seed determines, or False."
+    )
+
+
+def square(output, y):
+    return (output.gather(1, y.unsqueeze(1)).squeeze(1) - 1).square()
+
+
+CHANGED = {
+    "loss": ({"loss": square}, "loss"),
+    "initial weights": ({"model": 1}, "model"),
+    "scheduler": ({"scheduler": partial(StepLR, step_size=1)}, "scheduler"),
+    "chunks": ({"performance": Performance(chunk=3)}, "performance"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_steps_that_would_come_out_otherwise_are_not_repeated(toy, tmp_path, kind):
+    given, name = CHANGED[kind]
+    stopped(toy.mlp(), toy.data(), tmp_path, 7, **settings(DPSGD()))
+    model = toy.mlp(seed=given.get("model", 0))
+    more = {key: value for key, value in given.items() if key != "model"}
+    with pytest.raises(CheckpointError) as caught:
+        fit(
+            model, toy.data(), **settings(DPSGD(), **more), checkpoint=tmp_path, resume="exact",
+        )  # fmt: skip
+    assert str(caught.value) == (
+        f'{tmp_path / "step-00000007"} cannot be continued by resume="exact": since it was written, '
+        f"there is another {name}. Resume with resume=True, which draws new noise and counts all "
+        "steps, or start again in another folder."
+    )
+
+
+def test_after_new_noise_there_are_no_steps_to_repeat(toy, tmp_path):
+    stopped(toy.mlp(), toy.data(), tmp_path, 7, **settings(DPSGD()))
+    stopped(toy.mlp(), toy.data(), tmp_path, 9, **settings(DPSGD()), resume=True)
+    with pytest.raises(CheckpointError, match="it was written after a resume that drew new noise"):
+        fit(toy.mlp(), toy.data(), **settings(DPSGD()), checkpoint=tmp_path, resume="exact")
+
+
+def test_a_repeated_step_that_differs_is_stopped_before_anybody_sees_it(toy, tmp_path, monkeypatch):
+    """As on a machine that adds in another order from one day to the next."""
+    data, model, given = toy.data(), toy.mlp(), settings(DPSGD())
+    stopped(model, data, tmp_path, 9, **given)
+    shutil.rmtree(tmp_path / "step-00000009")  # steps 5 to 8 are repeated
+    publish = Mechanism.publish
+    monkeypatch.setattr(
+        Mechanism, "publish", lambda self, total, *rest: publish(self, total * 1.5, *rest)
+    )
+    seen = []
+    with pytest.raises(CheckpointError) as caught:
+        fit(model, data, **given, checkpoint=tmp_path, resume="exact", observers=[seen.append])
+    assert str(caught.value) == (
+        "Draw 5 did not come out as when this run first made it, and one noise must not hide two "
+        "sums, so nothing of it is returned. Resume with resume=True, which draws new noise."
+    )
+    assert seen == []
+    monkeypatch.undo()
+    resumed = fit(model, data, **given, checkpoint=tmp_path, resume="exact")
+    assert_identical(toy, resumed, fit(model, data, **given))
 
 
 # --- when checkpoints are written, and Ctrl-C ---------------------------------------------------
@@ -270,9 +337,9 @@ def folder(toy, tmp_path):
     return tmp_path
 
 
-def resume(toy, folder, rule=None, data=None, model=None, **more):
+def resume(toy, folder, rule=None, data=None, model=None, how="exact", **more):
     given = settings(DPSGDF() if rule is None else rule, **more)
-    return fit(model or toy.mlp(), data or toy.data(), **given, checkpoint=folder, resume=True)
+    return fit(model or toy.mlp(), data or toy.data(), **given, checkpoint=folder, resume=how)
 
 
 @pytest.mark.parametrize("name", ["model.pt", "secret.pt", "published.json"])
@@ -345,7 +412,7 @@ def test_one_of_another_format_is_refused(toy, folder):
     with pytest.raises(CheckpointError) as caught:
         resume(toy, folder)
     assert str(caught.value) == (
-        f"{path} has another format than this version reads (2); resume with the version that "
+        f"{path} has another format than this version reads (3); resume with the version that "
         "wrote it."
     )
 
@@ -415,7 +482,7 @@ def test_a_checkpoint_of_another_model_of_the_same_size_is_refused(toy, folder):
             return self.second(self.first(x).tanh())
 
     with pytest.raises(CheckpointError) as caught:
-        resume(toy, folder, model=Named())
+        resume(toy, folder, model=Named(), how=True)
     assert str(caught.value).startswith(f"{folder / 'step-00000007'} belongs to another model (")
     assert str(caught.value).endswith(
         "). Resume with the model it was started with, or choose another folder."
@@ -441,8 +508,14 @@ def test_a_folder_with_a_checkpoint_is_not_written_into_unasked(toy, folder):
     assert contents(folder) == before
 
 
+def checkpoints(folder) -> dict[str, bytes]:
+    """Return all files except for the journal and the digests, which grow with every step."""
+    inside = contents(folder).items()
+    return {name: b for name, b in inside if not name.startswith(("journal", "digests"))}
+
+
 def test_a_crash_while_writing_leaves_the_one_before_it_whole(toy, folder, monkeypatch):
-    before = contents(folder)
+    before = checkpoints(folder)
     replace = os.replace
 
     def crash(source, target):
@@ -452,23 +525,18 @@ def test_a_crash_while_writing_leaves_the_one_before_it_whole(toy, folder, monke
     with pytest.raises(OSError, match="the disk is full"):
         resume(toy, folder)
     monkeypatch.setattr(os, "replace", replace)
-    assert contents(folder) == before  # no partial checkpoint is left, which could hold secrets
+    assert checkpoints(folder) == before  # no partial checkpoint is left, which could hold secrets
     assert_identical(toy, resume(toy, folder), fit(toy.mlp(), toy.data(), **settings(DPSGDF())))
 
 
 def test_nothing_is_a_checkpoint_before_it_is_whole(toy, folder, monkeypatch):
     """After a power cut at any moment of writing, the previous checkpoints are unchanged."""
-    before, seen = contents(folder), []
+    before, seen = checkpoints(folder), []
     synchronise, replace = os.fsync, os.replace
 
     def watched_synchronise(handle):
-        seen.append(
-            {
-                name: content
-                for name, content in contents(folder).items()
-                if name.startswith("step-")
-            }
-        )
+        files = checkpoints(folder).items()
+        seen.append({name: content for name, content in files if name.startswith("step-")})
         synchronise(handle)
 
     def watched_replace(source, target):
@@ -483,10 +551,10 @@ def test_nothing_is_a_checkpoint_before_it_is_whole(toy, folder, monkeypatch):
     monkeypatch.setattr(os, "fsync", watched_synchronise)
     monkeypatch.setattr(os, "replace", watched_replace)
     resume(toy, folder)
-    assert (
-        len(seen) == 10
-    )  # for each of two checkpoints: four files are synchronised, then renamed, then the folder
-    assert all(content == before for content in seen[:4])
+    # First the journal and its folder; then for each of two checkpoints: four files are
+    # synchronised, then renamed, then the folder.
+    assert len(seen) == 12
+    assert all(content == before for content in seen[:6])
     assert written(folder) == [10, 15]
 
 
@@ -516,17 +584,18 @@ def test_nothing_is_unpickled(toy, tmp_path, rule):
     assert list(model) == list(toy.mlp().state_dict())
     secret = torch.load(path / "secret.pt", weights_only=True)
     assert sorted(secret) == [
-        "batches",
+        "conditions",
         "data",
-        "dropout",
-        "noise",
+        "drawn",
+        "key",
         "optimizer",
         "scheduler",
         "seed",
         "trace",
     ]
     published = json.loads((path / "published.json").read_text())
-    assert sorted(published) == ["format", "ledger", "settings", "state", "state_dtype", "t"]
+    names = ["format", "ledger", "reserved", "settings", "state", "state_dtype", "t"]
+    assert sorted(published) == names
 
 
 class Payload:
@@ -567,41 +636,51 @@ def test_what_may_be_published_holds_no_seed(toy, tmp_path):
     assert names[0] == names[1]
 
 
-def test_what_may_be_published_holds_no_generator(toy, tmp_path):
-    """The generator states occur in the secret file only, in any encoding."""
-    stopped(toy.mlp(), toy.data(), tmp_path, 7, **settings(DPSGDF(), seed=None))
+def test_what_may_be_published_holds_no_key(toy, tmp_path):
+    """Neither the key nor a digest of the data occurs outside of the secret files."""
+    data = toy.data()
+    stopped(toy.mlp(), data, tmp_path, 7, **settings(DPSGDF()))
     path = tmp_path / "step-00000007"
     secret = torch.load(path / "secret.pt", weights_only=True)
-    words = [
-        *secret["noise"].tolist(),
-        secret["dropout"],
-        *(int(word, 16) for word in secret["batches"]["words"]),
-    ]
-    assert all(abs(word) > 2**40 for word in words)  # long enough to be found
-    assert len(words) == 5
-    for name in ("model.pt", "published.json", "manifest.json"):
-        content = (path / name).read_bytes()
-        for word in words:
-            whole = word % 2**64
-            low = np.array([whole], dtype=np.uint64)
-            for spelling in (
-                str(word),
-                str(whole),
-                f"{word % 2**128:x}",
-                f"{whole:x}",
-                low.tobytes(),
-                low.byteswap().tobytes(),
-            ):
-                assert (
-                    spelling if isinstance(spelling, bytes) else spelling.encode()
-                ) not in content
+    plain = digest(as_dataset(data))
+    assert secret["data"].split()[0] == "all"
+    hidden = [secret["key"].hex(), secret["data"].split()[1], plain, *secret["conditions"].values()]
+    assert all(len(word) >= 64 for word in hidden)  # long enough to be found
+    for name in ("step-00000007/model.pt", "step-00000007/published.json", "journal.jsonl"):
+        content = (tmp_path / name).read_bytes()
+        for word in hidden:
+            assert word.encode() not in content
+            assert bytes.fromhex(word) not in content
+    assert plain.encode() not in (path / "secret.pt").read_bytes()
     text = (path / "published.json").read_text()
     assert not re.search("noise|generator|batches|dropout|optimizer_state|trace|loss", text)
 
 
+def test_the_data_fingerprint_is_of_no_use_without_the_key(toy, tmp_path):
+    """The same data have another fingerprint in every run, so a copy of it tells nothing."""
+    marks = []
+    for name in "ab":
+        given = settings(DPSGDF(), seed=None)
+        stopped(toy.mlp(), toy.data(), tmp_path / name, 7, **given)
+        path = tmp_path / name / "step-00000007" / "secret.pt"
+        marks.append(torch.load(path, weights_only=True)["data"])
+    assert marks[0] != marks[1]
+
+
+def test_records_that_collide_under_a_sum_have_two_fingerprints():
+    """The plain and the position-weighted sum of 1, 1, 1 are those of 0, 3, 0."""
+    y = torch.zeros(3, dtype=torch.int64)
+    columns = torch.tensor([[1, 1, 1], [0, 3, 0]])
+    places = torch.tensor([1, 3, 5])
+    assert torch.equal(columns.sum(dim=1), torch.tensor([3, 3]))
+    assert torch.equal(columns @ places, torch.tensor([9, 9]))
+    one, other = (digest(Dataset(column.unsqueeze(1), y)) for column in columns)
+    assert one != other
+
+
 def test_the_secret_file_is_for_its_owner_alone(toy, folder):
-    for path in folder.glob("step-*"):
-        assert stat.S_IMODE((path / "secret.pt").stat().st_mode) == 0o600
+    for path in (*folder.glob("step-*/secret.pt"), folder / "digests-0.secret"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_published_is_what_the_result_says(toy, tmp_path):

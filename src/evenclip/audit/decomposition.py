@@ -9,12 +9,13 @@ group's mean loss over the training set,
     non-private   −η⟨g_a, g_D⟩ + η²/2 E[g_Bᵀ H^a g_B]
     R_mag         η⟨g_a, E[(1−ρ) g_B]⟩ + η²/2 E[(ρ²−1) g_Bᵀ H^a g_B]
     R_dir         η⟨g_a, E[ρ g_B − ḡ_B]⟩ + η²/2 E[ḡ_Bᵀ H^a ḡ_B − ρ² g_Bᵀ H^a g_B]
-    R_noise       η²/2 Tr(H^a) (σS/B)²
+    R_noise       η²/2 Tr(H^a) v/B²
 
 g_B = Σ g_i / B and ḡ_B = Σ γ_i g_i / B are the directions of plain SGD and of the rule, and ρ =
 ‖ḡ_B‖/‖g_B‖ (1 if either is 0). R_mag is the effect of going from g_B to ρ g_B, and R_dir that of
 going from ρ g_B to ḡ_B. The starred pair changes the direction first and then the length: from g_B
-to ḡ_B/ρ to ḡ_B.
+to ḡ_B/ρ to ḡ_B. v is the variance of each number of the released sum: (σS)² of ideal noise, and of
+the noise as it is released a little more, `evenclip.mechanism.grid.Grid.variance`.
 
 Differs from the paper: R_noise has the 1/B² of the algorithm, which the paper leaves out (its
 figures are 65,000 times too high for a batch of 256); S is the sensitivity that was actually used.
@@ -36,6 +37,7 @@ from torch.nn.functional import cross_entropy
 from evenclip.audit.curvature import Curvature, Estimate, signs
 from evenclip.data.dataset import Dataset, as_dataset
 from evenclip.gradients.losses import Loss
+from evenclip.mechanism.grid import Grid
 from evenclip.training.loss import targets
 from evenclip.training.passes import Chunk
 from evenclip.training.step import Step, WeightedSums, clip
@@ -227,9 +229,8 @@ class RiskTerms:
             self._data = self._data.to(step.clipped_sum.device)
         batches = self._gradients(step)
         probes = signs(self._probes, batches.plain.shape[1], self._seed)
-        sigma, S = step.mechanism.noise["gradient"], float(step.public.sensitivity)
-        noise = sigma * S / step.B if sigma else 0.0  # without noise S may be infinite
-        groups = [self._group(k, step, batches, probes, noise) for k in self._rows]
+        S = float(step.public.sensitivity)
+        groups = [self._group(k, step, batches, probes, _variance(step)) for k in self._rows]
         return {
             "risk": [group.to_json() for group in groups],
             "norms": [batches.norms.tolist(), batches.clipped_norms.tolist()],
@@ -238,7 +239,7 @@ class RiskTerms:
         }
 
     def _group(
-        self, k: int, step: Step, batches: Batches, probes: Tensor, noise: float
+        self, k: int, step: Step, batches: Batches, probes: Tensor, variance: float
     ) -> GroupTerms:
         rows, of = self._rows[k]
         partial = len(rows) < of
@@ -264,7 +265,7 @@ class RiskTerms:
         }
         trace = curvature.trace(probes, of if partial else None) if len(probes) else None
         if trace is not None:
-            scale = self._lr**2 / 2 * noise**2
+            scale = self._lr**2 / 2 * variance
             error = None if trace.se is None else scale * trace.se
             estimates["noise"] = Estimate(scale * trace.value, error)
         mean = sizes @ slopes / sizes.sum()
@@ -316,6 +317,15 @@ class RiskTerms:
         assert group is not None
         y = targets(step.mechanism.rule, y, group, step.state)
         return [Chunk(x, y, group)] if len(rows) else []
+
+
+def _variance(step: Step) -> float:
+    """Return the variance of each number of the noisy gradient, given the batch."""
+    sigma = step.mechanism.noise["gradient"]
+    if not sigma:  # S may be infinite
+        return 0.0
+    S, size = float(step.public.sensitivity), step.clipped_sum.numel()
+    return float(Grid.of(S, sigma, size, step.mechanism.rounding).variance) / step.B**2
 
 
 def _estimate(values: NDArray[np.float64], sizes: NDArray[np.float64], of: int | None) -> Estimate:

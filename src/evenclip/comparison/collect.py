@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from evenclip.comparison.protocol import Method, Protocol
 from evenclip.comparison.result import Comparison, Outcome
 from evenclip.mechanism.ledger import Ledger
-from evenclip.rules import NO_EPSILON, Rule, soundness
+from evenclip.mechanism.settings import Settings
+from evenclip.rules import Rule, soundness
 from evenclip.sweep.describe import Loaded, model_name
 
 __all__ = ["collect"]
@@ -130,31 +131,42 @@ def _rounded(values: NDArray[np.float64]) -> list[Any]:
 def _statement(rule: Rule, result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the privacy statement of a run, without its ledger."""
     from evenclip.mechanism import statement
-    from evenclip.mechanism.settings import Settings
 
-    public = {
-        name: value
-        for name, value in result["settings"].items()
-        if name not in ("rule", "seed_given")
-    }
-    settings = Settings(rule=rule, seed=0, **public)
-    report = statement.report(settings, Ledger.from_json(result["ledger"]), result["trace"])
+    settings, ledger = _settings(rule, result), Ledger.from_json(result["ledger"])
+    stored = result["facts"]
+    facts = statement.Facts(**stored | {"uncovered": tuple(stored["uncovered"])})
+    report = statement.report(settings, ledger, result["trace"], facts)
     return {name: value for name, value in report.items() if name != "ledger"}
 
 
 def _epsilon(rule: Rule, results: Sequence[Mapping[str, Any]], accountant: str) -> float | None:
     """Return the largest ε over the seeds; None if a seed has no valid ε."""
-    from evenclip.mechanism import accounting
+    from evenclip.mechanism import statement
 
-    if rule.soundness == NO_EPSILON:
-        return None
-    distinct = {repr((result["ledger"], result["delta"])): result for result in results}
+    distinct = {repr(_priced(result)): result for result in results}
     epsilons = [
-        accounting.epsilon(Ledger.from_json(result["ledger"]), result["delta"], accountant)
+        statement.epsilon(_settings(rule, result), Ledger.from_json(result["ledger"]), accountant)
         for result in distinct.values()
     ]
     known = [epsilon for epsilon in epsilons if epsilon is not None]
     return max(known) if len(known) == len(epsilons) else None
+
+
+def _priced(result: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what ε depends on; run ids differ between seeds, and ε does not."""
+    places = ("run", "first", "parent")
+    rows = [{k: v for k, v in row.items() if k not in places} for row in result["ledger"]]
+    return rows, result["delta"], result["settings"]["steps"]
+
+
+def _settings(rule: Rule, result: Mapping[str, Any]) -> Settings:
+    """Return the settings of a stored run."""
+    public = {
+        name: value
+        for name, value in result["settings"].items()
+        if name not in ("rule", "seed_given")
+    }
+    return Settings(rule=rule, seed=0, **public)
 
 
 def _array(rows: Sequence[Any]) -> NDArray[np.float64]:

@@ -119,6 +119,10 @@ class Dataset:
         """
         return Samples(self.x, self.y, self.group).take(indices)
 
+    def fingerprints(self) -> list[str]:
+        """Return a line for each tensor, with a digest of its bits; never publish it."""
+        return _fingerprints(Samples(self.x, self.y, self.group))
+
     def to(self, device: torch.device | str) -> Dataset:
         """Return the same data on a device."""
         x, y, group = Samples(self.x, self.y, self.group).to(device)
@@ -200,8 +204,7 @@ class MapDataset(Streamed):
 
     def fingerprints(self) -> list[str]:
         """Return the fingerprints of the first rows; using all would mean reading everything."""
-        first = self.take(torch.arange(min(16, len(self))))
-        return [_fingerprint(tensor) for tensor in _tensors(first)]
+        return _fingerprints(self.take(torch.arange(min(16, len(self)))))
 
     def ahead(self, batches: Iterator[Tensor], readers: int) -> Feed:
         """Return a feed of these batches, read by `readers` processes, or on demand if 0."""
@@ -376,16 +379,15 @@ def _floats(values: Tensor) -> Tensor:
     return values if values.dtype is not torch.uint8 else values.to(torch.float32).div_(255)
 
 
-def _tensors(samples: Samples) -> list[Tensor]:
-    """Return all tensors of the samples, in a fixed order."""
-    return [tensor for tensor in _named(*samples).values() if isinstance(tensor, Tensor)]
-
-
-def _fingerprint(tensor: Tensor) -> str:
-    """Return a line that depends on every bit, but not on the device or the number of threads."""
-    bits = Bits(tensor.numel() * tensor.element_size())
-    bits.add(tensor)
-    return fingerprint(tensor.dtype, tensor.shape, bits)
+def _fingerprints(samples: Samples) -> list[str]:
+    """Return the fingerprints of all tensors of the samples."""
+    lines = []
+    for name, tensor in _named(*samples).items():
+        if isinstance(tensor, Tensor):
+            bits = Bits()
+            bits.add(tensor)
+            lines.append(fingerprint(name, tensor.dtype, tensor.shape, bits))
+    return lines
 
 
 def _named(x: Any, y: Any, group: Any) -> dict[str, Any]:

@@ -21,7 +21,6 @@ same batches and the same noise, and train the same model to the last bit.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -146,9 +145,9 @@ class Parquet(Streamed):
     def _pass(self) -> None:
         """Check all rows, and compute fingerprints and notes."""
         n, width = len(self), len(self.encoder.features)
-        forms = [(torch.float32, (n, width)), (torch.int64, (n,))]
-        forms += [(torch.int64, (n,))] if self.encoder.group else []
-        sums = [Bits(math.prod(shape) * dtype.itemsize) for dtype, shape in forms]
+        forms = [("x", torch.float32, (n, width)), ("y", torch.int64, (n,))]
+        forms += [("group", torch.int64, (n,))] if self.encoder.group else []
+        digests = [Bits() for _ in forms]
         outside = dict.fromkeys(self.entries or (), 0)
         for file in self.files:
             first = 1
@@ -159,14 +158,11 @@ class Parquet(Streamed):
                     samples = self._encoded(frame, first)
                 except ValueError as error:
                     raise ValueError(f"{file.path}: {error}") from None
-                for bits, tensor in zip(sums, (_features(samples), *samples[1:]), strict=False):
+                for bits, tensor in zip(digests, (_features(samples), *samples[1:]), strict=False):
                     if tensor is not None:
                         bits.add(tensor)
                 first += len(frame)
-        lines = [
-            fingerprint(dtype, shape, bits)
-            for (dtype, shape), bits in zip(forms, sums, strict=True)
-        ]
+        lines = [fingerprint(*form, bits) for form, bits in zip(forms, digests, strict=True)]
         self.checked.notes = tuple(
             schemas.note_outside(name, count) for name, count in outside.items() if count
         )

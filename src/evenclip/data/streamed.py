@@ -9,6 +9,7 @@ it reads.
 from __future__ import annotations
 
 import abc
+import hashlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from evenclip.data.dataset import Samples
 
 __all__ = ["Bits", "Feed", "Streamed", "Windows", "check_same", "fingerprint"]
-
-PART = 2**20  # words that are added to a digest at once
 
 
 class Feed(Protocol):
@@ -77,7 +76,10 @@ class Streamed(abc.ABC):
 
     @abc.abstractmethod
     def fingerprints(self) -> Sequence[str]:
-        """Return a line for each tensor that distinguishes the data from others; secret."""
+        """Return a line for each tensor, with a digest of its bits; never publish it.
+
+        Anybody who has the digest can test whether a record that they guess is in the data.
+        """
 
     @abc.abstractmethod
     def ahead(self, batches: Iterator[Tensor], readers: int) -> Feed:
@@ -187,51 +189,29 @@ def check_same(drawn: Tensor, read: Tensor) -> None:
 
 
 class Bits:
-    """Plain and position-weighted sums over the bits of a tensor whose rows are added in parts.
+    """BLAKE2b over the bits of a tensor whose rows are added in order, in parts of any size.
 
-    The sums are integers, so they depend neither on the order of summation nor on how the rows are
-    divided. `size` is the size of the whole tensor in bytes.
-
-    >>> whole, parts = Bits(24), Bits(24)
+    >>> whole, parts = Bits(), Bits()
     >>> whole.add(torch.arange(3))
     >>> parts.add(torch.arange(1)); parts.add(torch.arange(1, 3))
-    >>> whole.sums == parts.sums == (3, 13)  # 0 + 1 + 2, and 1·0 + 3·1 + 5·2
+    >>> whole.digest == parts.digest
     True
     """
 
-    def __init__(self, size: int) -> None:
-        self._word = torch.int64 if size % 8 == 0 else torch.uint8
-        self._plain = torch.zeros((), dtype=torch.int64)
-        self._placed = torch.zeros((), dtype=torch.int64)
-        self._at = 0
-        self._rest = torch.zeros(0, dtype=torch.uint8)  # bytes of an incomplete word
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=32)
 
     def add(self, rows: Tensor) -> None:
         """Add the rows that follow the previous ones."""
-        words = rows.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        if self._word is torch.int64:
-            words = torch.cat([self._rest, words]) if len(self._rest) else words
-            whole = words.numel() // 8 * 8
-            self._rest = words[whole:].clone()
-            aligned = words.storage_offset() % 8 == 0
-            words = words[:whole].view(torch.int64) if aligned else _aligned(words[:whole])
-        for part in torch.split(words, PART):
-            self._plain += part.sum(dtype=torch.int64)
-            places = torch.arange(part.numel()).add_(self._at).mul_(2).add_(1)
-            self._placed += places.mul_(part).sum()
-            self._at += part.numel()
+        content = rows.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        self._hash.update(content.numpy().data)
 
     @property
-    def sums(self) -> tuple[int, int]:
-        """The plain and the position-weighted sum."""
-        return int(self._plain), int(self._placed)
+    def digest(self) -> str:
+        """The digest, in hexadecimal digits."""
+        return self._hash.hexdigest()
 
 
-def _aligned(content: Tensor) -> Tensor:
-    """View bytes that begin in the middle of a word as words, after copying them."""
-    return content.clone().view(torch.int64)
-
-
-def fingerprint(dtype: torch.dtype, shape: Sequence[int], bits: Bits) -> str:
-    """Return the fingerprint of a tensor: dtype, shape and sums over its bits."""
-    return f"{dtype} {list(shape)} {bits.sums}"
+def fingerprint(name: str, dtype: torch.dtype, shape: Sequence[int], bits: Bits) -> str:
+    """Return the fingerprint of a tensor: its name, dtype, shape and the digest of its bits."""
+    return f"{name} {dtype} {list(shape)} {bits.digest}"

@@ -2,10 +2,10 @@
 
 Every process (a rank) runs the same script, holds the same parameters and takes the same T steps:
 
-    batch         Every rank draws the whole Poisson batch from the run's random stream, and
-                  computes a part of it.
-    count         Σ statistic_i over the part, summed over the ranks. Each rank releases the sum with
-                  the same noise, so all have the same public count.
+    batch         Every rank draws the whole Poisson batch with the run's key, and computes a part
+                  of it.
+    count         Σ statistic_i over the part, summed over the ranks. Each rank releases the sum
+                  with the same noise, so all have the same public count.
     gradient      Σ γ_i g_i over the part. Rank r sums the r-th slice of the parameters over the
                   ranks and releases it. All ranks receive all released slices.
     update        Each rank updates its own parameters with the gradient.
@@ -215,7 +215,7 @@ class Ranks(Processes):
             dist.broadcast_object_list(values, group=self._cpu_group)
         return values[0]
 
-    def digest(self, own: int) -> int:
+    def digest(self, own: str) -> str:
         """Return a digest of the data: the common one, or a combination of all if `local`.
 
         Raises:
@@ -238,7 +238,7 @@ class Ranks(Processes):
                 "local=True: every record would count twice, and ε would be wrong. Give each rank "
                 "different records, or leave local out."
             )
-        return sum(value << (128 * r) for r, value in enumerate(digests))
+        return " ".join(digests)
 
     def stops(self, asked: bool, t: int) -> bool:
         """Return whether to stop after step t: in every eighth step, if any rank was asked to."""
@@ -259,9 +259,10 @@ class Ranks(Processes):
         """
         if self.world == 1 and not self.sharded:
             return {}
-        gradient = update if isinstance(update, Sharded) else Spread(self, sizes["gradient"])
-        counts = {name: Summed(self, n) for name, n in sizes.items() if name != "gradient"}
-        return {**counts, "gradient": gradient}
+        shares: dict[str, Share] = {name: Summed(self, n) for name, n in sizes.items()}
+        spread = Spread(self, sizes["gradient"])
+        shares["gradient"] = update if isinstance(update, Sharded) else spread
+        return shares
 
     def check_given(self, given: Mapping[str, Any]) -> None:
         """Raise on every rank unless all were given the same settings and the same model."""
@@ -279,7 +280,7 @@ class Ranks(Processes):
                     "every rank, or load it from the same file."
                 )
 
-    def check_equal(self, digest: int, t: int) -> None:
+    def check_equal(self, digest: str, t: int) -> None:
         """Raise unless all ranks have the same parameters and the same state, bit by bit."""
         digests = self.each(digest)
         different = [r for r, value in enumerate(digests) if value != digests[0]]

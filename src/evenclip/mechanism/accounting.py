@@ -183,14 +183,16 @@ def _stated(found: Real | None) -> float | None:
     return None if found is None else found.epsilon
 
 
-def rounded_up(value: float, digits: int = 4) -> str:
-    """Format a value to `digits` significant digits, rounded up.
+def rounded_up(value: float | None, digits: int = 4) -> str:
+    """Format a value to `digits` significant digits, rounded up; "none" for None.
 
     A printed ε or σ is therefore never below the true one.
 
-    >>> rounded_up(3.13501), rounded_up(0.25), rounded_up(12345.6)
-    ('3.136', '0.25', '12350')
+    >>> rounded_up(3.13501), rounded_up(0.25), rounded_up(12345.6), rounded_up(None)
+    ('3.136', '0.25', '12350', 'none')
     """
+    if value is None:
+        return "none"
     up = Context(prec=digits, rounding=ROUND_CEILING).create_decimal_from_float(value)
     return f"{up.normalize():f}"
 

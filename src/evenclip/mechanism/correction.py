@@ -5,8 +5,8 @@ noise is drawn in pairs by a sampler in floating point, and the bound holds unle
 records than assumed. Let M be the ideal mechanism and M̃ the real one.
 
 *One pair.* Given the batches and everything before it, the pair's result has the law p in M and p̃
-in M̃. Except on an event of mass β, |ln p̃/p| ≤ λ. Then the mean of ln p̃/p under p̃ is at most λ²/2:
-it is largest where the ratio is e^±λ, and there it is λ·tanh(λ/2).
+in M̃. Except on an event of mass β, |ln p̃/p| ≤ λ. Then the mean of ln p̃/p under p̃ is at most
+λ²/2: it is largest where the ratio is e^±λ, and there it is λ·tanh(λ/2).
 
 *All pairs.* L = Σ ln p̃/p over the n pairs of all steps is a sum of n differences of a martingale,
 each within ±λ, plus at most nλ²/2. By Azuma's inequality L exceeds

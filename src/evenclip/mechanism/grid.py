@@ -1,4 +1,4 @@
-"""The two public grids of a release: what makes a floating-point sum plus noise a Gaussian mechanism.
+"""The two public grids of a release, which make a sum plus noise a Gaussian mechanism.
 
 A sum in floating point plus noise in floating point is not a Gaussian mechanism: which numbers can
 come out depends on the data, and one output can decide between two neighbours (Mironov 2012, "On
@@ -18,7 +18,8 @@ sensitivity S, the multiplier σ and d numbers does this instead:
 
 hi and lo are computed exactly: they are integers and multiples of h far below 2⁵³ in units of h, so
 float64 holds them without rounding. lo lies in [0, H), so the sum lo + Z rounds alike wherever hi
-is. Rounding to H adds H²/12 to the variance, at most 0.13 %.
+is. Rounding to H adds H²/12 to the variance, at most 0.13 %: the variance of every number released
+is σ'² + H²/12 (`Grid.variance`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from evenclip.mechanism.noise import BLOCK, Values
 
-__all__ = ["Grid", "on_grid", "published"]
+__all__ = ["Grid", "inflation", "on_grid", "published"]
 
 # h√d ≤ _FINE · S: the share of the sensitivity that rounding the sum may add.
 _FINE = 2.0**-16
@@ -71,14 +72,34 @@ class Grid(NamedTuple):
         >>> grid.fine == 2.0**-24, grid.coarse, round(grid.std - 1.0, 7)
         (True, 0.125, 1.53e-05)
         """
-        if isinstance(S, Tensor):
-            S = S.to(torch.float64).clamp(min=_LEAST)
-        else:
-            S = max(float(S), _LEAST)
+        S = S.double().clamp(min=_LEAST) if isinstance(S, Tensor) else max(float(S), _LEAST)
         root = math.sqrt(size)
         fine = power_below(S * min(_FINE / root, multiplier / 32))
         std = (S * (1 + rounding) + fine * root) * (multiplier * (1 + 2.0**-48))
         return Grid(fine, power_below(std * 0.125), std)
+
+    @property
+    def variance(self) -> Number:
+        """σ'² + H²/12, the variance of a released number; rounding to H adds the second term.
+
+        The rounding errors left out are below e⁻¹⁰⁰⁰, because σ' ≥ 8H.
+        """
+        return self.std**2 + self.coarse**2 / 12
+
+
+def inflation(rounding: float) -> float:
+    """Return the most that (S_fl + h√d)/S − 1 can be: ρ + 2⁻¹⁶.
+
+    By that share, the noise is larger than σS.
+
+    Args:
+        rounding: ρ.
+
+    >>> grid = Grid.of(0.7, 1.0, 91_650, 1e-4)
+    >>> grid.std / 0.7 - 1 <= inflation(1e-4)
+    True
+    """
+    return rounding + _FINE
 
 
 def on_grid(total: Tensor, noise: Values, grid: Grid, scale: float, dtype: torch.dtype) -> Tensor:
@@ -94,7 +115,9 @@ def on_grid(total: Tensor, noise: Values, grid: Grid, scale: float, dtype: torch
         dtype: dtype of the result.
     """
     size = total.shape[0]
-    if size <= BLOCK or isinstance(noise, Tensor):
+    if isinstance(noise, Tensor):
+        return published(total, noise, grid).mul_(scale).to(dtype)
+    if size <= BLOCK:
         return published(total, noise[0:size], grid).mul_(scale).to(dtype)
     out = torch.empty(size, dtype=dtype, device=total.device)
     for first in range(0, size, BLOCK):
@@ -104,14 +127,24 @@ def on_grid(total: Tensor, noise: Values, grid: Grid, scale: float, dtype: torch
 
 
 def published(total: Tensor, z: Tensor, grid: Grid) -> Tensor:
-    """Return H·(hi + ⌊(lo + σ'z)/H⌋) with H·hi + lo = h·round(total/h) + H/2.  # [number], float64"""
+    """Return H·(hi + ⌊(lo + σ'z)/H⌋) with H·hi + lo = h·round(total/h) + H/2.  # [number], float64
+
+    Raises:
+        ValueError: unless there is one number of noise for each; torch would repeat a single one.
+    """
+    if z.shape != total.shape:
+        raise ValueError(
+            f"A sum of {total.numel()} numbers was given {z.numel()} numbers of noise; give one for "
+            "each."
+        )
     h, H, std = grid
     # A projection: harmless to the sensitivity, and never taken by a sum within its bounds.
     k = (total * (1 / h)).nan_to_num_(nan=0.0).clamp(-_MOST, _MOST).round_()
     k = k.mul_(h / H).add_(0.5)  # in units of H; exact, because h/H is a power of two
     hi = k.floor()
     lo = k.sub_(hi)
-    noisy = torch.addcmul(lo, z, std / H) if isinstance(std, Tensor) else lo.add(z, alpha=std / H)
+    ratio = std / H
+    noisy = torch.addcmul(lo, z, ratio) if isinstance(ratio, Tensor) else lo.add(z, alpha=ratio)
     return noisy.floor_().add_(hi).mul_(H)
 
 

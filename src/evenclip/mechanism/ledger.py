@@ -72,16 +72,17 @@ class Ledger:
             ValueError: the run has another step at this index.
         """
         entry = entry_of(q, multipliers, sizes=dict(sizes).items(), tau=tau, run=run, parent=parent)
-        if not run:
-            _append(self.entries, entry)
-            return
-        following = self._following(run)
-        entry = replace(entry, first=following if index is None else int(index))
-        if entry.first >= following:
+        if run:
+            entry = replace(entry, first=self._following(run) if index is None else int(index))
+        self.add(entry)
+
+    def add(self, entry: Entry) -> None:
+        """Add the steps of an entry, as `write` does."""
+        if not entry.run or entry.first >= self._following(entry.run):
             _append(self.entries, entry)
         else:
-            others = [other for other in self.entries if other.run != run]
-            mine = [other for other in self.entries if other.run == run]
+            others = [other for other in self.entries if other.run != entry.run]
+            mine = [other for other in self.entries if other.run == entry.run]
             self.entries = [*others, *_joined([*mine, entry])]
 
     def _following(self, run: str) -> int:

@@ -4,12 +4,13 @@ Value i of a release in draw `index` of a run is a function of (key, release, in
 
 The Box–Muller transform turns two words into two values (r cos θ, r sin θ) with r = √(−2 ln u). In
 float64, u has full relative precision: where its word of 63 bits is below 2⁵² (one pair in 2048),
-another word extends it to 127 bits. θ has 53 bits. So the computed pair differs from the pair of a real-valued
-Box–Muller transform by at most c/r along the radius, and each value by at most c·(r + 2H/σ'), where
-c = 2⁻⁴⁸ covers every rounding up to the division by the grid's spacing H (log, sin and cos within
-4 units in the last place). `evenclip.mechanism.grid` publishes only the cell of width H that a
-value lies in. For a pair with u ≥ 2⁻⁷⁵, the probability of every cell is that of real-valued noise
-up to a factor e^±λ with λ = 8(σ'/H)²c, and H ≥ σ'/16. The other pairs have probability β = 2⁻⁷⁵.
+another word extends it to 127 bits. θ has 53 bits. So the computed pair differs from the pair of a
+real-valued Box–Muller transform by at most c/r along the radius, and each value by at most
+c·(r + 2H/σ'), where c = 2⁻⁴⁸ covers every rounding up to the division by the grid's spacing H (log,
+sin and cos within 4 units in the last place). `evenclip.mechanism.grid` publishes only the cell of
+width H that a value lies in. For a pair with u ≥ 2⁻⁷⁵, the probability of every cell is that of
+real-valued noise up to a factor e^±λ with λ = 8(σ'/H)²c, and H ≥ σ'/16. The other pairs have
+probability β = 2⁻⁷⁵.
 `evenclip.mechanism.correction` adds both to ε and δ.
 """
 
@@ -35,7 +36,7 @@ BETA = 2.0**-75
 
 # Values per block: few enough for the cache, and for memory that does not grow with the model.
 BLOCK = 2**15
-# Small releases are drawn for this many values at once, because a call takes longer than the values.
+# Small releases are drawn for this many values at once, because a call takes longer than they do.
 _AT_ONCE = 2**13
 _SHORT = np.uint64(2**52)  # a word of 63 bits below this is extended by another one
 

@@ -25,6 +25,8 @@ from __future__ import annotations
 
 import math
 
+from evenclip.mechanism.sampling import drawn_rate
+
 __all__ = ["TAU", "most_records", "sum_rounding"]
 
 TAU = 1e-30
@@ -35,9 +37,9 @@ def most_records(q: float, n: int) -> int:
     """Return N: the batch of a neighbour, up to n + 1 records, exceeds it with probability ≤ TAU.
 
     >>> most_records(256 / 23484, 23484), most_records(1.0, 100)
-    (467, 101)
+    (465, 101)
     """
-    mean = q * (n + 1)
+    mean = drawn_rate(q) * (n + 1)
     low, high = math.floor(mean), n + 1
     while low < high:
         middle = (low + high) // 2

@@ -52,7 +52,7 @@ class Words:
         counter = (block % _COUNTERS).to_bytes(16, "big")
         out = np.empty(count + skipped + 2, dtype="<u8")  # the library asks for room for a block
         stream = Cipher(self._aes, modes.CTR(counter)).encryptor()
-        stream.update_into(memoryview(self._zeros)[:length], memoryview(out).cast("B"))
+        stream.update_into(memoryview(self._zeros)[:length], out.data.cast("B"))
         return out[skipped : skipped + count].astype(np.uint64, copy=False)
 
     def at(self, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -16,23 +16,30 @@ _FIELDS = (
     ("epsilon_without_amplification", "ε without amplification by sampling"), ("delta", "δ"),
     ("delta_times_n", "δ times the number of records"), ("soundness", "soundness of the method"),
     ("why_no_epsilon", "why there is no ε"), ("multipliers", "noise multipliers"),
-    ("joint_multiplier", "joint noise multiplier"), ("steps", "steps"), ("q", "sampling rate q"),
+    ("joint_multiplier", "joint noise multiplier"),
+    ("sampler", "distance of the drawn noise from Gaussian noise"),
+    ("bound_inflation", "noise added for the rounding of sums, as a share"),
+    ("steps", "steps drawn"), ("declared_steps", "steps declared"),
+    ("reserved_steps", "steps reserved"), ("steps_note", "steps that ε covers"),
+    ("runs", "run ids"), ("parents", "resumed from"), ("q", "sampling rate q"),
     ("expected_batch_size", "expected batch size B"), ("divisor", "sums are divided by"),
     ("poisson_sampling", "Poisson sampling"),
     ("group_labels_entered_training", "group labels entered training"),
     ("empty_batches", "empty batches"), ("non_finite_samples", "records without a finite gradient"),
     ("clamped_weights", "weights that had to be held to the bound"), ("precision", "precision"),
+    ("independence", "samples in company"), ("random_generator", "random generator"),
+    ("ledger_covers", "the ledger covers"),
     ("specification", "specification, SHA-256"),
 )  # fmt: skip
 _COMMON = (
     ("trust_model", "Trust model"),
+    ("claim", "The claim is"),
     ("unit", "Unit of privacy"),
     ("neighbouring_relation", "Neighbouring data"),
     ("protected", "Protected"),
     ("not_protected", "Not protected"),
     ("not_covered", "Not covered by ε"),
     ("accountant", "Accountant"),
-    ("random_generator", "Random generator"),
     ("seed", "Seed"),
 )
 
@@ -52,7 +59,7 @@ def statement(results: Mapping[str, Any]) -> str:
     head = "".join(f'<th scope="col">{text(display(rule))}</th>' for rule in statements)
     rows = ""
     for name, label in _FIELDS:
-        if all(s.get(name) in (None, "") for s in statements.values()) and name != "epsilon":
+        if all(s.get(name) in (None, "", []) for s in statements.values()) and name != "epsilon":
             continue
         cells = "".join(f"<td>{_constant(name, _valid(s, name))}</td>" for s in statements.values())
         rows += f'<tr><th scope="row">{text(label)}</th>{cells}</tr>'
@@ -104,6 +111,8 @@ def _constant(name: str, value: Any) -> str:
         return rounded_up(value) if math.isfinite(value) else "∞"
     if isinstance(value, float):
         return text(f"{value:.6g}")
+    if isinstance(value, list):
+        return text(", ".join(value)) or "–"
     if isinstance(value, Mapping):
         return text(", ".join(f"{key} {number:.4g}" for key, number in value.items())) or "–"
     return f"<code>{text(value[:16])}…</code>" if name == "specification" else text(value)

@@ -132,10 +132,7 @@ def _privacy(results: Results) -> str:
 
     lines = [f"{'privacy':{_NAME}}{'ε PLD':>7}{'ε RDP':>7}{'δ':>6}{'lr':>6}  soundness"]
     for rule, privacy in results["privacy"].items():
-        pld, rdp = (
-            "none" if privacy[name] is None else rounded_up(privacy[name])
-            for name in ("epsilon_pld", "epsilon_rdp")
-        )
+        pld, rdp = (rounded_up(privacy[name]) for name in ("epsilon_pld", "epsilon_rdp"))
         delta = "–" if privacy["delta"] is None else f"{privacy['delta']:.0e}"
         rate = _rate(results["settings"][rule]["lr"])
         lines.append(

@@ -130,7 +130,7 @@ def _privacy(record: Mapping[str, Any], printed: PublishedTable, beside: bool) -
         rdp, pld = (row["epsilon"][name] for name in ("rdp", "pld"))
         published = str(printed.epsilon) if rule != REFERENCE and beside else "–"
         rates = sorted({f"{lr:.3g}" for lr in row["lr"]}, key=float)
-        shown = [("none" if value is None else rounded_up(value)) for value in (rdp, pld)]
+        shown = [rounded_up(value) for value in (rdp, pld)]
         lines.append(
             _line(
                 [

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from evenclip.training.code import sources
 
 if TYPE_CHECKING:
     from evenclip.rules import Rule
@@ -80,18 +81,12 @@ class Spec:
 def code() -> str:
     """Return the SHA-256 of the package's sources and of its dependencies' versions.
 
-    Results of different code have different names. Sources that do not affect results are left out.
+    Results of different code have different names.
     """
     versions = [
         f"{name} {metadata.version(name)}" for name in ("torch", "numpy", "pandas", "scikit-learn")
     ]
-    digest = hashlib.sha256(" ".join(versions).encode())
-    root = Path(__file__).parents[1]
-    for path in sorted(root.rglob("*.py")):
-        # A specification contains all numbers that these packages define.
-        if path.relative_to(root).parts[0] not in ("cli", "report", "reproduction"):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return hashlib.sha256(" ".join([*versions, sources()]).encode()).hexdigest()
 
 
 def _without_places(plain: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import lru_cache
 from importlib import metadata
 from typing import Any
@@ -78,6 +79,7 @@ def _result(spec: Spec, loaded: Loaded, result: Result, seconds: float) -> dict[
         **measured,
         "train_loss": result.trace[-1]["loss"],  # running mean of the last epoch, as in the paper
         "ledger": result.ledger.to_json(),
+        "facts": asdict(result.facts),
         "state": result.state.tolist(),
         "trace": result.trace,
         "seconds": seconds,

@@ -3,12 +3,13 @@
     DIR/step-00000120/
         model.pt          parameters and buffers                               may be published
         published.json    specification, step, the rule's state, the ledger    may be published
-        secret.pt         random generators, sampler, optimiser, traces        never share
+        secret.pt         key, data fingerprint, optimiser, traces             never share
         manifest.json     size and SHA-256 of the others, written last
 
-secret.pt reveals the batches, and the noise can be subtracted with it. Loading does not unpickle
-objects: only tensors, plain values (`weights_only=True`) and JSON are read. A checkpoint is written
-under a temporary name and renamed when it is complete. The previous one is kept.
+secret.pt reveals the batches, and the noise can be subtracted with it. The folder also holds the
+journal of its runs (`evenclip.training.journal`), and one belongs to the other. Loading does not
+unpickle objects: only tensors, plain values (`weights_only=True`) and JSON are read. A checkpoint
+is written under a temporary name and renamed when it is complete. The previous one is kept.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import io
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,14 +29,16 @@ import torch
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "check_conditions",
     "check_data",
     "check_settings",
     "latest",
     "load",
     "save",
+    "synchronise",
 ]
 
-FORMAT = 2
+FORMAT = 3
 _FILES = ("model.pt", "published.json", "secret.pt")
 
 
@@ -84,7 +88,7 @@ def save(directory: Path, step: int, checkpoint: Checkpoint) -> Path:
     except BaseException:  # also on Ctrl-C: a partial checkpoint may hold secrets
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    _synchronise(directory)
+    synchronise(directory)
     for old in _steps(directory)[:-2]:
         shutil.rmtree(old)
     return target
@@ -118,16 +122,24 @@ def load(path: Path) -> Checkpoint:
 
 
 def check_settings(
-    path: Path, theirs: dict[str, Any], ours: dict[str, Any], *, same_seed: bool
+    path: Path, theirs: dict[str, Any], ours: dict[str, Any], *, same_seed: bool, longer: bool
 ) -> None:
     """Raise unless the checkpoint was written by a run with these settings and this seed.
 
     The seeds themselves are secret and are not printed.
+
+    Args:
+        path: folder of the checkpoint.
+        theirs: its settings.
+        ours: those of this run.
+        same_seed: whether the seeds are equal.
+        longer: whether this run may have more steps; its ε is that of all of them.
     """
     differences = [
         f"{name}: {theirs.get(name)!r} there, {ours[name]!r} here"
         for name in ours
         if theirs.get(name) != ours[name]
+        and not (longer and name == "steps" and ours[name] > theirs.get(name, ours[name]))
     ]
     if not same_seed:
         differences.append("seed: another one there")
@@ -141,15 +153,35 @@ def check_settings(
 def check_data(path: Path, theirs: str | None, ours: str | None) -> None:
     """Raise if the checkpoint was written by a run on other data.
 
-    Both arguments are fingerprints (`identity.mark`): of all rows or of some rows. Fingerprints of
-    different kinds cannot be compared; None is an unknown fingerprint.
+    Both arguments are fingerprints under the key of the checkpoint (`identity.mark`): of all rows
+    or of some rows. Fingerprints of different kinds cannot be compared; None is an unknown
+    fingerprint.
     """
     if theirs is None or ours is None or theirs.split()[0] != ours.split()[0] or theirs == ours:
         return
     raise CheckpointError(
         f"{path} belongs to a run on other data: a record or the order of records differs. Resume "
-        "with the data it was started with, or choose another folder; continuing with other data "
-        "would add the same noise to two datasets."
+        "with the data it was started with, or choose another folder; ε is that of one dataset."
+    )
+
+
+def check_conditions(path: Path, differing: Sequence[str], *, same_key: bool) -> None:
+    """Raise if a run cannot repeat the steps after a checkpoint bit by bit.
+
+    Args:
+        path: folder of the checkpoint.
+        differing: names of what has changed since (`keys.different`).
+        same_key: whether the run has the key of the checkpoint.
+    """
+    if same_key and not differing:
+        return
+    if differing:
+        why = f"since it was written, there is another {', '.join(differing)}"
+    else:
+        why = "it was written after a resume that drew new noise"
+    raise CheckpointError(
+        f'{path} cannot be continued by resume="exact": {why}. Resume with resume=True, which '
+        "draws new noise and counts all steps, or start again in another folder."
     )
 
 
@@ -220,8 +252,8 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _synchronise(directory: Path) -> None:
-    """Wait until the renaming in this folder is on the disk."""
+def synchronise(directory: Path) -> None:
+    """Wait until the names of the files in this folder are on the disk."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

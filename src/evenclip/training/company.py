@@ -31,7 +31,7 @@ def fix_company(
     settings: Settings,
     performance: Performance,
     world: int,
-    some: Callable[[int], Chunk],
+    some: Callable[[int], Chunk] | None,
 ) -> str:
     """Fix the size of the blocks that pass at once; return a sentence for the privacy report.
 
@@ -42,10 +42,10 @@ def fix_company(
         settings: constants of the run.
         performance: how the run is computed.
         world: number of processes that share a batch.
-        some: returns that many arbitrary samples.
+        some: returns that many arbitrary samples; None for a compiled step.
     """
     q, chunk = settings.q, performance.chunk
-    if q is None or not isinstance(tape, Tape) or not settings.rule.bounded or performance.compile:
+    if q is None or not isinstance(tape, Tape) or not settings.rule.bounded or some is None:
         return _NOT_FIXED
     mean = q * settings.n / world
     if chunk is not None:

@@ -70,8 +70,9 @@ class TrainConfig:
         batch_size: B, the expected batch size.
         lr: learning rate of the optimiser.
         delta: δ; None: the largest power of ten below 1/(2n).
-        seed: determines batches, noise and dropout, so anyone who knows it can subtract the noise;
-            None: from the operating system.
+        seed: determines batches, noise and dropout, together with everything else that the training
+            computes with, so anyone who knows it can subtract the noise; None: they come from the
+            operating system.
         device: where to train; None: where the model is.
         optimizer: called as optimizer(parameters, lr=lr).
         scheduler: called as scheduler(optimizer); its `step()` is called after every epoch.

@@ -25,7 +25,7 @@ from evenclip.training.processes import Processes, SingleProcess
 from evenclip.training.progress import Interrupt, Progress
 from evenclip.training.result import Record, Result, result
 from evenclip.training.run import Run
-from evenclip.training.session import AfterStep, EpochLogger, Observer, Session, start
+from evenclip.training.session import AfterStep, EpochLogger, Observer, Resume, Session, start
 from evenclip.training.step import Step
 
 __all__ = ["fit", "fit_config", "prepare", "result", "train"]
@@ -47,7 +47,7 @@ def fit(
     scheduler: Callable[[Optimizer], Any] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
-    resume: bool = False,
+    resume: Resume = False,
     observers: Sequence[Observer] = (),
     logs: Sequence[Log] = (),
     q: float | None = None,
@@ -68,16 +68,25 @@ def fit(
         batch_size: B, the expected batch size.
         lr: learning rate of the optimiser.
         delta: δ; by default the largest power of ten below 1/(2n).
-        seed: determines batches, noise and dropout, so anyone who knows it can subtract the noise;
-            by default from the operating system.
+        seed: by default, batches, noise and dropout come from the operating system. A seed
+            determines them, together with everything else that the training computes with: data,
+            model, settings, code, versions, threads. Anyone who knows it can subtract the noise. It
+            is refused for data that are read item by item, and for functions whose code cannot be
+            seen.
         device: where to train; by default where the model is.
         optimizer: called as optimizer(parameters, lr=lr). It gets noisy gradients only, so it costs
             no privacy.
         scheduler: called as scheduler(optimizer); its `step()` is called after every epoch.
         checkpoint: folder for checkpoints, written after every epoch, every `checkpoint_every`
-            steps, and on Ctrl-C.
+            steps, and on Ctrl-C. Every step is in its journal before it is taken; without a folder,
+            the ledger counts this attempt only.
         checkpoint_every: steps between checkpoints.
-        resume: continue from the last checkpoint in the folder, if there is one.
+        resume: True continues from the last checkpoint in the folder, if there is one, with new
+            batches and noise from the operating system, also if a seed is given. The ledger then
+            also has the steps that earlier attempts took after the checkpoint, or may have taken if
+            they were killed, and `epochs` or `steps` may be larger than before. "exact" repeats the
+            steps that the seed determines and counts them once; it is refused if anything has
+            changed that they depend on.
         observers: called with every `Step` before the update. Their return values are collected in
             `Result.records`, from the first step that this call takes.
         logs: get the values of every epoch when it ends, and finally the privacy report; see
@@ -149,6 +158,8 @@ def prepare(
     **settings: Any,
 ) -> Run:
     """Return a run before its first step, for your own training loop. All arguments are checked.
+
+    A seed does not depend on your loop: give two loops that compute different things two seeds.
 
         with run.listening():
             while run.t < run.settings.steps:

@@ -256,8 +256,11 @@ def _agree(a: Tensor, b: Tensor, apart: float) -> bool:
 
 
 def _in_memory(noise: Noise) -> list[Tensor]:
-    """Return the values of all releases as tensors, which a graph needs."""
-    return [part[:] for part in noise.values()]
+    """Return the values of all releases as tensors, which a graph needs.
+
+    They are copied, because torch compiles once more for a view of another tensor.
+    """
+    return [part[:].clone() for part in noise.values()]
 
 
 def _first_line(error: BaseException) -> str:

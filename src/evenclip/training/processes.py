@@ -110,8 +110,8 @@ class Processes(ABC):
         """Return a context that explains the error raised if another process does not respond."""
 
     @abstractmethod
-    def digest(self, own: int) -> int:
-        """Combine the digests of all processes' data into one number.
+    def digest(self, own: str) -> str:
+        """Combine the digests of all processes' data into one.
 
         Raises:
             ValueError: if processes hold different data where it must be equal, or the reverse.
@@ -134,7 +134,7 @@ class Processes(ABC):
         """Raise on every process unless all were given the same values."""
 
     @abstractmethod
-    def check_equal(self, digest: int, t: int) -> None:
+    def check_equal(self, digest: str, t: int) -> None:
         """Raise unless the digest of parameters and state after step t is equal on all of them."""
 
 
@@ -168,7 +168,7 @@ class SingleProcess(Processes):
         """Return a context without effect."""
         return nullcontext()
 
-    def digest(self, own: int) -> int:
+    def digest(self, own: str) -> str:
         """Return the digest."""
         return own
 
@@ -189,5 +189,5 @@ class SingleProcess(Processes):
     def check_given(self, given: Mapping[str, Any]) -> None:
         """Do nothing; there is no other process."""
 
-    def check_equal(self, digest: int, t: int) -> None:
+    def check_equal(self, digest: str, t: int) -> None:
         """Do nothing; there is no other process."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from evenclip.data import Dataset
 from evenclip.mechanism import Ledger, statement
 from evenclip.mechanism.settings import Settings
+from evenclip.mechanism.statement import Facts
 from evenclip.training.run import Run
 
 __all__ = ["Record", "Result", "result"]
@@ -35,8 +36,7 @@ class Result:
         state: the rule's final state: Z, or the C_k. May be published.
         trace: one row per epoch; see `evenclip.training.trace`. Private.
         records: what the observers returned, step by step. Private.
-        tf32: whether a GPU was allowed to round the operands of products.
-        uncovered: known uses of the data before training that ε does not cover.
+        facts: how the run was computed, as far as the privacy report states it.
     """
 
     model: nn.Module
@@ -45,19 +45,19 @@ class Result:
     state: Tensor
     trace: list[dict[str, Any]] = field(repr=False)
     records: list[Record] = field(repr=False)
-    tf32: bool = False
-    uncovered: tuple[str, ...] = ()
+    facts: Facts = field(default=Facts(), repr=False)
 
     def epsilon(self, accountant: str = "pld", delta: float | None = None) -> float | None:
-        """Return ε at δ for releasing the model and all public values; None if none is valid."""
+        """Return ε at δ for releasing the model and all public values; None if none is valid.
+
+        A run that was stopped early has the ε of all declared steps.
+        """
         return statement.epsilon(self.settings, self.ledger, accountant, delta)
 
     @cached_property
     def privacy(self) -> dict[str, Any]:
         """The privacy report; `evenclip.mechanism.statement.paragraph` returns it as text."""
-        return statement.report(
-            self.settings, self.ledger, self.trace, tf32=self.tf32, uncovered=self.uncovered
-        )
+        return statement.report(self.settings, self.ledger, self.trace, self.facts)
 
 
 def result(run: Run, records: Sequence[Record] = ()) -> Result:
@@ -68,8 +68,13 @@ def result(run: Run, records: Sequence[Record] = ()) -> Result:
         records: what observers returned.
     """
     run.close()
-    tf32 = run.performance.tf32 and run.device.type == "cuda"
-    uncovered = () if isinstance(run.data, Dataset) else run.data.uncovered
+    facts = Facts(
+        tf32=run.performance.tf32 and run.device.type == "cuda",
+        uncovered=() if isinstance(run.data, Dataset) else run.data.uncovered,
+        independence=run.company,
+        rounding=run.mechanism.rounding,
+        durable=run.durable,
+    )
     return Result(
         run.model,
         run.settings,
@@ -77,6 +82,5 @@ def result(run: Run, records: Sequence[Record] = ()) -> Result:
         run.state.cpu(),
         run.trace.rows,
         list(records),
-        tf32,
-        uncovered,
+        facts,
     )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import json
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,31 +12,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from evenclip.data import Dataset, Streamed
-from evenclip.data.dataset import Samples
-from evenclip.gradients import AnyTape, Tape, WholeTape, plan
-from evenclip.gradients.losses import Loss, per_sample
 from evenclip.gradients.precision import precision
-from evenclip.gradients.tape import call, count
-from evenclip.mechanism import Ledger, Mechanism, Release, Share, wanted
+from evenclip.mechanism import Ledger, Mechanism, Release, Share
+from evenclip.mechanism.entry import Entry, Parent, entry_of
 from evenclip.mechanism.noise import Noise, Values
-from evenclip.mechanism.rounding import TAU, most_records, sum_rounding
+from evenclip.mechanism.rounding import TAU
 from evenclip.mechanism.settings import Settings
-from evenclip.mechanism.trial import try_rule
-from evenclip.mechanism.words import derive
-from evenclip.rules import RULES, Rule
-from evenclip.training import checkpoint
+from evenclip.mechanism.words import KEY_BYTES, derive
 from evenclip.training.batches import BatchStream
-from evenclip.training.checkpoint import Checkpoint, CheckpointError
 from evenclip.training.company import fix_company
-from evenclip.training.config import Performance, TrainConfig
-from evenclip.training.identity import digest, mark, secret_key
+from evenclip.training.config import TrainConfig
+from evenclip.training.identity import digest
 from evenclip.training.inputs import check_optimizer, check_scheduler, check_tape
-from evenclip.training.loss import RuleLoss, changes_loss, targets
+from evenclip.training.journal import Journal, Repeats
+from evenclip.training.keys import conditions, fresh_key, run_id, secret_key
 from evenclip.training.processes import Processes
+from evenclip.training.resume import restore, save
+from evenclip.training.setup import given, make_mechanism, make_tape, rounding
 from evenclip.training.step import Step, WeightedSums, step
 from evenclip.training.trace import Trace
 
@@ -46,6 +41,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Run"]
 
+# Fewest steps, unless the run has fewer, that the journal is written ahead: flushing takes
+# milliseconds.
+_BLOCK = 100
+# A copy has its own key, and what belongs to a key.
+_NOT_COPIED = frozenset(
+    ("key", "batches", "noise", "conditions", "_graph", "_journal", "_repeats", "_shares")
+)
+
 
 class Run:
     """A training run, one step at a time.
@@ -53,6 +56,9 @@ class Run:
         with run.listening():
             while run.t < run.settings.steps:
                 run.update(run.step())
+
+    A copy of a run, a pickle of it, and its continuation in a forked process are branches: each
+    draws batches and noise from a key of its own.
 
     Attributes:
         model: the model in training. May be published after every step.
@@ -63,6 +69,10 @@ class Run:
         company: a sentence on whether a sample's numbers depend on the rest of its batch.
         run_id: a hash of the secret key, which names the run in ledgers. May be published.
         drawn: number of batches drawn, each with its noise; every `step()` draws one.
+        parent: run and draw that this run branches off; None for a run from its beginning.
+        conditions: digests of what the key depends on besides the seed; empty without a seed.
+            Secret.
+        data_digest: digest of the data of all ranks. Secret.
     """
 
     def __init__(
@@ -72,16 +82,19 @@ class Run:
         rule = settings.rule
         self.model, self.data, self.settings, self.device = model, data, settings, device
         self.performance, self.ranks = config.performance, ranks
-        self.mechanism = _mechanism(settings, model, config.loss, data)
+        self.mechanism = make_mechanism(settings, model, config.loss, data)
         self.state = self.mechanism.start().to(device)
         self.ledger, self.trace = Ledger(), Trace(self.mechanism, ranks)
-        self.t = self.drawn = 0
+        self.t = 0
         check_tape(rule, self.performance, ranks)
-        ranks.check_given(_given(settings, model, data))
-        tape = _tape(model, config.loss, data, rule, self.state)
+        ranks.check_given(given(settings, model, data))
+        self.data_digest, self.conditions = ranks.digest(digest(data)), dict[str, str]()
+        if settings.seed is not None:
+            self.conditions = conditions(
+                settings, config, model, data, self.data_digest, device, ranks
+            )
+        tape = make_tape(model, config.loss, data, rule, self.state)
         self.tape = type(rule).tape(rule, tape)  # the method that `check_tape` has checked
-        data_digest = ranks.digest(digest(data))
-        self._fingerprint = mark(data, ranks, data_digest)
         self._update = ranks.update(self.tape, config.optimizer, settings.lr)
         if not self._update.is_plain:
             check_optimizer(self.optimizer)
@@ -90,25 +103,116 @@ class Run:
         # A scheduler expects that the optimiser itself takes the steps.
         self._update.is_plain &= self.scheduler is None
         self._sizes = {**self.mechanism.statistics, "gradient": self.tape.layout.size}
-        self._set_key(secret_key(settings, model, data_digest, ranks))
-        some = partial(self.batches.some, t=0, state=self.state)
-        self.company = fix_company(self.tape, settings, self.performance, ranks.world, some)
-        rounding = _rounding(settings, self.tape, self.performance)
-        self.mechanism = replace(self.mechanism, rounding=rounding)
+        seed = settings.seed
+        self.set_key(fresh_key(ranks) if seed is None else secret_key(seed, self.conditions))
+        self._fix_blocks(compiled=bool(self.performance.compile))
         self._graph: Graph | None = None
+        self._journal: Journal | None = None
         self._is_recording = False
 
-    def _set_key(self, key: bytes) -> None:
-        """Draw batches and noise from this key; secret."""
-        self.key, places = key, (self.ranks, self.device)
-        self.run_id = derive(key, "run").hex()[:32]
+    def _fix_blocks(self, *, compiled: bool) -> None:
+        """Fix the size of the blocks that pass at once, and what the rounding of sums costs."""
+        some = partial(self.batches.some, t=0, state=self.state)
+        place = self.tape, self.settings, self.performance, self.ranks.world
+        self.company = fix_company(*place, None if compiled else some)
+        rho = rounding(self.settings, self.tape, self.performance)
+        self.mechanism = replace(self.mechanism, rounding=rho)
+
+    # --- key, ledger and branches ---
+
+    def set_key(self, key: bytes, parent: Parent | None = None) -> None:
+        """Draw batches and noise from this secret key, from draw 0 on.
+
+        Args:
+            key: secret key, which has made no draw, or whose draws are repeated.
+            parent: run and draw that this run branches off.
+        """
+        self.key, self.parent, self._process = key, parent, os.getpid()
+        self.run_id, self.drawn = run_id(key), 0
+        places = (self.ranks, self.device)
         self.batches = BatchStream(self.data, self.settings, self.performance, *places, key)
         self.noise = Noise(derive(key, "noise"), self._sizes, self.device)
+        self._repeats: Repeats | None = None
+
+    def _branch(self) -> None:
+        """Continue as a branch, with batches and noise from the operating system."""
+        self._check_alone()
+        self.conditions = {}
+        self.set_key(os.urandom(KEY_BYTES), (self.run_id, self.drawn))
+
+    def _check_alone(self) -> None:
+        """Raise if the run has several ranks, which must have one key."""
+        if self.ranks.world > 1:
+            raise RuntimeError(
+                "A run over several ranks cannot be copied or forked, because all ranks draw from "
+                "one key; save a checkpoint, and resume it with resume=True."
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the run without its key: a copy draws batches and noise of its own."""
+        self._check_alone()
+        if self._is_recording:
+            raise RuntimeError("Copy a run outside `with run.listening():`, where it takes steps.")
+        return {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._graph = self._journal = None
+        self._branch()
+
+    def write_ahead(self, folder: Path) -> None:
+        """Write every further draw into the journal of a folder before it is made."""
+        self._journal = Journal(folder)
+        if self.conditions:
+            self._repeats = Repeats(folder, self.ranks.rank, self.key)
+
+    @property
+    def durable(self) -> bool:
+        """Whether every draw is on a disk before it is made, so that all attempts are counted."""
+        return self._journal is not None
+
+    @property
+    def reserved(self) -> list[Entry]:
+        """The ledger lines that are written ahead."""
+        return [] if self._journal is None else self._journal.reserved
+
+    def _write(self, mechanism: Mechanism) -> None:
+        """Write the next draw, of a step by this mechanism, into the ledger, after the journal."""
+        draw = self._entry(mechanism, 0)
+        if self._journal is not None and self.ranks.leads and not self._journal.covers(draw):
+            left = max(1, self.settings.steps - self.t)
+            block = min(left, max(self.settings.epoch, _BLOCK))
+            ahead = Ledger([replace(draw, steps=1 if self.mechanism.varies else block)])
+            for i in range(ahead.steps, block):
+                ahead.add(self._entry(self.mechanism.at(self.t + i), i))
+            self._journal.reserve(self.run_id, self.drawn, ahead.entries)
+        self.ledger.add(draw)
+
+    def _entry(self, mechanism: Mechanism, i: int) -> Entry:
+        """Return the ledger's entry of the draw after i others."""
+        multipliers, q = mechanism.multipliers, self.batches.q
+        return entry_of(
+            q,
+            multipliers,
+            sizes=((name, self._sizes[name]) for name in multipliers),
+            tau=0.0 if q is None or q == 1 else TAU,
+            run=self.run_id,
+            first=self.drawn + i,
+            parent=self.parent,
+        )
 
     @property
     def optimizer(self) -> Optimizer:
         """The optimiser of the parameters."""
         return self._update.optimizer
+
+    def update_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the state of the model and of the optimiser. Collective."""
+        return self._update.state()
+
+    def set_update_state(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        """Continue from a state of the model and of the optimiser."""
+        self._update.set_state(model, optimizer)
 
     def close(self) -> None:
         """End the run; its model then has separate memory for each parameter, and no gradients."""
@@ -121,19 +225,19 @@ class Run:
     def listening(self) -> Iterator[Self]:
         """Record forward passes, as steps need; restore torch's generator at the end."""
         devices = [self.device] if self.device.type == "cuda" else []
-        with (
-            precision(self.performance.tf32),
-            torch.random.fork_rng(devices=devices),
-            self.tape.recording(),
-        ):
+        with precision(self.performance.tf32), torch.random.fork_rng(devices=devices):
             if self.performance.compile and self._graph is None:
                 self._graph = self._compiled(self.performance.compile)
-            self._is_recording = True
-            try:
-                yield self
-            finally:
-                self._is_recording = False
-                self.batches.close()
+            with self.tape.recording():
+                self._is_recording = True
+                try:
+                    yield self
+                finally:
+                    self._is_recording = False
+                    if os.getpid() == self._process:  # not in a forked process
+                        self.batches.close()
+                        if self._journal is not None and self.ranks.leads:
+                            self._journal.close(self.run_id, self.drawn)
 
     def step(self) -> Step:
         """Draw a batch, write the ledger, and compute one step of Algorithm 2.
@@ -146,9 +250,11 @@ class Run:
                 "Take steps inside `with run.listening():`; outside of it no gradients are "
                 "recorded."
             )
+        if os.getpid() != self._process:  # the process was forked
+            self._branch()
         mechanism, index = self.mechanism.at(self.t), self.drawn
         # Before the step, so that an interrupted step is in the ledger.
-        self._write(mechanism, index)
+        self._write(mechanism)
         self.drawn += 1
         B, chunks = self.batches.draw(index, self.state)
         noise = self._noise(index)
@@ -158,17 +264,12 @@ class Run:
             with self.ranks.collective():
                 release = Release(noise, self._shares)
                 public, part = step(self.tape, mechanism, self.state, chunks, B, release)
+        if self._repeats is not None and noise:
+            self._repeats.check(index, (public.gradient, public.now, public.state))
         sums = WeightedSums(self.tape, chunks)
         return Step(
             public, part.seen, part.total, sums, B, self.t, mechanism, self.tape, self.state
         )
-
-    def _write(self, mechanism: Mechanism, index: int) -> None:
-        """Write draw `index` into the ledger."""
-        sizes = {name: self._sizes[name] for name in mechanism.multipliers}
-        q = self.batches.q
-        tau = 0.0 if q is None or q == 1 else TAU
-        self.ledger.write(q, mechanism.multipliers, sizes, tau, self.run_id, index)
 
     def update(self, step: Step) -> None:
         """Update the parameters with the noisy gradient, and replace the rule's state.
@@ -210,16 +311,18 @@ class Run:
         try:
             if self.ranks.world > 1:
                 raise NoGraph("several ranks compute it")
-            return Graph(
-                self.tape,
-                self.mechanism,
-                self.state,
-                self.settings.B,
-                partial(self.batches.some, t=self.t, state=self.state),
-                self._noise(0),
-                mode if isinstance(mode, str) else None,
-            )
+            with self.tape.recording():
+                return Graph(
+                    self.tape,
+                    self.mechanism,
+                    self.state,
+                    self.settings.B,
+                    partial(self.batches.some, t=self.t, state=self.state),
+                    self._noise(0),
+                    mode if isinstance(mode, str) else None,
+                )
         except NoGraph as why:
+            self._fix_blocks(compiled=False)
             warnings.warn(
                 f"The step is not compiled: {why}. The run is computed without.", stacklevel=4
             )
@@ -235,114 +338,16 @@ class Run:
     def save(self, folder: Path) -> None:
         """Write a checkpoint. Collective: every rank calls it, and the leading rank writes."""
         self._check_equal()
-        trace, (model, optimizer) = self.trace.state(), self._update.state()
-        if not self.ranks.leads:
-            return
-        published = {
-            "settings": self.settings.to_json(),
-            "t": self.t,
-            "state": self.state.tolist(),
-            "state_dtype": str(self.state.dtype).removeprefix("torch."),
-            "ledger": self.ledger.to_json(),
-        }
-        secret = {
-            "key": self.key,
-            "drawn": self.drawn,
-            "seed": self.settings.seed,
-            "data": self._fingerprint,
-            "optimizer": optimizer,
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "trace": trace,
-        }
-        checkpoint.save(folder, self.t, Checkpoint(model, published, secret))
+        save(self, folder)
 
-    def restore(self, path: Path) -> None:
-        """Continue from a checkpoint of this run; raise if it is of another run."""
-        saved = checkpoint.load(path)
-        published, secret = saved.published, saved.secret
-        settings = json.loads(json.dumps(self.settings.to_json()))
-        same_seed = secret["seed"] == self.settings.seed
-        checkpoint.check_settings(path, published["settings"], settings, same_seed=same_seed)
-        checkpoint.check_data(path, secret["data"], self._fingerprint)
-        try:
-            self._update.set_state(saved.model, secret["optimizer"])
-        except RuntimeError as error:
-            message = " ".join(str(error).split())
-            raise CheckpointError(
-                f"{path} belongs to another model ({message}). Resume with the model it was "
-                "started with, or choose another folder."
-            ) from error
-        self.t = published["t"]
-        # A rule may return a state of another dtype than its first.
-        dtype = getattr(torch, published.get("state_dtype", ""), self.state.dtype)
-        self.state = torch.tensor(published["state"], dtype=dtype, device=self.device)
-        self.ledger = Ledger.from_json(published["ledger"])
-        self._set_key(secret["key"])
-        self.drawn = secret["drawn"]
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(secret["scheduler"])
-        self.trace.set_state(secret["trace"])
+    def restore(self, path: Path, *, exact: bool = False) -> None:
+        """Continue from a checkpoint of this run, as a branch with new batches and noise.
 
+        Args:
+            path: folder of the checkpoint.
+            exact: whether to repeat the steps of the run instead, which needs its seed.
 
-def _rounding(settings: Settings, tape: AnyTape, performance: Performance) -> float:
-    """Return ρ of the run's sums; see `evenclip.mechanism.rounding`."""
-    if settings.q is None:
-        return 0.0
-    blocks = [size for size in (performance.chunk, tape.rows) if size is not None]
-    records = most_records(settings.q, settings.n)
-    return sum_rounding(records, min(blocks, default=None), cancelling=tape.cancels)
-
-
-def _given(settings: Settings, model: nn.Module, data: Dataset | Streamed) -> dict[str, Any]:
-    """Return the values that must be equal on all processes of a run."""
-    names = {"group_names": data.group_names, "class_names": data.class_names}
-    return settings.to_json() | names | {"seed": settings.seed, "model": digest(model.state_dict())}
-
-
-def _mechanism(
-    settings: Settings, model: nn.Module, loss: Loss, data: Dataset | Streamed
-) -> Mechanism:
-    """Return the rule with its bounds enforced, for the constants of this run.
-
-    A custom rule may depend on the number of classes and on the shapes of outputs and targets. One
-    record shows them, in a copy of the model, so that this pass changes nothing.
-    """
-    rule, classes, like = settings.rule, len(data.class_names), dict[str, Any]()
-    uses = wanted(rule)
-    custom = type(rule) not in RULES.values()
-    if uses or (custom and not classes and type(rule).init is not Rule.init):
-        one = _first_rows(data, 1)
-        with torch.no_grad():
-            output = call(copy.deepcopy(model).eval(), one.x)
-        classes = classes or _classes(output, one.y)
-        like = {"loss": per_sample(loss)(output, one.y), "output": output, "y": one.y}
-    mechanism = Mechanism(rule, settings.constants(classes), like=like if uses else {})
-    try_rule(mechanism)
-    return mechanism
-
-
-def _classes(output: Any, y: Any) -> int:
-    """Return the number of classes that the model has outputs for; 0 if y has no classes."""
-    if not (isinstance(output, Tensor) and isinstance(y, Tensor)):
-        return 0
-    return output.shape[1] if output.ndim == 2 and not y.is_floating_point() else 0
-
-
-def _tape(
-    model: nn.Module, loss: Loss, data: Dataset | Streamed, rule: Rule, state: Tensor
-) -> Tape | WholeTape:
-    """Plan the model's gradients, using three samples chosen among the first few."""
-    # Fewer of streamed data, which have to be read.
-    samples = _first_rows(data, 256 if isinstance(data, Dataset) else 16)
-    if not changes_loss(rule):
-        return plan(model, loss, samples.x, samples.y)
-    group = samples.group
-    if group is None:
-        group = torch.zeros(count(samples.x), dtype=torch.int64, device=state.device)
-    return plan(model, RuleLoss(loss, rule), samples.x, targets(rule, samples.y, group, state))
-
-
-def _first_rows(data: Dataset | Streamed, rows: int) -> Samples:
-    """Return the first rows of the data."""
-    device = data.y.device if isinstance(data, Dataset) else None
-    return data.take(torch.arange(min(rows, len(data)), device=device))
+        Raises:
+            CheckpointError: if the checkpoint is of another run or cannot be repeated.
+        """
+        restore(self, path, exact=exact)

@@ -8,20 +8,23 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from evenclip import check
+from evenclip.mechanism import Ledger
 from evenclip.training import checkpoint as checkpoints
 from evenclip.training.checkpoint import CheckpointError
 from evenclip.training.logs.log import Log, flat
 from evenclip.training.progress import Interrupt, Progress
 from evenclip.training.result import Result
+from evenclip.training.resume import earlier
 from evenclip.training.run import Run
 from evenclip.training.step import Step
 
-__all__ = ["AfterStep", "EpochLogger", "Observer", "Session", "start"]
+__all__ = ["AfterStep", "EpochLogger", "Observer", "Resume", "Session", "start"]
 
 Observer = Callable[[Step], Mapping[str, Any] | None]
+Resume = bool | Literal["exact"]
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,17 @@ class Session:
     logs: Sequence[Log] = ()
     checkpoint: str | os.PathLike[str] | None = None
     checkpoint_every: int | None = None
-    resume: bool = False
+    resume: Resume = False
     progress: bool | None = None
 
     def __post_init__(self) -> None:
         if self.checkpoint_every is not None:
             check.natural(checkpoint_every=self.checkpoint_every)
+        if not isinstance(self.resume, bool) and self.resume != "exact":
+            raise ValueError(
+                f"resume is {self.resume!r}; give True to continue with new noise, 'exact' to "
+                "repeat the steps that a seed determines, or False."
+            )
 
     @property
     def folder(self) -> Path | None:
@@ -45,23 +53,38 @@ class Session:
         return None if self.checkpoint is None else Path(self.checkpoint)
 
 
-def start(run: Run, folder: Path | None, resume: bool) -> None:
-    """Restore the last checkpoint in the folder, if there is one and `resume` is True."""
-    last = None if folder is None else run.ranks.first(checkpoints.latest(folder))
-    if resume and folder is None:
+def start(run: Run, folder: Path | None, resume: Resume) -> None:
+    """Restore the last checkpoint in the folder, if `resume` allows it, and write ahead there.
+
+    If an attempt ended before its first checkpoint, the run starts from the beginning, and the
+    steps in the folder's journal are counted.
+    """
+    if resume == "exact" and run.settings.seed is None:
         raise ValueError(
-            "resume=True needs the folder with the checkpoint; pass checkpoint=DIR too."
+            'resume="exact" repeats the steps that a seed determines; give the seed that the run '
+            "was started with, or pass resume=True, which draws new noise."
         )
-    if folder is not None and last is None and run.ranks.leads:
-        _create(folder)
-    if last is None:
+    if folder is None:
+        if resume:
+            raise ValueError(
+                f"resume={resume!r} needs the folder with the checkpoint; pass checkpoint=DIR too."
+            )
         return
-    if not resume:
+    last, journal = run.ranks.first(checkpoints.latest(folder)), earlier(run, folder)
+    if not resume and (last is not None or journal.entries):
+        held = "the journal of a run" if last is None else f"a checkpoint ({last.name})"
         raise CheckpointError(
-            f"{folder} already holds a checkpoint ({last.name}); pass resume=True to continue "
-            "from it, or choose another folder."
+            f"{folder} already holds {held}; pass resume=True to continue from it, or choose "
+            "another folder."
         )
-    run.restore(last)
+    if last is not None:
+        run.restore(last, exact=resume == "exact")
+    else:
+        run.ledger = Ledger.union(journal)
+        if run.ranks.leads:
+            _create(folder)
+        run.ranks.first(None)  # the folder exists from here on
+    run.write_ahead(folder)
 
 
 class EpochLogger:

@@ -124,11 +124,20 @@ class Update:
         """Return all parameters as one vector, and make each parameter a view of it."""
         with torch.no_grad():
             vector = torch.cat([parameter.reshape(-1) for parameter in self._parameters])
-        for parameter, view in zip(
-            self._parameters, self._layout.split(vector).values(), strict=True
-        ):
-            parameter.data = view
+        self._view(vector)
         return nn.Parameter(vector)
+
+    def _view(self, vector: Tensor) -> None:
+        """Make each parameter a view of the vector."""
+        views = self._layout.split(vector).values()
+        for parameter, view in zip(self._parameters, views, strict=True):
+            parameter.data = view
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of a copy, in which no parameter is a view any more."""
+        vars(self).update(state)
+        if self._joined is not None:
+            self._view(self._joined.data)
 
 
 def is_elementwise(make: Callable[..., Optimizer]) -> bool:

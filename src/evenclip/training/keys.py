@@ -1,0 +1,132 @@
+"""The secret key of a run, from which its batches, noise and dropout are derived.
+
+Without a seed it comes from the operating system. From a seed, it is a digest of the seed and of
+all that can change a released sum in its last bit: settings, data, model, loss, rule, optimiser,
+scheduler, the package's code, torch, device and threads. So two runs that differ in any of them
+have different noise and different batches; two models that shared their noise would show the
+difference of their sums without it. Where no digest can be taken, a seed is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenclip.data import Dataset, MapDataset, Streamed
+from evenclip.mechanism.settings import Settings
+from evenclip.mechanism.words import KEY_BYTES, derive
+from evenclip.training.code import sources
+from evenclip.training.config import TrainConfig
+from evenclip.training.contents import NoDigest, contents
+from evenclip.training.processes import Processes
+
+__all__ = ["conditions", "different", "fresh_key", "keyed", "run_id", "secret_key"]
+
+
+def fresh_key(ranks: Processes) -> bytes:
+    """Return a key from the operating system, the same on all ranks."""
+    key: bytes = ranks.first(os.urandom(KEY_BYTES))
+    return key
+
+
+def secret_key(seed: int, conditions: Mapping[str, str]) -> bytes:
+    """Return the key that a seed has under these conditions."""
+    words = json.dumps([seed, sorted(conditions.items())]).encode()
+    return hashlib.blake2b(words, digest_size=KEY_BYTES).digest()
+
+
+def run_id(key: bytes) -> str:
+    """Return the name of a run in ledgers, which says nothing about its key."""
+    return derive(key, "run").hex()[:32]
+
+
+def conditions(
+    settings: Settings,
+    config: TrainConfig,
+    model: nn.Module,
+    data: Dataset | Streamed,
+    data_digest: str,
+    device: torch.device,
+    ranks: Processes,
+) -> dict[str, str]:
+    """Return the digests of all that can change a released sum in its last bit, by name.
+
+    Args:
+        settings: constants of the run.
+        config: its settings, as given.
+        model: the model before the first step.
+        data: the training data of this process.
+        data_digest: digest of the data of all processes.
+        device: device of the model.
+        ranks: the processes that train together.
+
+    Raises:
+        ValueError: a digest cannot be taken; the message says what to do.
+    """
+    if isinstance(data, MapDataset):
+        raise ValueError(
+            "With a seed, the noise is a function of all records, and data that are read item by "
+            "item are never read as a whole; leave seed out, or give the data as arrays, as a "
+            "Dataset or by evenclip.data.parquet."
+        )
+    objects = {
+        "model": model,
+        "loss": config.loss,
+        "rule": settings.rule,
+        "optimizer": config.optimizer,
+        "scheduler": config.scheduler,
+    }
+    return {
+        "settings": _digest(settings.to_json()),
+        "data": data_digest,
+        **{name: _contents(name, value) for name, value in objects.items()},
+        # The number of readers changes no row.
+        "performance": repr(replace(config.performance, readers=0)),
+        "ranks": f"{ranks.world} {ranks.local} {ranks.sharded}",
+        "evenclip": sources(),
+        "torch": torch.__version__,
+        "device": _device(device),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def keyed(key: bytes, conditions: Mapping[str, str]) -> dict[str, str]:
+    """Return the conditions under a key, for the secret half of a checkpoint."""
+    return {name: derive(key, f"{name} {value}").hex() for name, value in conditions.items()}
+
+
+def different(theirs: Mapping[str, str], key: bytes, conditions: Mapping[str, str]) -> list[str]:
+    """Return the names of the conditions that are not those of a checkpoint with this key."""
+    ours = keyed(key, conditions)
+    return [name for name in ours if name in theirs and theirs[name] != ours[name]]
+
+
+def _contents(name: str, value: Any) -> str:
+    """Return the digest of a model, a function or a rule; raise if there is none."""
+    try:
+        return contents(value)
+    except NoDigest as why:
+        raise ValueError(
+            f"With a seed, the noise is a function of the {name}'s code and values, and {why}; "
+            f"leave seed out, or give a {name} of Python functions and plain values."
+        ) from why
+
+
+def _digest(plain: Any) -> str:
+    """Return the digest of plain values."""
+    return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def _device(device: torch.device) -> str:
+    """Return the kind of processor; two kinds may round differently."""
+    if device.type == "cuda":
+        return f"cuda {torch.cuda.get_device_name(device)}"
+    return f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,191 @@
+"""Tests of `evenclip epsilon A B`: the joint ε of ledgers in files, and damaged files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from evenclip import DPSGD, fit
+from evenclip.cli import main
+from evenclip.mechanism.accounting import epsilon
+from evenclip.mechanism.ledger import Entry, Ledger
+
+DELTA = 1e-5
+FIRST = Entry(0.05, (("gradient", 1.0),), 100, (("gradient", 50),), 1e-30, run="a" * 32)
+BRANCH = replace(FIRST, steps=60, run="b" * 32, parent=("a" * 32, 40))
+OTHER = replace(FIRST, steps=70, run="c" * 32)
+
+
+def run(capsys, *arguments):
+    """Run `evenclip epsilon`; return (exit status, stdout, stderr)."""
+    with pytest.raises(SystemExit) as stop:
+        main(["epsilon", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return stop.value.code or 0, out, err
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, *entries, **facts):
+        path = tmp_path / name
+        ledger = Ledger(list(entries)).to_json()
+        facts = {"ledger": ledger, "delta": DELTA} | facts
+        path.write_text(json.dumps(facts if facts["delta"] else ledger), encoding="utf-8")
+        return path
+
+    return write
+
+
+def joint(capsys, *arguments):
+    status, out, err = run(capsys, *arguments, "--json")
+    assert (status, err) == (0, "")
+    return json.loads(out)
+
+
+def test_steps_that_two_files_hold_count_once(capsys, write):
+    parent, branch = write("a.json", FIRST), write("b.json", replace(FIRST, steps=40), BRANCH)
+    facts = joint(capsys, parent, branch)
+    assert facts["steps"] == 160  # the parent's steps after the fork are a branch too
+    assert facts["pld"] == epsilon(Ledger([FIRST, BRANCH]), DELTA)
+    assert facts["rdp"] == epsilon(Ledger([FIRST, BRANCH]), DELTA, "rdp")
+    assert facts["runs"] == [FIRST.run, BRANCH.run]
+    alone = joint(capsys, parent)
+    assert alone["pld"] == epsilon(Ledger([FIRST]), DELTA) < facts["pld"]
+    assert joint(capsys, parent, parent) | {"files": []} == alone | {"files": []}
+
+
+def test_separate_runs_add_up(capsys, write):
+    files = write("a.json", FIRST), write("c.json", OTHER)
+    assert joint(capsys, *files)["pld"] == epsilon(Ledger([FIRST, OTHER]), DELTA)
+
+
+def test_the_text_has_every_fact_and_fits_the_terminal(capsys, write):
+    waiting = replace(FIRST, first=100, steps=5, reserved=True)
+    path = write("a.json", FIRST, waiting, declared_steps=200)
+    status, out, err = run(capsys, path, "--curve")
+    assert (status, err) == (0, "")
+    words = " ".join(out.split())
+    assert "runs aaaaaaaa" in words
+    assert "steps 105, 5 of them reserved and perhaps not taken" in words
+    assert "by PLD" in words
+    assert "at δ = 1e-05" in words
+    assert "declares 200 steps and holds 105; if that run was stopped because of its" in words
+    assert all(len(line) <= 80 for line in out.splitlines() if str(path) not in line)
+
+
+def test_the_files_of_a_real_training(capsys, tmp_path):
+    """The report, the checkpoint and the ledger of one run are the same steps."""
+    data = (torch.randn(40, 3), torch.arange(40) % 2)
+    result = fit(
+        nn.Linear(3, 2), data, rule=DPSGD(), batch_size=8, epochs=2, delta=DELTA,
+        checkpoint=tmp_path / "kept",
+    )  # fmt: skip
+    (report := tmp_path / "privacy.json").write_text(json.dumps(result.privacy))
+    (ledger := tmp_path / "ledger.json").write_text(json.dumps(result.ledger.to_json()))
+    published = sorted((tmp_path / "kept").glob("step-*/published.json"))[-1]
+    facts = joint(capsys, report, ledger, published)
+    assert facts["pld"] == pytest.approx(result.epsilon(), rel=1e-12)
+    assert facts["delta"] == DELTA
+    assert facts["notes"] == []
+
+
+def test_a_ledger_without_an_epsilon_has_none(capsys, write):
+    clear = replace(OTHER, multipliers=(("gradient", 0.0),))
+    facts = joint(capsys, write("a.json", FIRST), write("c.json", clear))
+    assert (facts["pld"], facts["rdp"]) == (None, None)
+    _, out, _ = run(capsys, write("c.json", clear))
+    assert "ε        none: a value was released in clear, or a batch was not a" in out
+
+
+def test_a_rule_without_an_epsilon_has_none_whatever_its_ledger(capsys, write):
+    """The ledger of FairLens as published looks private, and is not."""
+    path = write("a.json", FIRST, soundness="no valid ε", why_no_epsilon="its loss ties samples")
+    assert joint(capsys, path)["pld"] is None
+    _, out, _ = run(capsys, path)
+    assert "none: its loss ties samples" in out
+    checkpoint = write("b.json", FIRST, settings={"rule": {"name": "fairlens"}, "delta": DELTA})
+    assert joint(capsys, checkpoint)["pld"] is None
+
+
+def test_delta_is_that_of_the_files_or_given(capsys, write):
+    plain, other = write("a.json", FIRST, delta=None), write("b.json", OTHER, delta=1e-6)
+    assert joint(capsys, plain, other)["delta"] == 1e-6
+    assert joint(capsys, plain, "--delta", "1e-4")["delta"] == 1e-4
+    status, _, err = run(capsys, plain)
+    assert (status, err) == (2, "evenclip: The files state no δ; give --delta.\n")
+    status, _, err = run(capsys, other, write("c.json", FIRST))
+    assert (status, err) == (
+        2,
+        "evenclip: The files state different values of δ (1e-06, 1e-05); give --delta.\n",
+    )
+
+
+def test_steps_by_hand_and_ideal_noise_are_noted(capsys, write):
+    by_hand = Entry(0.05, (("gradient", 1.0),), 10)
+    notes = joint(capsys, write("a.json", by_hand))["notes"]
+    assert "steps without a run id; they count in every file" in notes[0]
+    assert "steps without sizes; their noise is taken as Gaussian" in notes[1]
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+
+def check_refused(capsys, arguments, sentence):
+    status, out, err = run(capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert sentence in err
+    assert err.startswith("evenclip: ")
+    assert err.count("\n") == 1
+    assert err.endswith(".\n")
+
+
+def test_ledgers_that_contradict_each_other_are_refused(capsys, write):
+    forged = replace(FIRST, multipliers=(("gradient", 9.0),))
+    files = write("a.json", FIRST), write("b.json", forged)
+    check_refused(capsys, files, "one key makes one step; one of the ledgers is damaged or forged")
+
+
+def test_a_branch_without_its_parent_is_refused(capsys, write):
+    check_refused(capsys, [write("b.json", BRANCH)], f"give the ledger of run {'a' * 32} too.")
+    short = replace(FIRST, steps=39)
+    check_refused(capsys, [write("b.json", short, BRANCH)], "hold only 39 of those draws")
+
+
+def test_files_and_noise_are_not_mixed(capsys, write):
+    check_refused(
+        capsys, [write("a.json", FIRST), "--sigma", "1"], "give only one of them, with --delta."
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "is not JSON"),
+        ('{"ledger": [', "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("\udcff", "is not JSON"),
+        ("3", "holds no ledger; give a privacy report"),
+        ('{"epsilon": 3.0}', "holds no ledger; give a privacy report"),
+        ('{"ledger": {}}', "holds no ledger; give a privacy report"),
+        ('[{"q": 0.1, "steps": 3}]', "has no 'multipliers'"),
+        ('[{"q": 7, "multipliers": {"gradient": 1}, "steps": 3}]', "it must be a Poisson rate"),
+        ('[{"q": 0.1, "multipliers": {"gradient": -1}, "steps": 3}]', "multiplier 'gradient'"),
+        ('[{"q": 0.1, "multipliers": {"gradient": NaN}, "steps": 3}]', "multiplier 'gradient'"),
+        ('[{"q": 0.1, "multipliers": {"gradient": 1}, "steps": 1e400}]', "steps"),
+        ('[{"q": 0.1, "multipliers": {"gradient": 1}, "steps": 3, "run": 4}]', "run = 4"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_one_sentence_that_names_it(capsys, tmp_path, content, sentence):
+    path = tmp_path / "damaged.json"
+    path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    check_refused(capsys, [path, "--delta", "1e-5"], sentence)
+    assert str(path) in run(capsys, path, "--delta", "1e-5")[2]
+
+
+def test_a_file_that_is_not_there_and_a_folder_are_refused(capsys, tmp_path):
+    check_refused(capsys, [tmp_path / "none.json"], "none.json cannot be read (No such file")
+    check_refused(capsys, [tmp_path], "cannot be read (Is a directory)")
