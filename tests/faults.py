@@ -266,15 +266,12 @@ GRADIENTS = (
         ),
     ),
     Fault(
-        "linear-no-rounding",
-        "The norm of a sum over positions has no bound on roundings, and no margin.",
+        "linear-no-margin",
+        "The norm of a sum over positions has no margin for the rounding of the batch's sum.",
         "layers/linear.py",
         "    return (norm + margin(T) * size).square()\n",
         "    return norm.square()\n",
-        (
-            f"{ROUNDING}::test_a_norm_is_never_too_small",
-            f"{ROUNDING}::test_the_order_of_the_records_moves_a_clipped_sum_by_less_than_its_bound",
-        ),
+        ("mechanism/test_rounding.py",),
     ),
     Fault(
         "linear-reduced-operands",
