@@ -52,6 +52,16 @@ def here():
     return Here()
 
 
+@pytest.fixture
+def one_stream(monkeypatch):
+    """Derive keys from the seed alone, so that runs that should compute alike also draw alike.
+
+    Otherwise everything that may change a sum changes the noise; `training/test_keys.py` tests
+    that.
+    """
+    monkeypatch.setattr("evenclip.training.run.conditions", lambda *given: {})
+
+
 MOST_REASONS = 9  # number of listed reasons; one more line has the number of the others
 
 

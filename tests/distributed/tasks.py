@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
-from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import evenclip
 from evenclip.distributed.ranks import Ranks
 from evenclip.distributed.sharded import Pieces
-from evenclip.training.processes import SingleProcess
 
 RULES = {
     "non-private": evenclip.NonPrivate(),
@@ -110,6 +109,17 @@ class Watch:
                 next(step.model.parameters()).add_(1e-9)
 
 
+def one_stream() -> Any:
+    """Derive keys from the seed alone, so that any number of ranks draws alike."""
+    return mock.patch("evenclip.training.run.conditions", no_conditions)
+
+
+def no_conditions(*given: Any) -> dict[str, str]:
+    """Return no conditions."""
+    del given
+    return {}
+
+
 def train(
     ranks: Ranks | None,
     rule: Any,
@@ -120,7 +130,6 @@ def train(
     own_model: bool = False,
     own: dict[str, list[Any]] | None = None,
     cut: list[int] | None = None,
-    one_stream: bool = False,
     trouble: tuple[Any, ...] = (),
     dropout: float = 0.0,
     streamed: bool = False,
@@ -129,8 +138,7 @@ def train(
     """Train; everything that should not depend on the number of ranks.
 
     own: argument -> what each rank gives it. cut: where the data are cut into the ranks' own.
-    one_stream: the same batches and noise for the same data in another form. streamed: whether the
-    data are read item by item.
+    streamed: whether the data are read item by item. All ways to train draw alike.
     """
     rank = getattr(ranks, "rank", 0)
     columns = data(kind, n)
@@ -142,10 +150,7 @@ def train(
         | {name: each[rank] for name, each in (own or {}).items()}
     )
     watch = Watch(ranks, *trouble)
-    with ExitStack() as patches:
-        if one_stream:
-            patches.enter_context(mock.patch.object(Ranks, "digest", return_value=0))
-            patches.enter_context(mock.patch.object(SingleProcess, "digest", return_value=0))
+    with one_stream():
         names = ("a", "b", "c")
         named = (
             evenclip.data.MapDataset(Items(columns), names)
@@ -185,6 +190,22 @@ def train_with_seeds(ranks: Ranks, seeds: list[int]) -> dict[str, Any]:
     return train(ranks, RULES["dpsgd"], seed=seeds[ranks.rank])
 
 
+def run_id(ranks: Ranks | None) -> str:
+    """Return the name of a run with a seed, which is a hash of its key."""
+    return evenclip.prepare(
+        network("mlp"), data("mlp", 8), rule=RULES["dpsgd"], batch_size=4, seed=1, ranks=ranks
+    ).run_id
+
+
+def copied(ranks: Ranks) -> None:
+    """Copy a run."""
+    copy.deepcopy(
+        evenclip.prepare(
+            network("mlp"), data("mlp", 8), rule=RULES["dpsgd"], batch_size=4, ranks=ranks
+        )
+    )
+
+
 def dropout_seeds(ranks: Ranks) -> list[int]:
     """Return the dropout seeds of the chunks of a step."""
     run = evenclip.prepare(
@@ -201,6 +222,7 @@ def shares(ranks: Ranks, batch: Tensor, own: int) -> Tensor:
     return ranks.share(batch, rows) + (rows.first if ranks.local else 0)
 
 
+@one_stream()
 def noise(ranks: Ranks, rule: Any) -> Tensor:
     """Return what the first step of a run adds to the clipped sum of all ranks."""
     run = evenclip.prepare(
@@ -219,8 +241,9 @@ class Fixed:
     def __init__(self, batch: Tensor) -> None:
         self._batch = batch
 
-    def next(self) -> Tensor:
+    def batch(self, index: int) -> Tensor:
         """Return the batch."""
+        del index
         return self._batch
 
     def expected_size(self, batch: Tensor) -> float:
@@ -265,6 +288,7 @@ def wide() -> nn.Module:
     return model
 
 
+@one_stream()
 def single_noise(rule: Any) -> Tensor:
     """Return what the first step of a single process adds to the clipped sum."""
     run = evenclip.prepare(wide(), data("mlp", 40)[:2], rule=rule, batch_size=8, seed=1)
@@ -273,6 +297,7 @@ def single_noise(rule: Any) -> Tensor:
     return step.public.gradient * step.B - step.clipped_sum
 
 
+@one_stream()
 def sharded_noise(ranks: Ranks, rule: Any) -> Tensor:
     """Return the noise of all ranks' pieces, joined."""
     run = evenclip.prepare(

@@ -15,6 +15,7 @@ from team import Team
 
 import evenclip
 from evenclip.distributed.ranks import RankError, Ranks
+from evenclip.mechanism import Ledger
 from evenclip.rules import FairLens
 from evenclip.training.checkpoint import latest
 
@@ -36,6 +37,8 @@ def close(a, b) -> bool:
         return len(a) == len(b) and all(close(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, torch.Tensor):
         return torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+    if a is None or b is None:
+        return a is b
     return a == pytest.approx(b, rel=1e-9, abs=1e-12)
 
 
@@ -126,16 +129,15 @@ def test_each_rank_reads_its_part_of_data_that_are_not_in_memory(two, sharded, r
     """The second batches are small, so that some parts are empty."""
     for more in ({}, {"n": 6, "batch_size": 1, "epochs": 4}):
         performance = evenclip.Performance(readers=readers)
-        given = {"one_stream": True, **more}
         results = two(
             tasks.train,
             RULES["dpsgd-global-adapt"],
             streamed=True,
             sharded=sharded,
             performance=performance,
-            **given,
+            **more,
         )
-        assert is_as_alone(results[0], tasks.train(None, RULES["dpsgd-global-adapt"], **given)), (
+        assert is_as_alone(results[0], tasks.train(None, RULES["dpsgd-global-adapt"], **more)), (
             results
         )
 
@@ -161,8 +163,8 @@ def test_with_dropout_the_ranks_agree_and_drop_different_units(two):
 
 @pytest.mark.parametrize("name", RULES)
 def test_ranks_with_records_of_their_own_train_on_the_union(two, name):
-    results = two(tasks.train, RULES[name], local=True, cut=[0, 17, 60], one_stream=True)
-    expected = alone(name, one_stream=True)
+    results = two(tasks.train, RULES[name], local=True, cut=[0, 17, 60])
+    expected = alone(name)
     assert is_as_alone(results[0], expected)
     assert results[0]["settings"].n == 60
     assert torch.equal(results[0]["vector"], results[1]["vector"])
@@ -234,7 +236,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(two, four, tmp_path):
     """Two, four, one; each stops in the middle of an epoch."""
     name, given = (
         "dpsgd-global-adapt",
-        {"checkpoint": tmp_path, "resume": True, "checkpoint_every": 3},
+        {"checkpoint": tmp_path, "resume": "exact", "checkpoint_every": 3},
     )
     stopped = two(tasks.train, RULES[name], epochs=4, trouble=("stop", 4), **given)
     assert [rank.kind for rank in stopped] == ["Stop", "Stop"]
@@ -247,10 +249,41 @@ def test_a_run_goes_on_with_another_number_of_ranks(two, four, tmp_path):
     assert close(result["now"], expected["now"][12:])
 
 
+def test_ranks_that_resume_draw_from_one_new_key(two, tmp_path):
+    """The leading rank alone writes the journal, before any rank has a released number."""
+    given = {"checkpoint": tmp_path, "checkpoint_every": 3, "epochs": 4}
+    two(tasks.train, RULES["dpsgd"], trouble=("stop", 4), **given)
+    results = two(tasks.train, RULES["dpsgd"], resume=True, **given)
+    assert torch.equal(results[0]["vector"], results[1]["vector"])
+    assert results[0]["ledger"] == results[1]["ledger"]
+    ledger, T = Ledger.from_json(results[0]["ledger"]), 20
+    assert [entry.steps for entry in ledger.entries] == [3, 2, T - 3]  # 3 and 4 were drawn
+    old, _, new = ledger.entries
+    assert new.parent == (old.run, 3)
+    assert not torch.equal(results[0]["vector"], alone("dpsgd", epochs=4)["vector"])
+    blocks = (tmp_path / "journal.jsonl").read_text().splitlines()
+    assert len(blocks) == 3  # one for each run, and the end of the first
+
+
+def test_the_number_of_ranks_changes_the_key(two, four):
+    """Sums in another order may differ in their last bits, and one noise must not hide both."""
+    ids = [set(two(tasks.run_id)), set(four(tasks.run_id)), {tasks.run_id(None)}]
+    assert [len(each) for each in ids] == [1, 1, 1]
+    assert len(set.union(*ids)) == 3
+
+
+def test_a_run_over_ranks_is_not_copied(two):
+    results = two(tasks.copied)
+    assert [rank.message for rank in results] == [
+        "A run over several ranks cannot be copied or forked, because all ranks draw from one key; "
+        "save a checkpoint, and resume it with resume=True."
+    ] * 2
+
+
 def test_a_killed_rank_ends_the_others_with_a_sentence_and_the_run_goes_on(two, tmp_path):
     rule, given = (
         RULES["dpsgd-global-adapt"],
-        {"checkpoint": tmp_path, "resume": True, "checkpoint_every": 2},
+        {"checkpoint": tmp_path, "resume": "exact", "checkpoint_every": 2},
     )
     doomed = Team(2, timeout=3600.0)  # longer than the time limit of the test
     try:
@@ -290,7 +323,7 @@ def test_an_interrupt_of_one_rank_stops_all_after_the_same_step(two, tmp_path):
     assert [rank.kind for rank in results] == ["KeyboardInterrupt"] * 2
     assert latest(tmp_path).name == "step-00000008"
     assert is_as_alone(
-        two(tasks.train, RULES["dpsgd"], checkpoint=tmp_path, resume=True)[0] | {"now": []},
+        two(tasks.train, RULES["dpsgd"], checkpoint=tmp_path, resume="exact")[0] | {"now": []},
         alone("dpsgd") | {"now": []},
     )
 

@@ -53,7 +53,7 @@ def test_it_goes_on_with_another_number_of_ranks_whole_or_in_pieces(two, four, t
     rule = RULES["dpsgd-f"]
     given = {
         "checkpoint": tmp_path,
-        "resume": True,
+        "resume": "exact",
         "checkpoint_every": 3,
         "epochs": 4,
         "optimizer": optimizer,
@@ -80,7 +80,7 @@ def test_ranks_without_a_sample_pass_with_the_others(team):
 
 
 def test_in_chunks_and_with_records_of_their_own(two):
-    given = {"performance": evenclip.Performance(chunk=2), "one_stream": True}
+    given = {"performance": evenclip.Performance(chunk=2)}
     results = two(tasks.train, RULES["dpsgd-f"], local=True, sharded=True, cut=[0, 10, 60], **given)
     assert same(results[0], tasks.train(None, RULES["dpsgd-f"], **given))
 

@@ -375,6 +375,4 @@ def test_sums_have_the_dtype_of_the_weights_and_norms_are_float64(dtype, numbers
     module, a, delta = nn.Linear(3, 2), numbers(0, 4, 3).float(), numbers(1, 4, 2).float()
     gradients = linear.gradient(module, a, delta, ["weight", "bias"])
     assert gradients.square_norms().dtype == torch.float64
-    assert {
-        g.dtype for g in gradients.weighted_sum(torch.ones(4, dtype=dtype)).values()
-    } == {dtype}
+    assert {g.dtype for g in gradients.weighted_sum(torch.ones(4, dtype=dtype)).values()} == {dtype}

@@ -235,7 +235,7 @@ def test_a_run_resumes_with_the_dtype_that_its_state_had(tmp_path):
     whole = trained()
     with pytest.raises(KeyboardInterrupt):
         trained(checkpoint=tmp_path, checkpoint_every=3, observers=[stop])
-    resumed = trained(checkpoint=tmp_path, resume=True)
+    resumed = trained(checkpoint=tmp_path, resume="exact")
     assert torch.equal(resumed.state, whole.state)
     assert torch.equal(resumed.model.weight, whole.model.weight)
 

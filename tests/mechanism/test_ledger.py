@@ -131,7 +131,7 @@ def test_a_union_forgets_order_and_repetition(a, b, c):
 
 
 def test_branches_of_one_checkpoint():
-    """The steps up to the checkpoint once, every branch, and what was reserved at the checkpoint."""
+    """The steps up to the checkpoint count once; all branches and reserved steps count too."""
     prefix, ahead = replace(STEPS, steps=60), replace(STEPS, first=60, steps=10, reserved=True)
     original = Ledger([STEPS])
     branches = [

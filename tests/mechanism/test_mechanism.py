@@ -22,7 +22,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -116,9 +115,7 @@ class OneStep:
         """Compute many steps with fresh noise."""
         width = self.counts + D
         noise = NormalStream(derive(bytes(32), str(seed)), BLOCK * width)
-        blocks = [
-            self(world, noise.of(t)[:].view(BLOCK, width)) for t in range(DRAWS // BLOCK)
-        ]
+        blocks = [self(world, noise.of(t)[:].view(BLOCK, width)) for t in range(DRAWS // BLOCK)]
         return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 
     @property

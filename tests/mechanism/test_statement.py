@@ -200,6 +200,37 @@ def test_a_loop_that_stops_early_states_the_declared_steps():
     assert whole.privacy["steps_note"] is None
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_only_a_ledger_on_disk_covers_all_attempts(kept, tmp_path):
+    data = (torch.randn(60, 3), torch.arange(60) % 2)
+    folder = {"checkpoint": tmp_path / "kept"} if kept else {}
+    whole = evenclip.fit(nn.Linear(3, 2), data, rule=DPSGD(), batch_size=12, **folder)
+    covers = whole.privacy["ledger_covers"]
+    assert covers.startswith("all attempts" if kept else "this attempt only")
+    assert whole.privacy["runs"] == [whole.ledger.entries[0].run]
+
+
+def test_steps_that_an_attempt_may_have_taken_are_in_the_report(tmp_path):
+    """A run that is stopped after its checkpoint, and resumed, costs the steps in between too."""
+    data = (torch.randn(60, 3), torch.arange(60) % 2)
+    options = {"rule": DPSGD(), "batch_size": 12, "epochs": 4, "delta": 1e-4}
+    kept = {"checkpoint": tmp_path, "checkpoint_every": 6}
+
+    def stop(step):
+        if step.t == 8:
+            raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        evenclip.fit(nn.Linear(3, 2), data, **options, **kept, observers=[stop])
+    made = evenclip.fit(nn.Linear(3, 2), data, **options, **kept, resume=True)
+    report = made.privacy
+    assert (report["declared_steps"], report["steps"]) == (20, 23)  # draws 6, 7 and 8 twice
+    assert len(report["runs"]) == 2
+    assert report["parents"] == [f"draw 6 of run {report['runs'][0]}"]
+    assert "20 steps were declared and 23 drawn" in report["steps_note"]
+    assert report["epsilon"] > evenclip.fit(nn.Linear(3, 2), data, **options).epsilon()
+
+
 NETWORKS = {  # of the paper: model, shape of a sample, classes, expected batch size
     "adult": (lambda: models.mlp(98, 2), (98,), 2),
     "dutch": (lambda: models.sigmoid_then_softmax(59, 2), (59,), 2),

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from exact import Ideal
 
 from evenclip.mechanism import Mechanism
 from evenclip.rules import Constants
+from exact import Ideal
 
 
 @pytest.fixture(scope="session")

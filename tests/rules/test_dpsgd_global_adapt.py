@@ -9,13 +9,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from exact import Ideal
 from scipy.stats import lognorm, norm
 
 from evenclip.mechanism import Mechanism
 from evenclip.mechanism.noise import NormalStream
 from evenclip.mechanism.release import Release
 from evenclip.rules import DPSGD, Constants, DPSGDGlobalAdapt
+from exact import Ideal
 
 NO_GROUPS = torch.zeros(0, dtype=torch.int64)
 

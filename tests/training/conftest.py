@@ -167,12 +167,6 @@ class Spy:
 
 
 @pytest.fixture
-def one_stream(monkeypatch):
-    """Derive keys from the seed alone, so that runs which compute alike draw alike."""
-    monkeypatch.setattr("evenclip.training.run.conditions", lambda *given: {})
-
-
-@pytest.fixture
 def untried(monkeypatch):
     """Leave out the trial of custom rules, as if the rule had passed it and failed later."""
     monkeypatch.setattr("evenclip.training.setup.try_rule", lambda mechanism: None)

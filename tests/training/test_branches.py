@@ -1,4 +1,4 @@
-"""A resumed, copied or forked run is a branch: new noise, and every step that may have been seen."""
+"""A resumed, copied or forked run is a branch: new noise, and all steps that may have been seen."""
 
 from __future__ import annotations
 

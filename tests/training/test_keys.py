@@ -1,4 +1,4 @@
-"""A key from a seed depends on all that a released sum depends on; where it cannot, it is refused."""
+"""A key from a seed depends on all that a sum depends on; where it cannot, it is refused."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from exact import released
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
@@ -17,6 +16,10 @@ from evenclip.gradients import Tape, WholeTape, plan
 from evenclip.mechanism import Mechanism
 from evenclip.rules import Constants
 from evenclip.training.passes import Chunk
+from exact import released
+
+# Different ways to compute one run, or runs that differ in one respect, share their draws here.
+pytestmark = pytest.mark.usefixtures("one_stream")
 
 BAD = 4  # the row that is not finite
 

@@ -13,6 +13,9 @@ from evenclip.rules import Constants
 from evenclip.training.fit import fit_config
 from evenclip.training.passes import Chunk
 
+# Different ways to compute one run, or runs that differ in one respect, share their draws here.
+pytestmark = pytest.mark.usefixtures("one_stream")
+
 WAYS = {
     "chunks": Performance(chunk=3),
     "one sample at a time": Performance(chunk=1),

@@ -222,7 +222,12 @@ FIELDS = {  # what a report must state -> the fields that state it
     "what went wrong": ["empty_batches", "non_finite_samples", "clamped_weights"],
     "randomness": ["random_generator", "seed", "claim", "sampler"],
     "steps declared and drawn, by which runs": [
-        "declared_steps", "reserved_steps", "steps_note", "runs", "parents", "ledger_covers",
+        "declared_steps",
+        "reserved_steps",
+        "steps_note",
+        "runs",
+        "parents",
+        "ledger_covers",
     ],
     "rounding, and the rest of the batch": ["bound_inflation", "independence"],
     "soundness": ["method", "soundness", "reference"],
@@ -440,7 +445,7 @@ def test_a_torch_dataset_without_groups(toy, one_stream):
     assert one.settings.groups == 1
 
 
-def test_another_loss(toy):
+def test_another_loss(toy, one_stream):
     """For a mean, a sum or one value per sample, the loss of a sample is the loss of a batch of
     one.
     """

@@ -13,7 +13,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from exact import Ideal, released
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -23,6 +22,7 @@ from evenclip.mechanism import Mechanism, Release
 from evenclip.mechanism.statement import paragraph
 from evenclip.rules import ENFORCED, Constants
 from evenclip.training.passes import Chunk
+from exact import Ideal, released
 
 K = 3
 
@@ -365,7 +365,7 @@ def test_a_custom_rule_has_trace_report_and_resume(toy, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         fit(toy.mlp(), data, **settings, checkpoint=tmp_path, observers=[stop])
-    resumed = fit(toy.mlp(), data, **settings, checkpoint=tmp_path, resume=True)
+    resumed = fit(toy.mlp(), data, **settings, checkpoint=tmp_path, resume="exact")
     assert toy.same(whole.model, resumed.model)
     assert (whole.trace, whole.ledger, whole.state.tolist()) == (
         resumed.trace,
@@ -414,11 +414,11 @@ def test_a_lying_rule_is_held_to_its_bound_and_counted(toy, spy, untried):
         large += int((step.norms > 0.1).sum())
     assert large > 50
     assert sum(row["clamped"] for row in result.trace) == large == result.privacy["clamped_weights"]
-    for released, batch in zip(
+    for seen_release, batch in zip(
         [r for r in spy.releases if r.name == "count"], spy.batches, strict=True
     ):
         assert close(
-            released.value, [len(batch) / math.sqrt(2), -len(batch) / math.sqrt(2)]
+            seen_release.value, [len(batch) / math.sqrt(2), -len(batch) / math.sqrt(2)]
         )  # length 1 each
 
 
@@ -556,7 +556,7 @@ class FollowsInSecret(Follows):
     counts_first: ClassVar[bool] = False
 
 
-def test_a_rule_whose_bound_follows_from_its_count_is_clipped_with_it(toy):
+def test_a_rule_whose_bound_follows_from_its_count_is_clipped_with_it(toy, one_stream):
     models = []
     for chunk in (None, 3):
         steps = []

@@ -2,10 +2,10 @@
 
 Every process (a rank) runs the same script, holds the same parameters and takes the same T steps:
 
-    batch         Every rank draws the whole Poisson batch from the run's random stream, and
-                  computes a part of it.
-    count         Σ statistic_i over the part, summed over the ranks. Each rank releases the sum with
-                  the same noise, so all have the same public count.
+    batch         Every rank draws the whole Poisson batch with the run's key, and computes a part
+                  of it.
+    count         Σ statistic_i over the part, summed over the ranks. Each rank releases the sum
+                  with the same noise, so all have the same public count.
     gradient      Σ γ_i g_i over the part. Rank r sums the r-th slice of the parameters over the
                   ranks and releases it. All ranks receive all released slices.
     update        Each rank updates its own parameters with the gradient.
@@ -259,9 +259,10 @@ class Ranks(Processes):
         """
         if self.world == 1 and not self.sharded:
             return {}
-        gradient = update if isinstance(update, Sharded) else Spread(self, sizes["gradient"])
-        counts = {name: Summed(self, n) for name, n in sizes.items() if name != "gradient"}
-        return {**counts, "gradient": gradient}
+        shares: dict[str, Share] = {name: Summed(self, n) for name, n in sizes.items()}
+        spread = Spread(self, sizes["gradient"])
+        shares["gradient"] = update if isinstance(update, Sharded) else spread
+        return shares
 
     def check_given(self, given: Mapping[str, Any]) -> None:
         """Raise on every rank unless all were given the same settings and the same model."""

@@ -4,9 +4,10 @@ A value computed from the batch becomes public as
 
     released = value + sensitivity · multiplier · N(0, I),
 
-and the multiplier m = noise standard deviation ÷ sensitivity is written to the ledger
-(`evenclip.mechanism.ledger`). All releases of one step use the same Poisson batch. A later release
-may depend on the noisy value of an earlier one, and on no other result of the step.
+rounded to public grids, which make this formula a Gaussian mechanism on a computer
+(`evenclip.mechanism.grid`). The multiplier m = noise standard deviation ÷ sensitivity is written to
+the ledger (`evenclip.mechanism.ledger`). All releases of one step use the same Poisson batch. A
+later release may depend on the noisy value of an earlier one, and on no other result of the step.
 """
 
 from __future__ import annotations
@@ -25,13 +26,11 @@ __all__ = ["Entry", "Ledger", "Release", "Share", "joint_multiplier"]
 
 
 class Share(Protocol):
-    """The part of a released vector that one of several processes releases.
+    """The part of a released vector that one of several processes releases."""
 
-    Attributes:
-        ranges: the slices (first, end) of the vector that this process adds noise to.
-    """
-
-    ranges: Sequence[tuple[int, int]]
+    @property
+    def ranges(self) -> Sequence[tuple[int, int]]:
+        """The slices (first, end) of the vector that this process adds noise to."""
 
     def total(self, value: Tensor) -> Tensor:
         """Return the sum over the processes, of these ranges; keep `value` unchanged."""

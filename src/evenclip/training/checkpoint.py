@@ -7,9 +7,9 @@
         manifest.json     size and SHA-256 of the others, written last
 
 secret.pt reveals the batches, and the noise can be subtracted with it. The folder also holds the
-journal of its runs (`evenclip.training.journal`), and one belongs to the other. Loading does not unpickle
-objects: only tensors, plain values (`weights_only=True`) and JSON are read. A checkpoint is written
-under a temporary name and renamed when it is complete. The previous one is kept.
+journal of its runs (`evenclip.training.journal`), and one belongs to the other. Loading does not
+unpickle objects: only tensors, plain values (`weights_only=True`) and JSON are read. A checkpoint
+is written under a temporary name and renamed when it is complete. The previous one is kept.
 """
 
 from __future__ import annotations

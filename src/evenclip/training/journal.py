@@ -1,7 +1,7 @@
 """The journal of a checkpoint folder: ledger lines written ahead, so that no step can be lost.
 
-    DIR/journal.jsonl       draws of all runs of the folder, before they are made    may be published
-    DIR/digests-0.secret    keyed digests of what each step published, by rank       never share
+    DIR/journal.jsonl       draws of all runs of the folder, before they are made   may be published
+    DIR/digests-0.secret    keyed digests of what each step published, by rank      never share
 
 Before the first draw of a block, the ledger entries of the whole block are on the disk, marked as
 reserved. So whatever a process publishes before it is killed, its steps are counted when the
@@ -49,7 +49,7 @@ def journaled(folder: Path) -> Ledger:
     path = folder / _NAME
     try:
         content = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return Ledger()
     except OSError as error:
         raise CheckpointError(

@@ -73,6 +73,7 @@ def result(run: Run, records: Sequence[Record] = ()) -> Result:
         uncovered=() if isinstance(run.data, Dataset) else run.data.uncovered,
         independence=run.company,
         rounding=run.mechanism.rounding,
+        durable=run.durable,
     )
     return Result(
         run.model,

@@ -60,7 +60,7 @@ def restore(run: Run, path: Path, *, exact: bool) -> None:
     published, secret = saved.published, saved.secret
     key: bytes = secret["key"]
     _check(run, path, saved, exact=exact)
-    ledger = Ledger.union(*_ledgers(run, path, published))
+    ledger = Ledger.union(run.ledger, *_ledgers(run, path, published))
     try:
         run.set_update_state(saved.model, secret["optimizer"])
     except RuntimeError as error:
@@ -75,6 +75,7 @@ def restore(run: Run, path: Path, *, exact: bool) -> None:
     run.state = torch.tensor(published["state"], dtype=dtype, device=run.device)
     run.ledger = ledger
     if exact:
+        run.batches.close()  # readers may be ahead of the checkpoint
         run.drawn = secret["drawn"]
     else:
         run.conditions = {}

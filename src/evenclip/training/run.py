@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from evenclip.data import Dataset, Streamed
 from evenclip.gradients.precision import precision
-from evenclip.mechanism import Ledger, Release, Share
+from evenclip.mechanism import Ledger, Mechanism, Release, Share
 from evenclip.mechanism.entry import Entry, Parent, entry_of
 from evenclip.mechanism.noise import Noise, Values
 from evenclip.mechanism.rounding import TAU
@@ -134,22 +134,23 @@ class Run:
         self.noise = Noise(derive(key, "noise"), self._sizes, self.device)
         self._repeats: Repeats | None = None
 
-    def branch(self) -> None:
-        """Continue as a branch, with batches and noise from the operating system.
+    def _branch(self) -> None:
+        """Continue as a branch, with batches and noise from the operating system."""
+        self._check_alone()
+        self.conditions = {}
+        self.set_key(os.urandom(KEY_BYTES), (self.run_id, self.drawn))
 
-        Raises:
-            RuntimeError: with several ranks, which must have one key.
-        """
+    def _check_alone(self) -> None:
+        """Raise if the run has several ranks, which must have one key."""
         if self.ranks.world > 1:
             raise RuntimeError(
                 "A run over several ranks cannot be copied or forked, because all ranks draw from "
                 "one key; save a checkpoint, and resume it with resume=True."
             )
-        self.conditions = {}
-        self.set_key(os.urandom(KEY_BYTES), (self.run_id, self.drawn))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the run without its key: a copy draws batches and noise of its own."""
+        self._check_alone()
         if self._is_recording:
             raise RuntimeError("Copy a run outside `with run.listening():`, where it takes steps.")
         return {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
@@ -157,7 +158,7 @@ class Run:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._graph = self._journal = None
-        self.branch()
+        self._branch()
 
     def write_ahead(self, folder: Path) -> None:
         """Write every further draw into the journal of a folder before it is made."""
@@ -175,21 +176,21 @@ class Run:
         """The ledger lines that are written ahead."""
         return [] if self._journal is None else self._journal.reserved
 
-    def _write(self) -> None:
-        """Write the next draw into the ledger, after the journal."""
-        draw = self._entry(0)
+    def _write(self, mechanism: Mechanism) -> None:
+        """Write the next draw, of a step by this mechanism, into the ledger, after the journal."""
+        draw = self._entry(mechanism, 0)
         if self._journal is not None and self.ranks.leads and not self._journal.covers(draw):
             left = max(1, self.settings.steps - self.t)
             block = min(left, max(self.settings.epoch, _BLOCK))
             ahead = Ledger([replace(draw, steps=1 if self.mechanism.varies else block)])
             for i in range(ahead.steps, block):
-                ahead.add(self._entry(i))
+                ahead.add(self._entry(self.mechanism.at(self.t + i), i))
             self._journal.reserve(self.run_id, self.drawn, ahead.entries)
         self.ledger.add(draw)
 
-    def _entry(self, i: int) -> Entry:
-        """Return the ledger's entry of the draw after i others, if each is of the next step."""
-        multipliers, q = self.mechanism.at(self.t + i).multipliers, self.batches.q
+    def _entry(self, mechanism: Mechanism, i: int) -> Entry:
+        """Return the ledger's entry of the draw after i others."""
+        multipliers, q = mechanism.multipliers, self.batches.q
         return entry_of(
             q,
             multipliers,
@@ -250,10 +251,10 @@ class Run:
                 "recorded."
             )
         if os.getpid() != self._process:  # the process was forked
-            self.branch()
+            self._branch()
         mechanism, index = self.mechanism.at(self.t), self.drawn
         # Before the step, so that an interrupted step is in the ledger.
-        self._write()
+        self._write(mechanism)
         self.drawn += 1
         B, chunks = self.batches.draw(index, self.state)
         noise = self._noise(index)
