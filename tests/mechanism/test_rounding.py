@@ -161,6 +161,22 @@ def test_the_weighted_sum_of_a_model_is_within_rho_of_the_exact_one(layers, seed
     assert float(off) > 0  # otherwise nothing was rounded, and nothing was tested
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("T", [2, 6, 20])
+def test_terms_that_cancel_are_at_most_what_rho_assumes(dtype, T):
+    """Where a gradient vanishes, its norm still bounds the lengths of its terms: γ·s ≤ 2²⁴·S/T."""
+    x, y, model = case(5, T, 0, positions=True)
+    x = x.to(dtype)
+    tape = plan(model.to(dtype), nn.functional.cross_entropy, x, y)
+    with tape.recording():
+        gradients = tape(x[:, :1].expand_as(x), y)  # positions are alike, and signs alternate
+        weights = 1.0 / gradients.norms()
+    (named,) = gradients.gradients
+    a, delta = named.gradient._a.double(), named.gradient._delta.double()
+    sizes = torch.linalg.vector_norm(a, dim=2) * torch.linalg.vector_norm(delta, dim=2)
+    assert float((weights * sizes.sum(dim=1)).max()) <= 2.0**24 / T
+
+
 def case(n, T, seed, *, positions):
     """Return inputs, targets and a model of one linear layer, over positions or not."""
     random = torch.Generator().manual_seed(seed)
@@ -178,7 +194,7 @@ class Alternating(nn.Module):
     """Sum positions with alternating signs, so that the gradients of a weight cancel."""
 
     def forward(self, x):
-        signs = torch.tensor([1.0, -1.0]).repeat(x.shape[1] // 2)
+        signs = torch.tensor([1.0, -1.0], dtype=x.dtype).repeat(x.shape[1] // 2)
         return (x * signs.view(1, -1, 1)).sum(dim=1)
 
 
