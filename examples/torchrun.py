@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/torchrun.py --epochs 2
     torchrun --nproc-per-node 4 examples/torchrun.py --epochs 2 --checkpoint adult.run
 
-Every process runs this script. With --sharded, each process keeps a shard of the parameters. Run
-again with the same --checkpoint to continue an interrupted training with new batches and noise;
-the number of processes may change. Only rank 0 prints.
+Every process runs this script. With the same --seed, the same number of processes gives the same
+model. With --sharded, each process keeps a shard of the parameters. Run again with the same
+--checkpoint to continue an interrupted training, with new noise. Only rank 0 prints.
 """
 
 from __future__ import annotations

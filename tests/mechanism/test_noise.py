@@ -354,12 +354,15 @@ def by_hand(key, size, index, i):
 
 
 def some_places(size, index):
-    """Return a few places of a stream, and those of short words among its first ones."""
-    pairs = min((size + 1) // 2, BLOCK // 2)
-    first = 2 * ((size + 1) // 2) * index
-    radius = Words(derive(KEY, "words")).span(first, pairs) >> np.uint64(1)
-    short = np.flatnonzero(radius < SHORT)[:3].tolist()
-    return sorted({0, size // 2, size - 1, *short, *(j + pairs for j in short if j + pairs < size)})
+    """Return a few places of a stream, and those of short words in each of its blocks."""
+    places = {0, size // 2, size - 1}
+    for start in range(0, size, BLOCK):
+        pairs = (min(BLOCK, size - start) + 1) // 2
+        first = 2 * ((size + 1) // 2) * index + start
+        radius = Words(derive(KEY, "words")).span(first, pairs) >> np.uint64(1)
+        for j in np.flatnonzero(radius < SHORT)[:3].tolist():
+            places |= {start + j, min(start + j + pairs, size - 1)}
+    return sorted(places)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -398,13 +401,14 @@ def test_parts_of_a_draw_are_those_of_the_whole():
 
 
 def test_releases_of_other_names_keys_and_sizes_have_other_noise():
+    """Other radii, which one word alone decides."""
     streams = [
-        (KEY, {"gradient": 9}), (KEY, {"count": 9}), (KEY, {"gradient": 8}),
-        (derive(KEY, "other"), {"gradient": 9}),
+        (KEY, {"gradient": 10}), (KEY, {"count": 10}), (KEY, {"gradient": 8}),
+        (derive(KEY, "other"), {"gradient": 10}),
     ]  # fmt: skip
-    drawn = [values for key, sizes in streams for values in Noise(key, sizes, CPU).of(3).values()]
-    several = torch.cat([values[0:8] for values in drawn])
-    assert len(several.unique()) == 32
+    drawn = [Noise(key, sizes, CPU).of(0).popitem()[1] for key, sizes in streams]
+    radii = [torch.hypot(*values[0:10].view(2, -1)).float() for values in drawn]
+    assert len(torch.cat(radii).unique()) == 19
 
 
 def test_every_name_has_its_size():
@@ -416,32 +420,48 @@ def test_every_name_has_its_size():
 class Counted(Words):
     """Words that remember which of them were drawn."""
 
-    used: list
+    spans: list
+    counters: list
 
     def span(self, first, count):
-        self.used.append((first, first + count))
+        self.spans.append((first, first + count))
         return super().span(first, count)
 
+    def at(self, counters):
+        self.counters.extend(map(tuple, counters.tolist()))
+        return super().at(counters)
 
-def used_words(size, draws, monkeypatch):
-    """Return the ranges of words that these draws use."""
+
+@pytest.fixture
+def counted(monkeypatch):
     monkeypatch.setattr(module, "Words", Counted)
-    monkeypatch.setattr(Counted, "used", [], raising=False)
-    stream = NormalStream(KEY, size)
-    for index in draws:
-        _ = stream.of(index)[0:size]
-    return sorted(Counted.used)
+    for name in ("spans", "counters"):
+        monkeypatch.setattr(Counted, name, [], raising=False)
+    return Counted
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_no_word_is_used_twice(size, monkeypatch):
+def test_no_word_is_used_twice(size, counted):
     """As many words as numbers, rounded up to pairs, and each of them once."""
-    ranges = used_words(size, range(9), monkeypatch)
-    assert all(end <= first for (_, end), (first, _) in itertools.pairwise(ranges))
-    words = sum(end - first for first, end in ranges)
-    draws = max(9, 2**13 // size) if size <= 2**13 else 9
-    assert words % (2 * ((size + 1) // 2)) == 0
-    assert 9 <= words // (2 * ((size + 1) // 2)) <= 2 * draws
+    draws, pairs = 2**13 // size if size <= 2**13 else 9, (size + 1) // 2
+    stream = NormalStream(KEY, size)
+    for index in range(draws):
+        _ = stream.of(index)[0:size]
+    spans = sorted(counted.spans)
+    assert all(end <= first for (_, end), (first, _) in itertools.pairwise(spans))
+    assert sum(end - first for first, end in spans) == 2 * pairs * draws
+    assert len(set(counted.counters)) == len(counted.counters)
+    assert all(draw < draws and pair < pairs for draw, pair in counted.counters)
+
+
+def test_every_short_word_of_a_draw_has_its_own_further_word(counted):
+    """Across blocks: its pair's number in the whole draw, and the number of the draw."""
+    size, index = 3 * BLOCK, 5
+    _ = NormalStream(KEY, size).of(index)[0:size]
+    words = Words(derive(KEY, "words")).span(size * index, size).reshape(3, 2, -1)
+    short = np.flatnonzero(words[:, 0].ravel() >> np.uint64(1) < SHORT)
+    assert len(short) > 3
+    assert sorted(counted.counters) == [(index, pair) for pair in short.tolist()]
 
 
 # The law

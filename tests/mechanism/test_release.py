@@ -124,11 +124,10 @@ def test_released_values_have_the_spread_that_the_ledger_claims():
     assert abs(spread / 2.5 - 1) < 4 / math.sqrt(2 * n)
 
 
-class Half:
-    """The part of the second of two processes."""
+class Part:
+    """The part of one of two processes that hold the same."""
 
-    def __init__(self, ranges):
-        self.ranges = ranges
+    ranges = ((1, 2), (3, 4))
 
     def total(self, value):
         return torch.cat([2 * value[first:end] for first, end in self.ranges])
@@ -138,12 +137,12 @@ class Half:
 
 
 def test_a_part_has_the_grids_and_the_noise_of_the_whole():
-    """Its own range of the noise, and h for all numbers of the release."""
-    value, noise = tensor(1.0, 2.0, 3.0, 4.0), tensor(0.5, -1.0, 0.25, 2.0)
-    share = Half([(1, 2), (3, 4)])
-    release = Release({"gradient": noise}, {"gradient": share})
+    """Its own range of the noise, and h√d for all numbers of the release."""
+    value, noise = torch.arange(16).double(), 2.0**30 * torch.arange(16).double()
+    release = Release({"gradient": noise}, {"gradient": Part()})
     out = release("gradient", value, sensitivity=1.0, multiplier=1.0, rounding=0.0)
-    expected = published(tensor(4.0, 8.0), tensor(-1.0, 2.0), Grid.of(1.0, 1.0, 4, 0.0))
+    own, its_noise = tensor(2.0, 6.0), 2.0**30 * tensor(1.0, 3.0)
+    expected = published(own, its_noise, Grid.of(1.0, 1.0, 16, 0.0))
     assert torch.equal(out, torch.cat([tensor(0.0), expected]))
     with pytest.raises(ValueError, match="already"):
         release("gradient", value, sensitivity=1.0, multiplier=1.0, rounding=0.0)

@@ -113,7 +113,9 @@ def test_a_key_for_a_purpose_is_a_keyed_blake2b():
 @given(st.lists(st.tuples(KEYS, st.text(max_size=9)), min_size=2, max_size=5, unique=True))
 @PROPERTY
 def test_other_keys_and_other_purposes_have_other_keys(pairs):
+    purposes = {purpose for _, purpose in pairs}
     assert len({derive(*pair) for pair in pairs}) == len(pairs)
+    assert len({derive(KEY, purpose) for purpose in purposes}) == len(purposes)
 
 
 @pytest.mark.parametrize("size", [0, 15, 31, 33])

@@ -25,13 +25,14 @@ from evenclip.training.loss import RuleLoss, changes_loss, targets
 __all__ = ["given", "make_mechanism", "make_tape", "rounding"]
 
 
-def rounding(settings: Settings, tape: AnyTape, performance: Performance) -> float:
+def rounding(tape: AnyTape, settings: Settings, performance: Performance, ranks: int) -> float:
     """Return ρ of the run's sums; see `evenclip.mechanism.rounding`."""
     if settings.q is None or not settings.rule.bounded:
         return 0.0
     blocks = [size for size in (performance.chunk, tape.rows) if size is not None]
     records = most_records(settings.q, settings.n)
-    return sum_rounding(records, min(blocks, default=None), cancelling=tape.cancels)
+    block = min(blocks, default=None)
+    return sum_rounding(records, block, cancelling=tape.cancels, ranks=ranks)
 
 
 def given(settings: Settings, model: nn.Module, data: Dataset | Streamed) -> dict[str, Any]:
