@@ -85,6 +85,8 @@ STATISTICS, METRICS, TERMS = (
     "audit/test_decomposition.py",
 )
 
+KEYED, BRANCHES = "training/test_keys.py", "training/test_branches.py"
+
 RULES = (
     Fault(
         "dpsgd-sensitivity",
@@ -1598,7 +1600,8 @@ CORE = (
         "run-writes-the-ledger-late",
         "An interrupted step is not in the ledger.",
         "training/run.py",
-        "        # Before the step, so that an interrupted step is in the ledger.\n        self._write()\n",
+        "        # Before the step, so that an interrupted step is in the ledger.\n"
+        "        self._write(mechanism)\n",
         "",
         (
             f"{STEP}::test_a_step_that_is_interrupted_is_in_the_ledger",
@@ -1768,6 +1771,203 @@ CUSTOM_RULES = (
     ),
 )
 
+KEYS = (
+    *(
+        Fault(
+            f"key-without-{name}",
+            f"Two runs that differ in {what} draw the same noise.",
+            "training/keys.py",
+            old,
+            new,
+            tests,
+        )
+        for name, what, old, new, tests in (
+            (
+                "data",
+                "one bit of one record",
+                '        "data": data_digest,\n',
+                "",
+                (
+                    f"{KEYED}::test_one_bit_of_one_record_changes_the_key",
+                    f"{STREAMS}::test_another_start_and_other_data_share_no_noise",
+                ),
+            ),
+            (
+                "model",
+                "the model",
+                '        "model": model,\n',
+                "",
+                (f"{KEYED}::test_runs_that_differ_in_anything_have_keys_of_their_own",),
+            ),
+            (
+                "loss",
+                "the loss",
+                '        "loss": config.loss,\n',
+                "",
+                (
+                    f"{STREAMS}::test_two_runs_that_differ_in_anything_share_no_noise_and_no_batches",
+                ),
+            ),
+            (
+                "schedule",
+                "the schedule",
+                '        "scheduler": config.scheduler,\n',
+                "",
+                (
+                    f"{STREAMS}::test_two_runs_that_differ_in_anything_share_no_noise_and_no_batches",
+                ),
+            ),
+            (
+                "threads",
+                "the number of threads",
+                '        "threads": str(torch.get_num_threads()),\n',
+                "",
+                (f"{KEYED}::test_the_machine_and_the_code_change_the_key",),
+            ),
+            (
+                "ranks",
+                "the number of ranks",
+                '        "ranks": f"{ranks.world} {ranks.local} {ranks.sharded}",\n',
+                "",
+                ("distributed/test_ranks.py::test_the_number_of_ranks_changes_the_key",),
+            ),
+        )
+    ),
+    Fault(
+        "key-for-rows-that-are-not-read",
+        "A seed is accepted for data of which only a few rows are in the digest.",
+        "training/keys.py",
+        "    if isinstance(data, MapDataset):\n",
+        "    if False:\n",
+        (f"{KEYED}::test_a_seed_is_refused_for_data_that_are_never_read_as_a_whole",),
+    ),
+    Fault(
+        "contents-without-closures",
+        "Two functions that differ in a variable of theirs have one digest.",
+        "training/contents.py",
+        "parts.append(self.of(cell.cell_contents))",
+        "self.of(cell.cell_contents)",
+        (f"{KEYED}::test_what_a_function_uses_is_in_its_digest",),
+    ),
+    Fault(
+        "contents-without-globals",
+        "Two functions that differ in a global variable have one digest.",
+        "training/contents.py",
+        "            if name in value.__globals__:\n",
+        "            if False:\n",
+        (f"{KEYED}::test_what_a_function_uses_is_in_its_digest",),
+    ),
+    Fault(
+        "contents-order-of-sets",
+        "The digest depends on the order of a set, which differs between processes.",
+        "training/contents.py",
+        '_hash("set", sorted(self.of(item) for item in value))',
+        '_hash("set", [self.of(item) for item in value])',
+        (f"{KEYED}::test_a_digest_is_the_same_in_every_process",),
+    ),
+    Fault(
+        "mark-without-key",
+        "A checkpoint has a plain digest of the data.",
+        "training/identity.py",
+        "derive(key, f'data {digested}').hex()",
+        "digested",
+        (
+            f"{RESUME}::test_what_may_be_published_holds_no_key",
+            f"{RESUME}::test_the_data_fingerprint_is_of_no_use_without_the_key",
+        ),
+    ),
+    Fault(
+        "ledger-after-the-draw",
+        "A batch is drawn before it is in the ledger and in the journal.",
+        "training/run.py",
+        "        self._write(mechanism)\n        self.drawn += 1\n"
+        "        B, chunks = self.batches.draw(index, self.state)\n",
+        "        B, chunks = self.batches.draw(index, self.state)\n"
+        "        self._write(mechanism)\n        self.drawn += 1\n",
+        (f"{BRANCHES}::test_the_file_and_its_folder_are_flushed_before_the_batch_is_drawn",),
+    ),
+    Fault(
+        "journal-not-flushed",
+        "The journal may be lost with the power.",
+        "training/journal.py",
+        "                os.fsync(handle)\n",
+        "",
+        (f"{BRANCHES}::test_the_file_and_its_folder_are_flushed_before_the_batch_is_drawn",),
+    ),
+    Fault(
+        "journal-not-counted",
+        "The steps of a killed process are forgotten.",
+        "training/resume.py",
+        "    journal = earlier(run, path.parent)\n",
+        "    journal = Ledger()\n",
+        (f"{BRANCHES}::test_a_process_that_is_killed_again_and_again_is_counted_each_time",),
+    ),
+    Fault(
+        "journal-of-another-step",
+        "A block that is reserved with other noise covers a draw.",
+        "training/journal.py",
+        "            and entry.is_same_release(draw)\n",
+        "",
+        (f"{BRANCHES}::test_a_block_has_the_noise_of_each_of_its_steps",),
+    ),
+    Fault(
+        "resume-with-the-old-key",
+        "Two continuations of one checkpoint draw the same noise.",
+        "training/resume.py",
+        "run.set_key(fresh_key(run.ranks), (run_id(key), ",
+        "run.set_key(key, (run_id(key), ",
+        (f"{BRANCHES}::test_two_continuations_of_one_checkpoint_share_nothing",),
+    ),
+    Fault(
+        "resume-without-the-parent",
+        "A branch does not say where it began.",
+        "training/resume.py",
+        ', (run_id(key), secret["drawn"]))',
+        ")",
+        (f"{BRANCHES}::test_the_union_of_two_branches_counts_their_beginning_once",),
+    ),
+    Fault(
+        "resume-forgets-its-own-process",
+        "A run that goes back to a checkpoint forgets the steps that it has taken since.",
+        "training/resume.py",
+        "Ledger.union(run.ledger, *_ledgers",
+        "Ledger.union(*_ledgers",
+        (f"{BRANCHES}::test_going_back_to_a_checkpoint_forgets_no_step",),
+    ),
+    Fault(
+        "repeats-differ",
+        "A repeated step that comes out otherwise is published with the noise of the first.",
+        "training/journal.py",
+        "        elif self._seen[draw] != digest:\n",
+        "        elif False:\n",
+        (f"{RESUME}::test_a_repeated_step_that_differs_is_stopped_before_anybody_sees_it",),
+    ),
+    Fault(
+        "fork-shares-its-noise",
+        "A forked process draws the noise of its parent.",
+        "training/run.py",
+        "        if os.getpid() != self._process:  # the process was forked\n",
+        "        if False:\n",
+        (f"{BRANCHES}::test_a_forked_process_draws_its_own_noise",),
+    ),
+    Fault(
+        "copy-shares-its-noise",
+        "A copy of a run draws the noise of the run.",
+        "training/run.py",
+        "        self.set_key(os.urandom(KEY_BYTES), (self.run_id, self.drawn))\n",
+        "        self.set_key(derive(self.run_id.encode(), 'copy'), (self.run_id, self.drawn))\n",
+        (f"{BRANCHES}::test_a_copy_is_a_branch", f"{BRANCHES}::test_two_copies_share_nothing"),
+    ),
+    Fault(
+        "copy-without-its-model",
+        "A copy of a run trains a vector that its model does not see.",
+        "training/update.py",
+        "            self._view(self._joined.data)\n",
+        "            pass\n",
+        (f"{BRANCHES}::test_a_deep_copy_trains_its_own_model",),
+    ),
+)
+
 FAULTS = (
     *CUSTOM_RULES,
     *CORE,
@@ -1781,6 +1981,7 @@ FAULTS = (
     *TABLES,
     *AUDIT,
     *RANKS,
+    *KEYS,
 )
 
 

@@ -462,6 +462,25 @@ def test_a_second_step_before_the_update_is_a_draw_of_its_own(toy):
     assert [(e.first, e.steps) for e in run.ledger.entries] == [(0, T + 1)]
 
 
+def test_two_copies_share_nothing(toy):
+    run = prepare(toy.mlp(), toy.data(), **settings())
+    assert_nothing_shared(copy.deepcopy(run), copy.deepcopy(run))
+
+
+def test_going_back_to_a_checkpoint_forgets_no_step(toy, tmp_path):
+    """Observers have seen the steps after it."""
+    run = prepare(toy.mlp(), toy.data(), **settings())
+    with run.listening():
+        for t in range(4):
+            run.update(run.step())
+            if t == 1:
+                run.save(tmp_path)
+    run.restore(latest(tmp_path))
+    assert (run.t, run.ledger.steps) == (2, 4)
+    train(run)
+    assert run.ledger.steps == 4 + (T - 2)
+
+
 def test_a_step_that_is_thrown_away_is_counted_after_a_resume(toy, tmp_path):
     run = prepare(toy.mlp(), toy.data(), **settings())
     with run.listening():
