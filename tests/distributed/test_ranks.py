@@ -313,7 +313,7 @@ def test_a_rank_that_does_not_answer_ends_the_others():
         waiting = team.answer(0)
     finally:
         team.close()
-    assert waiting.kind == "RankError"
+    assert waiting.kind == "RankError", waiting.message
     assert "or did not answer for 1 s" in waiting.message
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
-import numpy as np
 import pytest
 import tasks
 import torch
@@ -16,7 +14,6 @@ from torch.optim import SGD, Adam
 import evenclip
 from evenclip.distributed.sharded import Pieces
 from evenclip.gradients import Layout
-from evenclip.mechanism.noise import Noise
 from evenclip.training.checkpoint import latest
 
 
@@ -95,32 +92,6 @@ def test_every_number_gets_its_noise_from_its_owner(team):
     assert abs(float((z**2).mean()) - 1) < 5 * (2 / n) ** 0.5
     assert abs(float((z[: n // 4] * z[n // 4 : 2 * (n // 4)]).mean())) < 5 / (n // 4) ** 0.5
     assert torch.allclose(noise, tasks.single_noise(RULES["dpsgd"]), atol=1e-9)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [1, 7, 64, 1001])
-def test_a_part_of_the_noise_is_a_part_of_the_noise(dtype, size):
-    noise = Noise(np.random.SeedSequence(4))
-    whole = noise.normal(3, size, dtype)[0]
-    cuts = sorted({0, 1, size // 3, size // 2, (size + 1) // 2, size - 1, size})
-    for first in cuts:
-        for end in (cut for cut in cuts if cut >= first):
-            part = noise.part(3, size, first, end, dtype)
-            assert part.dtype == dtype
-            assert torch.allclose(
-                part, whole[first:end], rtol=1e-5 if dtype == torch.float32 else 1e-12
-            )
-
-
-def test_a_part_in_the_tail_takes_the_further_bits():
-    """Among two million pairs some have u < 2⁻²⁰, hence a radius above √(40 ln 2)."""
-    noise, size = Noise(np.random.SeedSequence(0)), 2**22
-    whole = noise.normal(0, size)[0]
-    radius = torch.hypot(*whole.view(2, -1))  # [pair]
-    far = torch.nonzero(radius > math.sqrt(40 * math.log(2))).flatten().tolist()
-    assert far
-    for i in (place for pair in far for place in (pair, pair + size // 2)):
-        assert float(noise.part(0, size, i, i + 1)) == pytest.approx(float(whole[i]), rel=5e-7)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 9])

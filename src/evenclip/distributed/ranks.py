@@ -299,7 +299,8 @@ class Ranks(Processes):
             yield
         except RuntimeError as error:
             is_ours = isinstance(error, RankError)  # from a nested call
-            if is_ours or not (isinstance(error, dist.DistError) or "gloo" in str(error).lower()):
+            of_gloo = any(words in str(error).lower() for words in _OF_GLOO)
+            if is_ours or not (isinstance(error, dist.DistError) or of_gloo):
                 raise
             message = " ".join(str(error).split())[:200]
             raise RankError(
@@ -310,6 +311,8 @@ class Ranks(Processes):
             ) from error
 
 
+# In the messages of plain RuntimeErrors that gloo raises.
+_OF_GLOO = ("gloo", "pair closure")
 # Descriptions of settings whose values must not be printed.
 _DIFFERENT = {
     "seed": "another seed",
