@@ -27,10 +27,22 @@ import math
 
 from evenclip.mechanism.sampling import drawn_rate
 
-__all__ = ["TAU", "most_records", "sum_rounding"]
+__all__ = ["TAU", "covered_records", "most_records", "sum_rounding"]
 
 TAU = 1e-30
 _UNIT = 2.0**-53
+
+
+def covered_records(q: float, B: float) -> int:
+    """Return n so that n + 1 records have batches of 2B on average.
+
+    ρ is computed for n and not for the number of records, on which the noise must not depend. Where
+    q = B/n, it is about twice that number.
+
+    >>> covered_records(256 / 23484, 256.0)
+    46967
+    """
+    return max(1, math.floor(2 * B / q)) - 1
 
 
 def most_records(q: float, n: int) -> int:
