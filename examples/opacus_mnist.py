@@ -32,7 +32,7 @@ def main() -> None:
     """Train both ways and print one line for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--mode", default="hooks", choices=["hooks", "functorch"])
+    parser.add_argument("--mode", default="hooks", choices=["hooks", "functorch", "ew"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--records", type=int, help="train on this many records")
     given = parser.parse_args()
@@ -51,7 +51,6 @@ def with_opacus(
 ) -> tuple[nn.Module, float, float, float]:
     """Train with Opacus; return network, Z, ε and seconds."""
     model = network = cnn(seed=seed)
-    torch.manual_seed(seed)
     engine = PrivacyEngine()
     model, optimizer, loader = engine.make_private(
         module=model,

@@ -75,7 +75,7 @@ def test_more_records_than_the_bound_covers_are_refused(neighbours, q):
 
 
 def test_the_attack_wins_against_a_bound_for_the_number_of_records(neighbours, monkeypatch):
-    def for_n(settings, tape, performance):
+    def for_n(tape, settings, performance, ranks):
         return sum_rounding(most_records(settings.q, settings.n), tape.rows)
 
     monkeypatch.setattr("evenclip.training.run.rounding", for_n)

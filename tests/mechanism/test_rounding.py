@@ -218,12 +218,13 @@ def exact_weighted_sum(tape, x, y, weights, block):
     return total
 
 
+@pytest.mark.parametrize("ranks", [1, 500])
 @pytest.mark.parametrize(("records", "block"), [(467, 64), (5000, None), (65_536, 65_536)])
-def test_rho_covers_each_rounding_once(records, block):
-    """The formula in fractions: 2Nγ_m, m = b + ⌈N/b⌉ + 8 roundings."""
+def test_rho_covers_each_rounding_once(records, block, ranks):
+    """The formula in fractions: 2Nγ_m, m = b + ⌈N/b⌉ + R + 7 roundings."""
     b = min(block or records, records)
-    m, u = b + math.ceil(records / b) + 8, Fraction(1, 2**53)
-    gamma = m * u / (1 - m * u)
-    assert Fraction(sum_rounding(records, block)) >= 2 * records * gamma
-    assert Fraction(sum_rounding(records, block, cancelling=True)) >= 2 * records * gamma * 2**24
-    assert sum_rounding(records, block) < 2e-6
+    m, u = b + math.ceil(records / b) + ranks + 7, Fraction(1, 2**53)
+    gamma, given = m * u / (1 - m * u), {"block": block, "ranks": ranks}
+    assert Fraction(sum_rounding(records, **given)) >= 2 * records * gamma
+    assert Fraction(sum_rounding(records, cancelling=True, **given)) >= 2 * records * gamma * 2**24
+    assert sum_rounding(records, **given) < 2e-6

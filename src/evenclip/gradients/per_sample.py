@@ -27,7 +27,8 @@ from evenclip.gradients.units import Record
 __all__ = ["Blocks", "NamedGradient", "Padded", "PerSample", "Whole"]
 
 # Covers the roundings of the square root and of sums over layers, in float64, with room to spare.
-_ROUNDING_UP = 1 + 2.0**-40
+# A sum of d squares, in any order, adds at most (d + 1)·2⁻⁵³, half of it in the root.
+_ROUNDING_UP, _UNIT = 1 + 2.0**-40, 2.0**-53
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class PerSample:
         if len(quick_layers) < len(layers):
             squares += [g.square_norms() for g in layers if g not in quick_layers]
         total = squares[0] if len(squares) == 1 else torch.stack(squares).sum(dim=0)
-        return total.sqrt_().mul_(_ROUNDING_UP)
+        return total.sqrt_().mul_(_ROUNDING_UP + self.layout.size * _UNIT)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_i weights_i · g_i as one vector.  weights: [sample] -> [parameter]

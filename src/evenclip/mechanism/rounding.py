@@ -4,10 +4,11 @@ Every record's rounding changes when one record comes or goes: it changes the or
 are added, and the value they are added to. So the distance of two neighbours' sums, as computed, is
 at most S_fl = S(1 + ρ). Sums are in float64, with u = 2⁻⁵³.
 
-A sum of N records in blocks of b records has at most m = b·T + ⌈N/b⌉ + 8 roundings for each term,
-T being the number of positions of a record that are added up in the product (1 for a linear layer
-of one position). Each sum is then off by at most γ_m·Σ_i γ_i s_i with γ_m = mu/(1 − mu), where s_i
-is the sum of the lengths of record i's terms. s_i = ‖g_i‖ where a record has one term per number.
+A sum of N records in blocks of b records on R ranks has at most m = b·T + ⌈N/b⌉ + R + 7 roundings
+for each term, T being the number of positions of a record that are added up in the product (1 for a
+linear layer of one position). Each sum is then off by at most γ_m·Σ_i γ_i s_i with
+γ_m = mu/(1 − mu), where s_i is the sum of the lengths of record i's terms. s_i = ‖g_i‖ where a
+record has one term per number.
 Elsewhere terms can cancel, and s_i may be far larger than ‖g_i‖; but the norms of such layers are
 enlarged by at least T·2⁻²⁴·s_i (`evenclip.gradients.layers.layer.margin`), so weights that clip
 these norms to S have γ_i s_i ≤ 2²⁴S/T. Hence
@@ -15,7 +16,7 @@ these norms to S have γ_i s_i ≤ 2²⁴S/T. Hence
     ρ = 2·N·γ_m·(1 + 2⁻²⁰)                  layers with one term per number
     ρ = 2·N·γ_m·(1 + 2⁻²⁰)·2²⁴/T            layers with positions, m and T of the same layer
 
-and with m ≤ T·(b + N/b + 9) the second is at most 2·N·(b + N/b + 9)·2⁻²⁹·(1 + 2⁻¹⁰).
+and with m ≤ T·(b + N/b + R + 8) the second is at most 2·N·(b + N/b + R + 8)·2⁻²⁹·(1 + 2⁻¹⁰).
 
 N is a number that a batch exceeds with probability τ ≤ 10⁻³⁰ only: for the sum X of independent
 coins with mean μ, P(X ≥ N) ≤ exp(N − μ − N·ln(N/μ)) (Chernoff). T·τ is added to δ.
@@ -67,19 +68,22 @@ def _log_tail(N: int, mean: float) -> float:
     return min(0.0, N - mean - N * math.log(N / mean)) if mean < N else 0.0
 
 
-def sum_rounding(records: int, block: int | None = None, *, cancelling: bool = False) -> float:
+def sum_rounding(
+    records: int, block: int | None = None, *, cancelling: bool = False, ranks: int = 1
+) -> float:
     """Return ρ for sums of at most `records` records.
 
     Args:
         records: N.
         block: b, the number of records that one product adds up; None: all of them.
         cancelling: whether a layer adds up positions, or calls, whose terms can cancel.
+        ranks: R, the number of processes that add up parts of a batch.
 
     >>> sum_rounding(467) < 1e-10, sum_rounding(467, cancelling=True) < 1e-3
     (True, True)
     """
     block = records if block is None else min(block, records)
-    roundings = block + math.ceil(records / max(block, 1)) + 9
+    roundings = block + math.ceil(records / max(block, 1)) + ranks + 8
     if cancelling:
         return 2 * records * roundings * 2.0**24 * _UNIT * (1 + 2.0**-10)
     bound = roundings * _UNIT / (1 - roundings * _UNIT)

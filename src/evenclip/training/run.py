@@ -115,7 +115,7 @@ class Run:
         some = partial(self.batches.some, t=0, state=self.state)
         place = self.tape, self.settings, self.performance, self.ranks.world
         self.company = fix_company(*place, None if compiled else some)
-        rho = rounding(self.settings, self.tape, self.performance)
+        rho = rounding(*place)
         self.mechanism = replace(self.mechanism, rounding=rho)
 
     # --- key, ledger and branches ---

@@ -25,7 +25,7 @@ from evenclip.training.loss import RuleLoss, changes_loss, targets
 __all__ = ["given", "make_mechanism", "make_tape", "rounding"]
 
 
-def rounding(settings: Settings, tape: AnyTape, performance: Performance) -> float:
+def rounding(tape: AnyTape, settings: Settings, performance: Performance, ranks: int) -> float:
     """Return ρ of the run's sums, a function of public constants other than n.
 
     Raises:
@@ -41,8 +41,8 @@ def rounding(settings: Settings, tape: AnyTape, performance: Performance) -> flo
             f"at most {covered} records, and there are {settings.n}; give the mean size of a batch, "
             f"q·n = {settings.q * settings.n:g}, as batch_size."
         )
-    records = most_records(settings.q, covered)
-    return sum_rounding(records, min(blocks, default=None), cancelling=tape.cancels)
+    records, block = most_records(settings.q, covered), min(blocks, default=None)
+    return sum_rounding(records, block, cancelling=tape.cancels, ranks=ranks)
 
 
 def given(settings: Settings, model: nn.Module, data: Dataset | Streamed) -> dict[str, Any]:
