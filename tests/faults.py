@@ -660,6 +660,22 @@ LEDGER = (
         ("mechanism/test_rounding.py",),
     ),
     Fault(
+        "rounding-of-the-data",
+        "The noise depends on the number of records.",
+        "training/setup.py",
+        "most_records(settings.q, covered)",
+        "most_records(settings.q, settings.n)",
+        ("attacks/test_number_of_records.py",),
+    ),
+    Fault(
+        "rounding-of-any-data",
+        "There may be more records than the bound on rounding is for.",
+        "training/setup.py",
+        "if settings.n > covered:",
+        "if False:",
+        ("attacks/test_number_of_records.py",),
+    ),
+    Fault(
         "rounding-rate-as-given",
         "N is computed for the rate that was asked for, which may be below the drawn one.",
         "mechanism/rounding.py",
@@ -1419,8 +1435,8 @@ RANKS = (
         "ranks-without-a-sum",
         "The gradients of the other ranks are left out.",
         "distributed/ranks.py",
-        'return {**counts, "gradient": gradient}',
-        "return counts",
+        'shares["gradient"] = update if isinstance(update, Sharded) else spread',
+        'del shares["gradient"], spread',
         (
             ONCE,
             SAME_MODEL,
@@ -1598,7 +1614,7 @@ CORE = (
         "run-writes-the-ledger-late",
         "An interrupted step is not in the ledger.",
         "training/run.py",
-        "        # Before the step, so that an interrupted step is in the ledger.\n        self._write()\n",
+        "        # Before the step, so that an interrupted step is in the ledger.\n        self._write(mechanism)\n",
         "",
         (
             f"{STEP}::test_a_step_that_is_interrupted_is_in_the_ledger",
