@@ -11,7 +11,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from evenclip.mechanism.grid import Grid, on_grid, power_below, published
+from evenclip.mechanism.mechanism import Mechanism
+from evenclip.mechanism.multipliers import LARGEST, SMALLEST
 from evenclip.mechanism.noise import BLOCK, C
+from evenclip.rules import DPSGD
 
 PROPERTY = settings(derandomize=True, deadline=None, database=None, max_examples=300)
 
@@ -255,3 +258,25 @@ def test_noise_of_another_length_is_refused(form, size):
     noise, grid = form(torch.zeros(size, dtype=torch.float64)), Grid.of(1.0, 1.0, 2, 0.0)
     with pytest.raises(ValueError, match=f"2 numbers .* {size} numbers of noise"):
         on_grid(torch.zeros(2, dtype=torch.float64), noise, grid, 1.0, torch.float64)
+
+
+# --------------------------------------------------------------------------------------------------
+# The multipliers that the grids hold
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("S", [1e-100, 0.1, 1.0, 1.9999])
+@pytest.mark.parametrize("size", [1, 3, 91_650, 2**36])
+@pytest.mark.parametrize("multiplier", [SMALLEST, 1.0, LARGEST])
+@pytest.mark.parametrize("rounding", [0.0, 0.01])
+def test_both_grids_are_exact_with_every_multiplier_that_is_allowed(S, size, multiplier, rounding):
+    h, H, _ = Grid.of(S, multiplier, size, rounding)
+    assert 2.0 <= H / h <= 2.0**52
+    assert S * min(2.0**25, 2.0**34 / math.sqrt(size)) <= 2.0**51 * h  # a sum is never cut off
+
+
+@pytest.mark.parametrize("sigma", [1e-40, SMALLEST / 2, LARGEST * 2, 1e300])
+def test_a_multiplier_that_the_grids_do_not_hold_is_refused(sigma):
+    """With σ = 10⁻⁴⁰ every sum would be cut off at nearly 0."""
+    with pytest.raises(ValueError, match=r"hold noise multipliers from 1e-6 to 1e6"):
+        Mechanism(DPSGD(sigma=sigma))

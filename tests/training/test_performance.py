@@ -124,7 +124,7 @@ def test_every_step_and_chunk_has_masks_of_its_own(toy):
         model,
         (x, torch.zeros(30)),
         loss=loss,
-        rule=DPSGD(C0=1e-9, sigma=1e-9),
+        rule=DPSGD(C0=1e-9, sigma=1e-6),
         batch_size=10,
         steps=6,
         lr=1e-9,

@@ -8,14 +8,18 @@ from typing import Any
 
 from evenclip.rules import Rule
 
-__all__ = ["noise_multipliers"]
+__all__ = ["LARGEST", "SMALLEST", "noise_multipliers"]
+
+# With a multiplier between these, both grids of a release are exact in float64, for sums of up to
+# 2²⁵ records (fewer where there are more than 2¹⁸ numbers) and 2³⁶ numbers: |k| ≤ 2⁵¹, H/h ≤ 2⁵².
+SMALLEST, LARGEST = 2.0**-20, 2.0**20
 
 
 def noise_multipliers(rule: Rule, t: int) -> dict[str, float]:
     """Return name of a release -> its noise multiplier in step t, as the rule states it.
 
     Raises:
-        ValueError: unless every multiplier is a finite number of at least 0, and the gradient has
+        ValueError: unless every multiplier is 0 or from SMALLEST to LARGEST, and the gradient has
             one.
     """
     _check_multiplier(rule, "sigma", rule.sigma)
@@ -41,7 +45,7 @@ def noise_multipliers(rule: Rule, t: int) -> dict[str, float]:
 
 
 def _check_multiplier(rule: Rule, name: str, given: Any) -> None:
-    """Raise unless a noise multiplier of the rule is a finite number of at least 0."""
+    """Raise unless a noise multiplier of the rule is 0, or one that noise can be drawn for."""
     try:
         value = float(given)
     except (TypeError, ValueError):
@@ -49,4 +53,9 @@ def _check_multiplier(rule: Rule, name: str, given: Any) -> None:
     if not 0 <= value < math.inf:
         raise ValueError(
             f"{name} of {rule.name} is {given!r}; it must be a finite number of at least 0."
+        )
+    if value and not SMALLEST <= value <= LARGEST:
+        raise ValueError(
+            f"{name} of {rule.name} is {given!r}; the grids that values are released on hold noise "
+            "multipliers from 1e-6 to 1e6. Give one of these, or use NonPrivate() for no noise."
         )
