@@ -662,6 +662,22 @@ LEDGER = (
         ("mechanism/test_rounding.py",),
     ),
     Fault(
+        "rounding-of-the-data",
+        "The noise depends on the number of records.",
+        "training/setup.py",
+        "most_records(settings.q, covered)",
+        "most_records(settings.q, settings.n)",
+        ("attacks/test_number_of_records.py",),
+    ),
+    Fault(
+        "rounding-of-any-data",
+        "There may be more records than the bound on rounding is for.",
+        "training/setup.py",
+        "if settings.n > covered:",
+        "if False:",
+        ("attacks/test_number_of_records.py",),
+    ),
+    Fault(
         "rounding-rate-as-given",
         "N is computed for the rate that was asked for, which may be below the drawn one.",
         "mechanism/rounding.py",
@@ -1421,8 +1437,8 @@ RANKS = (
         "ranks-without-a-sum",
         "The gradients of the other ranks are left out.",
         "distributed/ranks.py",
-        'return {**counts, "gradient": gradient}',
-        "return counts",
+        'shares["gradient"] = update if isinstance(update, Sharded) else spread',
+        'del shares["gradient"], spread',
         (
             ONCE,
             SAME_MODEL,

@@ -19,8 +19,9 @@ from torch import nn
 
 from evenclip import DPSGD, fit
 
-ROUNDS, N, D, CLASSES, B = 8, 24, 30, 4, 16
-RULE = DPSGD(C0=1.4, sigma=45.0)
+ROUNDS, N, D, CLASSES, B = 8, 24, 80, 4, 16
+# Of floats between 45 and 64, the noise in float32 reaches 71 %; above that, up to 90, all.
+RULE = DPSGD(C0=1.0, sigma=45.0)
 SETTINGS = {"rule": RULE, "batch_size": B, "q": 1.0, "steps": 1, "lr": 1.0, "delta": 1e-5}
 
 

@@ -233,7 +233,7 @@ def test_where_a_step_has_no_graph_a_sentence_says_why(toy, traced, model, rule,
 @pytest.mark.parametrize("make", [Bakes, Recurrent])
 def test_a_size_that_is_baked_into_the_trace_is_caught(toy, traced, make):
     """Either torch traces the model for every size, or the comparison on three sizes rejects it."""
-    given = {"rule": DPSGD(C0=0.7), "batch_size": 8, "steps": 12, "lr": 0.1, "seed": 3}
+    given = {"rule": DPSGD(C0=0.7), "batch_size": 8, "steps": 12, "lr": 0.1, "seed": 4}
     torch.manual_seed(0)
     model = make()
     with warnings.catch_warnings():

@@ -515,7 +515,7 @@ def test_a_step_that_is_interrupted_is_in_the_ledger(toy, private_rule, performa
 
     stop = []
     run = prepare(
-        toy.mlp(), toy.data(), loss=loss, rule=private_rule, q=0.9, batch_size=8, steps=5, seed=0,
+        toy.mlp(), toy.data(), loss=loss, rule=private_rule, q=0.9, batch_size=36, steps=5, seed=0,
         performance=performance,
     )  # fmt: skip
     with run.listening():

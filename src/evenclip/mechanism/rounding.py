@@ -6,8 +6,9 @@ at most S_fl = S(1 + ρ). Sums are in float64, with u = 2⁻⁵³.
 
 A sum of N records in blocks of b records on R ranks has at most m = b·T + ⌈N/b⌉ + R + 7 roundings
 for each term, T being the number of positions of a record that are added up in the product (1 for a
-linear layer of one position). Each sum is then off by at most γ_m·Σ_i γ_i s_i with γ_m = mu/(1 − mu), where s_i
-is the sum of the lengths of record i's terms. s_i = ‖g_i‖ where a record has one term per number.
+linear layer of one position). Each sum is then off by at most γ_m·Σ_i γ_i s_i with
+γ_m = mu/(1 − mu), where s_i is the sum of the lengths of record i's terms. s_i = ‖g_i‖ where a
+record has one term per number.
 Elsewhere terms can cancel, and s_i may be far larger than ‖g_i‖; but the norms of such layers are
 enlarged by at least T·2⁻²⁴·s_i (`evenclip.gradients.layers.layer.margin`), so weights that clip
 these norms to S have γ_i s_i ≤ 2²⁴S/T. Hence
@@ -27,10 +28,22 @@ import math
 
 from evenclip.mechanism.sampling import drawn_rate
 
-__all__ = ["TAU", "most_records", "sum_rounding"]
+__all__ = ["TAU", "covered_records", "most_records", "sum_rounding"]
 
 TAU = 1e-30
 _UNIT = 2.0**-53
+
+
+def covered_records(q: float, B: float) -> int:
+    """Return n so that n + 1 records have batches of 2B on average.
+
+    ρ is computed for n and not for the number of records, on which the noise must not depend. Where
+    q = B/n, it is about twice that number.
+
+    >>> covered_records(256 / 23484, 256.0)
+    46967
+    """
+    return max(1, math.floor(2 * B / q)) - 1
 
 
 def most_records(q: float, n: int) -> int:

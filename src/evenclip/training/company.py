@@ -47,7 +47,7 @@ def fix_company(
     q, chunk = settings.q, performance.chunk
     if q is None or not isinstance(tape, Tape) or not settings.rule.bounded or some is None:
         return _NOT_FIXED
-    mean = q * settings.n / world
+    mean = settings.B / world
     if chunk is not None:
         mean, tape.rows = min(mean, chunk), min(chunk, tape.rows or chunk)
     tape.fix_rows(q, mean)

@@ -14,7 +14,7 @@ from evenclip.gradients import AnyTape, Tape, WholeTape, plan
 from evenclip.gradients.losses import Loss, per_sample
 from evenclip.gradients.tape import call, count
 from evenclip.mechanism import Mechanism, wanted
-from evenclip.mechanism.rounding import most_records, sum_rounding
+from evenclip.mechanism.rounding import covered_records, most_records, sum_rounding
 from evenclip.mechanism.settings import Settings
 from evenclip.mechanism.trial import try_rule
 from evenclip.rules import RULES, Rule
@@ -26,12 +26,22 @@ __all__ = ["given", "make_mechanism", "make_tape", "rounding"]
 
 
 def rounding(tape: AnyTape, settings: Settings, performance: Performance, ranks: int) -> float:
-    """Return ρ of the run's sums; see `evenclip.mechanism.rounding`."""
+    """Return ρ of the run's sums, a function of public constants other than n.
+
+    Raises:
+        ValueError: if there are more records than ρ is for.
+    """
     if settings.q is None or not settings.rule.bounded:
         return 0.0
     blocks = [size for size in (performance.chunk, tape.rows) if size is not None]
-    records = most_records(settings.q, settings.n)
-    block = min(blocks, default=None)
+    covered = covered_records(settings.q, settings.B)
+    if settings.n > covered:
+        raise ValueError(
+            f"At q = {settings.q:g} and batch_size = {settings.B:g}, the bounds on rounding cover "
+            f"at most {covered} records, and there are {settings.n}; give the mean size of a batch, "
+            f"q·n = {settings.q * settings.n:g}, as batch_size."
+        )
+    records, block = most_records(settings.q, covered), min(blocks, default=None)
     return sum_rounding(records, block, cancelling=tape.cancels, ranks=ranks)
 
 

@@ -1,0 +1,89 @@
+"""The noise's width, when it depends on the number of records.
+
+The attacker knows a dataset and one more record, and chooses σ. A larger batch rounds more, so a
+bound on rounding that is computed from the number of records is larger with the record, if only in
+the fifteenth digit. There is a σ at which the cells of the published numbers are then twice as
+wide, and one odd number says that the record is not in the data.
+
+The bound must be a function of q and B, which are the same for both datasets.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from evenclip import DPSGD, fit, prepare
+from evenclip.mechanism.grid import Grid
+from evenclip.mechanism.rounding import most_records, sum_rounding
+
+N, D, CLASSES, B, ROUNDS = 24, 30, 4, 16, 8
+SIZE = D * CLASSES + CLASSES
+
+
+def settings(sigma):
+    rule = DPSGD(C0=1.0, sigma=sigma)
+    return {"rule": rule, "batch_size": B, "q": 1.0, "steps": 1, "lr": 1.0, "delta": 1e-5}
+
+
+def model():
+    """Return softmax regression that starts at zero, so that the model is the gradient."""
+    layer = nn.Linear(D, CLASSES)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.zero_()
+    return layer
+
+
+@pytest.fixture
+def neighbours():
+    """Return a dataset with the record in question, and one without it."""
+    random = torch.Generator().manual_seed(0)
+    x, y = torch.randn(N + 1, D, generator=random), torch.arange(N + 1) % CLASSES
+    return {"with": (x, y), "without": (x[:-1], y[:-1])}
+
+
+def roundings(neighbours):
+    """Return ρ of a run on each dataset."""
+    runs = {name: prepare(model(), data, **settings(64.0)) for name, data in neighbours.items()}
+    return {name: (run.mechanism.rounding, run.tape.rows) for name, run in runs.items()}
+
+
+def chosen_sigma(rho):
+    """Return the smallest σ at which cells are 8 wide for this ρ."""
+    low, high = 60.0, 64.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if Grid.of(1.0, middle, SIZE, rho).std >= 64 else (middle, high)
+    return high
+
+
+def test_one_record_changes_neither_the_bound_nor_the_blocks(neighbours):
+    with_it, without = roundings(neighbours).values()
+    assert with_it == without
+
+
+@pytest.mark.parametrize("q", [1.0, 0.5])
+def test_more_records_than_the_bound_covers_are_refused(neighbours, q):
+    given = settings(1.0) | {"q": q, "batch_size": 6}
+    most = round(2 * 6 / q) - 1
+    x, y = torch.randn(most + 1, D), torch.arange(most + 1) % CLASSES
+    assert prepare(model(), (x[:most], y[:most]), **given).mechanism.rounding > 0
+    with pytest.raises(ValueError, match=f"cover at most {most} records"):
+        prepare(model(), (x, y), **given)
+
+
+def test_the_attack_wins_against_a_bound_for_the_number_of_records(neighbours, monkeypatch):
+    def for_n(tape, settings, performance, ranks):
+        return sum_rounding(most_records(settings.q, settings.n), tape.rows)
+
+    monkeypatch.setattr("evenclip.training.run.rounding", for_n)
+    sigma = chosen_sigma(roundings(neighbours)["with"][0])
+    for name, data in neighbours.items():
+        for _ in range(ROUNDS):
+            result = fit(model(), data, **settings(sigma))
+            assert result.epsilon("pld", 1e-5) < 0.05
+            published = -B * nn.utils.parameters_to_vector(result.model.parameters()).detach()
+            is_even = bool((published / 8 == (published / 8).round()).all())
+            assert is_even == (name == "with")
