@@ -299,7 +299,8 @@ class Ranks(Processes):
             yield
         except RuntimeError as error:
             is_ours = isinstance(error, RankError)  # from a nested call
-            if is_ours or not (isinstance(error, dist.DistError) or "gloo" in str(error).lower()):
+            is_known = any(word in str(error).lower() for word in _OF_GLOO)
+            if is_ours or not (isinstance(error, dist.DistError) or is_known):
                 raise
             message = " ".join(str(error).split())[:200]
             raise RankError(
@@ -309,6 +310,9 @@ class Ranks(Processes):
                 f"of ranks may change. (torch says: {message})"
             ) from error
 
+
+# What gloo's errors say, in lower case; not all of them name gloo.
+_OF_GLOO = ("gloo", "pair closure")
 
 # Descriptions of settings whose values must not be printed.
 _DIFFERENT = {
