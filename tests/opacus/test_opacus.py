@@ -68,7 +68,7 @@ NETS = {
     "cnn": lambda: nn.Sequential(nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)),
 }
 # With this little noise a released sum is the sum, up to 1e-6.
-LITTLE = 1e-7
+LITTLE = 1e-6
 # C0, Z and Z0 lie among the norms of the data below, so that some samples are clipped and some are
 # not.
 RULES = [

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 
 from evenclip.mechanism.entry import Parent
-from evenclip.mechanism.rounding import TAU, most_records
+from evenclip.mechanism.rounding import TAU, covered_records, most_records
 from evenclip.mechanism.sampling import Poisson, drawn_rate
 from evenclip.mechanism.words import KEY_BYTES, derive
 
@@ -90,6 +90,7 @@ class Batches(UniformWithReplacementSampler):  # type: ignore[misc]  # Opacus ha
         n: number of records.
         q: Poisson rate.
         steps: number of batches in one pass over the loader.
+        B: Opacus's expected batch size, a public constant.
 
     Attributes:
         q: the rate at which records are drawn, for the ledger.
@@ -98,10 +99,16 @@ class Batches(UniformWithReplacementSampler):  # type: ignore[misc]  # Opacus ha
         on_pass: called when a pass over the loader begins.
     """
 
-    def __init__(self, n: int, q: float, steps: int) -> None:
+    def __init__(self, n: int, q: float, steps: int, B: float) -> None:
         UniformWithReplacementSampler.__init__(self, num_samples=n, sample_rate=q, steps=steps)
         self.q = drawn_rate(q)
-        self.most = most_records(self.q, n)
+        covered = covered_records(self.q, B)
+        if n > covered:
+            raise ValueError(
+                f"The bounds on rounding cover at most {covered} records for batches of {B:g}, and "
+                f"there are {n}; give the data loader a larger batch_size."
+            )
+        self.most = most_records(self.q, covered)
         self.tau = 0.0 if self.q == 1 else TAU
         self._draws = Draws(partial(Poisson, n, q, 1.0))
         self._unspent = deque[tuple[str, int]]()  # run and size of each batch

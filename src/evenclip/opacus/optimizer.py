@@ -65,7 +65,8 @@ def even(
     _warn_if_less_noise(optimizer.noise_multiplier, rule)
     accountant = _accountant(engine)
     sampler = data_loader.batch_sampler
-    batches = Batches(sampler.num_samples, sampler.sample_rate, sampler.steps)
+    B = float(optimizer.expected_batch_size)
+    batches = Batches(sampler.num_samples, sampler.sample_rate, sampler.steps, B)
     even_optimizer = EvenOptimizer(optimizer, rule, batches, accountant)
     engine.accountant = accountant
     # A step of the old optimizer would not be in the ledger; this hook raises.
