@@ -6,11 +6,12 @@ at most S_fl = S(1 + ρ). Sums are in float64, with u = 2⁻⁵³.
 
 A sum of N records in blocks of b records on R ranks has at most m = b·T + ⌈N/b⌉ + R + 7 roundings
 for each term, T being the number of positions of a record that are added up in the product (1 for a
-linear layer of one position). Each sum is then off by at most γ_m·Σ_i γ_i s_i with γ_m = mu/(1 − mu), where s_i
-is the sum of the lengths of record i's terms. s_i = ‖g_i‖ where a record has one term per number.
-Elsewhere terms can cancel, and s_i may be far larger than ‖g_i‖; but the norms of such layers are
-enlarged by at least T·2⁻²⁴·s_i (`evenclip.gradients.layers.layer.margin`), so weights that clip
-these norms to S have γ_i s_i ≤ 2²⁴S/T. Hence
+linear layer of one position). Each sum is then off by at most γ_m·Σ_i γ_i s_i with
+γ_m = mu/(1 − mu), where s_i is the sum of the lengths of record i's terms. s_i = ‖g_i‖ where a
+record has one term per number. Elsewhere terms can cancel, and s_i may be far larger than ‖g_i‖;
+but the norms of such layers are enlarged by at least T·2⁻²⁴·s_i
+(`evenclip.gradients.layers.layer.margin`), so weights that clip these norms to S have
+γ_i s_i ≤ 2²⁴S/T. Hence
 
     ρ = 2·N·γ_m·(1 + 2⁻²⁰)                  layers with one term per number
     ρ = 2·N·γ_m·(1 + 2⁻²⁰)·2²⁴/T            layers with positions, m and T of the same layer
