@@ -168,6 +168,11 @@ def test_a_schema_from_its_file(capsys, file, tmp_path):
 
 MISTAKES = {
     "no file": (["train", "none.csv", *ASK], "none.csv is not there; give a file."),
+    "a dataset": (
+        ["train", "toy", *ASK],
+        "toy is a dataset of the package, and `evenclip train` takes a table; give a file, or try "
+        "rules on this dataset by `evenclip compare toy`.",
+    ),
     "no column": (
         ["train", "FILE", "--target", "credits", "--group", "sex"],
         "There is no column 'credits' in kunden.csv; did you mean 'credit'? its columns are "

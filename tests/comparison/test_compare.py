@@ -165,6 +165,13 @@ def test_the_table_reads_at_80_columns(found):
     assert [part for part in said if part not in words] == []
 
 
+def test_no_name_is_broken_at_its_hyphen(found):
+    ends = [
+        line.rstrip()[-1:] for width in range(60, 100) for line in found.table(width).split("\n")
+    ]
+    assert "-" not in ends
+
+
 def test_the_same_comparison_is_not_trained_again(found, splits, root):
     class NoRuns:
         def planned(self, runs):

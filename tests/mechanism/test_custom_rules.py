@@ -143,6 +143,11 @@ def test_a_tape_that_hides_in_the_instance_is_not_used():
         ),
         ("statistic", lambda *_: 1.0, "statistic of custom cannot be mapped over samples"),
         (
+            "statistic",
+            lambda s, norm, *_: torch.zeros(3).index_put_(((norm > 1).long(),), torch.ones(())),
+            "torch.arange(m) == index instead of h[index] = 1",
+        ),
+        (
             "sensitivity",
             lambda *_: None,
             "sensitivity of custom returned None; it must return one number",

@@ -65,6 +65,9 @@ def slow_global_adapt(rule, norms, groups, state, B, count_noise):
     return rule.C0, weights, Z * math.exp(-rule.eta_Z + noisy / B)
 
 
+# Name -> function of the rule, the norms and groups of a batch, the state, B and the noise of the
+# count, as Python numbers and lists; it returns S, the weights and the next state. `released` adds
+# the noise to a sum.
 SLOW = {
     "non-private": slow_non_private,
     "dpsgd": slow_dpsgd,

@@ -70,7 +70,13 @@ def train(
     check.positive(**{"--epsilon": settings.epsilon})
     # Imported here so that --help does not wait for torch.
     from evenclip import export
+    from evenclip.data.catalogue import SOURCES
 
+    if str(file) in SOURCES and not file.exists():
+        raise ValueError(
+            f"{file} is a dataset of the package, and `evenclip train` takes a table; give a file, "
+            f"or try rules on this dataset by `evenclip compare {file}`."
+        )
     export.check_place(out, force)
     group = settings.group
     given = vars(settings) | {"group": group[0] if len(group) == 1 else group}

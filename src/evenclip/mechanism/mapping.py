@@ -57,7 +57,8 @@ def map_over_samples(
         raise ValueError(
             f"{name} of {rule.name} cannot be mapped over samples. It is given one sample's norm "
             "and group as tensors without axes and must return a tensor; write torch.where instead "
-            "of if, and read no value by float() or .item()."
+            "of if, torch.arange(m) == index instead of h[index] = 1, and read no value by float() "
+            "or .item()."
         ) from error
 
 

@@ -33,7 +33,7 @@ def _head(results: Results, width: int) -> str:
     n = f"{least:,}" + (f" to {most:,}" if most != least else "")
     seeds = count(len(results["seeds"]), "seed")
     model = f", model {results['model']}" if results.get("model") else ""
-    return textwrap.fill(
+    return _filled(
         f"{results['dataset']}: {seeds}, {n} training records{model}. "
         f"{results['protocol_in_words']}",
         width,
@@ -154,14 +154,7 @@ def _verdicts(results: Results, width: int) -> str:
     lines = ["Gap in privacy cost between the groups, in points, against dpsgd's, by seed:"]
     for rule, verdict in verdicts.items():
         p = "" if verdict["p"] is None else f"; p = {_probability(verdict['p'])}"
-        lines.append(
-            textwrap.fill(
-                f"{rule}: {verdict['reads']}{p}",
-                width,
-                initial_indent="  ",
-                subsequent_indent="    ",
-            )
-        )
+        lines.append(_filled(f"{rule}: {verdict['reads']}{p}", width, first="  ", others="    "))
     ranks = ", ".join(
         f"{rule} {_probability(verdict['p_rank'])}"
         for rule, verdict in verdicts.items()
@@ -171,7 +164,7 @@ def _verdicts(results: Results, width: int) -> str:
         "In brackets 95 % intervals; p by paired t test, corrected for the number of rules "
         f"(Holm). One-sided signed-rank p, corrected alike: {ranks or 'none'}."
     )
-    lines.append(textwrap.fill(says, width, initial_indent="  ", subsequent_indent="  "))
+    lines.append(_filled(says, width, first="  ", others="  "))
     return "\n".join(lines)
 
 
@@ -198,7 +191,18 @@ def _warnings(results: Results, width: int) -> str:
         "* best of the private rules. The group figures are measured on test data and are not "
         "differentially private."
     )
-    return "\n".join(textwrap.fill(line, width) for line in lines)
+    return "\n".join(_filled(line, width) for line in lines)
+
+
+def _filled(text: str, width: int, first: str = "", others: str = "") -> str:
+    """Wrap a text, but not within a name such as dpsgd-global; indent its lines."""
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_on_hyphens=False,
+    )
 
 
 def _clause(sentence: str) -> str:
