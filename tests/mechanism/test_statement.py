@@ -16,6 +16,7 @@ from evenclip import DPSGD, DPSGDGlobalAdapt, NonPrivate, Rule, models
 from evenclip.mechanism import accounting, statement
 from evenclip.mechanism.correction import SamplerError
 from evenclip.mechanism.ledger import Entry, Ledger
+from evenclip.mechanism.rounding import covered_records
 from evenclip.mechanism.settings import Settings
 from evenclip.mechanism.statement import Facts, paragraph, report
 from evenclip.training.fit import prepare, result
@@ -177,9 +178,11 @@ def test_without_an_epsilon_nothing_is_claimed():
 
 
 def test_neighbours_are_those_that_the_bound_on_rounding_covers():
-    """`most_records` allows for a neighbour of n + 1 records, and the relation says so."""
+    """`covered_records` leaves room for one record more, and the stated relation says so."""
     made = report(settings_of(DPSGD()), ledger_of(DPSGD(), T), [])
-    assert "neither dataset has more than n + 1 records" in made["neighbouring_relation"]
+    assert "neither dataset has more than 2B/q records" in made["neighbouring_relation"]
+    for q, B in ((1.0, 100.0), (256 / 23484, 256.0), (1e-4, 0.5)):
+        assert covered_records(q, B) + 1 <= 2 * B / q
 
 
 # --- whole runs ---------------------------------------------------------------------------------

@@ -34,11 +34,11 @@ __all__ = ["Facts", "declared", "epsilon", "paragraph", "report"]
 
 UNIT = "one record with its labels; no guarantee for a person with several records"
 RELATION = (
-    "add or remove one record, where neither dataset has more than n + 1 records; q, B, T, δ, the "
-    "rule's constants and the bound on the rounding of sums are fixed"
+    "add or remove one record, where neither dataset has more than 2B/q records; q, B, T, δ and the "
+    "rule's constants are fixed"
 )
 NOT_COVERED = (
-    "the number of records n and of groups, from which q, T and the bound on rounding are computed",
+    "the number of records n and of groups, from which q and T are computed",
     "preprocessing, balancing and splitting of the data",
     "the choice of model, rule, settings and seed, if it was made on these data",
     "a check of a few records before training, which only ever stops it",
