@@ -23,6 +23,9 @@ RULES = [evenclip.NonPrivate(), evenclip.DPSGD(), evenclip.DPSGDF(), evenclip.DP
 # Tolerance of twenty steps of lr 0.1 along gradients of length about 1, each with a relative error
 # of 1e-6, because sums have another order.
 ROUNDING = 1e-5
+# Published numbers lie on a grid. A sum that is rounded otherwise comes out one cell further, at
+# most 2e-4 in a parameter here, if it lies next to the border of a cell.
+CELLS, OFTEN = 1e-3, 0.01
 
 
 @pytest.fixture(params=DEVICES)
@@ -32,6 +35,19 @@ def device(request):
 
 def parameters(result):
     return torch.cat([p.detach().cpu().double().flatten() for p in result.model.parameters()])
+
+
+def assert_close(ours, theirs):
+    """Assert that parameters agree to rounding, except for a few that moved to the next cell."""
+    off = (ours - theirs).abs()
+    assert off.max() < CELLS
+    assert (off > ROUNDING).double().mean() < OFTEN
+
+
+@pytest.fixture
+def one_key(monkeypatch):
+    """Give runs on both devices the same batches and noise; the device is part of a seed's key."""
+    monkeypatch.setattr("evenclip.training.run.secret_key", lambda *given: bytes(32))
 
 
 def tabular(device, rule, **more):
@@ -62,16 +78,22 @@ def images(device, rule, **more):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_a_run_is_the_run_on_the_cpu(device, rule):
+def test_a_run_is_the_run_on_the_cpu(device, rule, one_key):
     here, there = tabular("cpu", rule), tabular(device, rule)
-    assert torch.allclose(parameters(here), parameters(there), rtol=0, atol=ROUNDING)
+    assert_close(parameters(here), parameters(there))
     assert here.ledger == there.ledger
     assert here.state.tolist() == pytest.approx(there.state.tolist(), rel=1e-6)
 
 
-def test_images_are_images_on_the_cpu(device):
+def test_images_are_images_on_the_cpu(device, one_key):
     here, there = images("cpu", evenclip.DPSGD()), images(device, evenclip.DPSGD())
-    assert torch.allclose(parameters(here), parameters(there), rtol=0, atol=ROUNDING)
+    assert_close(parameters(here), parameters(there))
+
+
+@pytest.mark.parametrize("rule", [evenclip.DPSGD(), evenclip.DPSGDGlobalAdapt()])
+def test_a_seed_has_other_noise_on_another_device(device, rule):
+    here, there = tabular("cpu", rule), tabular(device, rule)
+    assert torch.equal(parameters(here), parameters(there)) == (device == "cpu")
 
 
 @pytest.mark.parametrize(
@@ -81,12 +103,11 @@ def test_images_are_images_on_the_cpu(device):
         pytest.param(Performance(compile="reduce-overhead"), id="compiled", marks=on_cuda),
     ],
 )
-def test_performance_settings_change_nothing(device, performance, monkeypatch):
-    monkeypatch.setattr("evenclip.training.run.secret_key", lambda *given: bytes(32))
+def test_performance_settings_change_nothing(device, performance, one_key):
     for train in (tabular, images):
         plain = train(device, evenclip.DPSGDGlobalAdapt())
         other = train(device, evenclip.DPSGDGlobalAdapt(), performance=performance)
-        assert torch.allclose(parameters(plain), parameters(other), rtol=0, atol=1e-4)
+        assert_close(parameters(plain), parameters(other))
 
 
 def test_looking_changes_nothing(device):
