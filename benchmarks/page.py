@@ -196,6 +196,17 @@ def before_after_table(result: Result) -> str:
     return f"{grid(head, lines)}\n\n{prose(f'{commits} {machines(result)}')}"
 
 
+def sums_table(result: Result) -> str:
+    """Return the ways to compute a weighted sum, as multiples of one product in float32."""
+    lines = [
+        [" × ".join(f"{size:,}" for size in row["shape"]), number(row["us"]["float32"])]
+        + [number(row["ratio"][way][1]) for way in ("float64", "blocks of 64")]
+        for row in result["rows"]
+    ]
+    head = ["records × outputs × inputs", "float32, µs", "float64", "float32 in blocks of 64"]
+    return f"{grid(head, lines)}\n\n{prose(machines(result))}"
+
+
 # Name of each table -> its input files, its function, and the command that writes the files.
 TABLES: dict[str, tuple[str, Callable[..., str], str]] = {
     "step": ("step.json", step_table, "step.py"),
@@ -215,6 +226,7 @@ TABLES: dict[str, tuple[str, Callable[..., str], str]] = {
         "compare.py; python benchmarks/paper.py",
     ),
     "parquet": ("parquet.json", parquet_table, "parquet.py"),
+    "sums": ("sums.json", sums_table, "sums.py"),
     "before-after": ("before-after.json", before_after_table, "before_after.py --before CHECKOUT"),
 }
 

@@ -67,7 +67,7 @@ def test_one_record_changes_neither_the_bound_nor_the_blocks(neighbours):
 @pytest.mark.parametrize("q", [1.0, 0.5])
 def test_more_records_than_the_bound_covers_are_refused(neighbours, q):
     given = settings(1.0) | {"q": q, "batch_size": 6}
-    most = round(2 * 6 / q) - 1
+    most = round(2 * 6 / q)
     x, y = torch.randn(most + 1, D), torch.arange(most + 1) % CLASSES
     assert prepare(model(), (x[:most], y[:most]), **given).mechanism.rounding > 0
     with pytest.raises(ValueError, match=f"cover at most {most} records"):

@@ -206,14 +206,14 @@ def copied(ranks: Ranks) -> None:
     )
 
 
-def dropout_seeds(ranks: Ranks) -> list[int]:
-    """Return the dropout seeds of the chunks of a step."""
+def dropout_keys(ranks: Ranks) -> list[bytes]:
+    """Return the keys of dropout of the chunks of a step."""
     run = evenclip.prepare(
         network("mlp"), data("mlp", 8), rule=RULES["dpsgd"], batch_size=4, seed=1, ranks=ranks,
         performance=evenclip.Performance(chunk=2),
     )  # fmt: skip
     batch = ranks.share(torch.arange(8), run.batches.rows)
-    return [chunk.seed for chunk in run.batches.chunks(batch, run.t, run.state)]
+    return [chunk.key for chunk in run.batches.chunks(batch, run.t, run.state)]
 
 
 def shares(ranks: Ranks, batch: Tensor, own: int) -> Tensor:

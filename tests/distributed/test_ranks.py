@@ -153,7 +153,7 @@ def test_without_a_seed_the_ranks_agree_on_one(two):
 def test_with_dropout_the_ranks_agree_and_drop_different_units(two):
     first, second = two(tasks.train, RULES["dpsgd"], dropout=0.5)
     assert torch.equal(first["vector"], second["vector"])
-    seeds = two(tasks.dropout_seeds)
+    seeds = two(tasks.dropout_keys)
     assert len({seed for rank in seeds for seed in rank}) == sum(len(rank) for rank in seeds) == 4
 
 

@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, Performance, TrainConfig, fit, prepare
 from evenclip.gradients import plan
+from evenclip.mechanism.generators import fill_generators
 from evenclip.rules import Constants
 from evenclip.training.fit import fit_config
 from evenclip.training.passes import Chunk
@@ -88,16 +89,16 @@ def test_a_second_pass_over_the_chunks_draws_the_same_masks(toy, rule):
         "gradient": torch.zeros(len(toy.vector(model)), dtype=torch.float64),
     }
     rows = torch.arange(12).split(4)
-    chunks = [Chunk(x[r], y[r], group[r], seed=100 + i) for i, r in enumerate(rows)]
+    chunks = [Chunk(x[r], y[r], group[r], key=bytes([i]) * 32) for i, r in enumerate(rows)]
     tape = plan(model, cross_entropy, x, y)
     with tape.recording(), torch.random.fork_rng(devices=[]):
         step = toy.step(tape, rule, rule.init(Constants(groups=3)), chunks, 8.0, noise)
         each = torch.stack([step.weighted_sum(one) for one in torch.eye(12, dtype=torch.float64)])
-        # By hand: the dropout masks of each chunk's seed; one forward pass per chunk, one backward
+        # By hand: the dropout masks of each chunk's key; one forward pass per chunk, one backward
         # pass per sample.
         by_hand, losses = [], []
         for i, r in enumerate(rows):
-            torch.manual_seed(100 + i)
+            fill_generators(bytes([i]) * 32, cuda=False)
             values = cross_entropy(model(x[r]), y[r], reduction="none")
             losses.append(values.detach())
             for value in values:

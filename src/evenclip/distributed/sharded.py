@@ -148,7 +148,7 @@ class Sharded:
 
     def __call__(self, gradient: Tensor) -> None:
         """Update this rank's piece with its piece of the gradient [piece]."""
-        self._piece.grad = gradient
+        self._piece.grad = gradient.to(self._piece.dtype)
         self.optimizer.step()
         self._copy_to_layers()
 

@@ -63,10 +63,15 @@ class PerSample:
     Attributes:
         losses: ℓ_i.  # [sample]
         layout: the parameters, in the order of every returned vector.
+        may_be_quick: whether `norms(quick=True)` may compute them in another way than `norms()`.
     """
 
-    def __init__(self, losses: Tensor, records: Sequence[Record | Whole], layout: Layout) -> None:
+    def __init__(
+        self, losses: Tensor, records: Sequence[Record | Whole], layout: Layout,
+        *, may_be_quick: bool = True,
+    ) -> None:  # fmt: skip
         self.losses, self.layout, self.records = losses, layout, tuple(records)
+        self.may_be_quick = may_be_quick
 
     @cached_property
     def gradients(self) -> tuple[NamedGradient, ...]:
@@ -111,7 +116,7 @@ class PerSample:
         layers = [named.gradient for named in self.gradients]
         # One layer gains nothing. The choice depends on the model only, not on the layers that this
         # batch used.
-        quick = quick and len(self.layout.names) > 2
+        quick = quick and self.may_be_quick and len(self.layout.names) > 2
         quick_layers = [g for g in layers if quick and isinstance(g, OnePosition) and g.is_quick]
         squares = [quick_square_norms(quick_layers)] if quick_layers else []
         if len(quick_layers) < len(layers):
@@ -141,7 +146,8 @@ class PerSample:
 
         They are exactly 0, also if they were NaN.
         """
-        masked = PerSample(torch.where(keep, self.losses, 0.0), (), self.layout)
+        losses = torch.where(keep, self.losses, 0.0)
+        masked = PerSample(losses, (), self.layout, may_be_quick=self.may_be_quick)
         masked.gradients = tuple(
             NamedGradient(g.masked(keep), names) for g, names in self.gradients
         )
@@ -149,7 +155,7 @@ class PerSample:
 
     def formed(self) -> PerSample:
         """Return a copy without the operands of gradients that are formed."""
-        formed = PerSample(self.losses, (), self.layout)
+        formed = PerSample(self.losses, (), self.layout, may_be_quick=self.may_be_quick)
         formed.gradients = self.gradients
         return formed
 

@@ -41,11 +41,18 @@ from evenclip.gradients.trial import (
     undisturbed,
 )
 
-__all__ = ["ModelError", "plan"]
+__all__ = ["ModelError", "check_plan", "plan"]
 
 
 class ModelError(ValueError):
-    """A model that cannot be trained privately; the message says why and what to do."""
+    """A model that cannot be trained privately; the message says why and what to do.
+
+    Attributes:
+        unverified: whether no way to compute its gradients agreed with autograd on some samples;
+            on others one may.
+    """
+
+    unverified = False
 
 
 def plan(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tape | WholeTape:
@@ -75,12 +82,38 @@ def plan(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tape | WholeTape:
         for tape in candidates(model, loss, x, y):
             with tape.recording(), _checkable(tape, model):
                 if _agrees(tape, model, loss, x, y):
+                    same_draws()
+                    tape.cancels = tape(x, y).cancels
                     return tape
-    raise ModelError(
+    raise _unverified(model)
+
+
+def check_plan(tape: Tape | WholeTape, loss: Loss, x: Any, y: Any) -> None:
+    """Check on three samples a tape that was planned on others; samples of no use are skipped.
+
+    Raises:
+        ModelError: the samples influence each other, or their gradients are not autograd's.
+    """
+    model, loss = tape.model, per_sample(loss)
+    x, y = three_samples((x, y))
+    with undisturbed(model):
+        reference = _stateless_forward(model, loss, x, y)
+        if not bool(reference.isfinite().all()):
+            return
+        _refuse_mixing(model, loss, x, y, reference)
+        with tape.recording(), _checkable(tape, model):
+            if not _agrees(tape, model, loss, x, y, longest=math.inf):
+                raise _unverified(model)
+
+
+def _unverified(model: nn.Module) -> ModelError:
+    error = ModelError(
         f"The per-sample gradients of {type(model).__name__} could not be verified against "
         "autograd on three samples. Is its forward pass random in a way that does not come from "
         "torch's generator, does it change its own state, or are its gradients not finite?"
     )
+    error.unverified = True
+    return error
 
 
 # --- models that are refused --------------------------------------------------------------------
@@ -180,8 +213,14 @@ def _moved(old: Sequence[Tensor], new: Sequence[Tensor], n: int) -> bool:
 
 
 @precision(tf32=False)
-def _agrees(tape: Tape | WholeTape, model: nn.Module, loss: Loss, x: Any, y: Any) -> bool:
+def _agrees(
+    tape: Tape | WholeTape, model: nn.Module, loss: Loss, x: Any, y: Any, longest: float = 1.1
+) -> bool:
     """Return whether the tape's per-sample gradients equal autograd's on the same forward pass.
+
+    A norm may be `longest` times as long, because it includes a bound on its rounding: some percent
+    where thousands of positions are summed, and any amount where they cancel. It must never be too
+    small.
 
     Full float32 precision is needed: with the eleven bits of TF32 a wrong formula could pass.
     """
@@ -197,13 +236,10 @@ def _agrees(tape: Tape | WholeTape, model: nn.Module, loss: Loss, x: Any, y: Any
         # A second run of a unit drew new random numbers, so its dropout masks differ from those
         # of the forward pass.
         return False
-    tape.cancels = gradients.cancels
     tolerance = _tolerance(tape.layout.blank.dtype)
     off = float(expected.abs().max()) * tolerance
     sizes: Tensor = torch.linalg.vector_norm(expected, dim=1, dtype=torch.float64)
-    # A norm includes its rounding bound: some percent where thousands of positions are summed.
-    # It must never be too small.
-    norms_agree = (norms >= (1 - 10 * tolerance) * sizes - off) & (norms <= 1.1 * sizes + off)
+    norms_agree = (norms >= (1 - 10 * tolerance) * sizes - off) & (norms <= longest * sizes + off)
     return torch.allclose(each, expected, rtol=0.0, atol=off) and bool(norms_agree.all())
 
 

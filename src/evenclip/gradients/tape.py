@@ -81,6 +81,9 @@ class Tape:
         pads: whether every pass has exactly `rows` samples, filled up with copies.
         cancels: whether a layer's sums add several terms of a sample; see `LayerGradient`. It is
             found out by the first pass of the model's analysis.
+        may_be_quick: whether norms may be computed in fewer operations, which makes them slightly
+            larger. All norms of a run are computed in one way, because another one would move every
+            sample that lies between the two.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, units: Sequence[Unit]) -> None:
@@ -88,6 +91,7 @@ class Tape:
         self.layout = Layout.of(model)
         self.rows: int | None = self._at_once()
         self.cancels = self.pads = False
+        self.may_be_quick = True
         self.samples = 0  # in the current or the last pass
         self._pending: list[PendingRecord] | None = None  # None: do not record
         self.passing = False  # whether a forward or backward pass is running
@@ -178,7 +182,26 @@ class Tape:
                 for call, own in by_call
                 if any(delta is not None for delta in own)
             ]
-        return PerSample(losses.detach(), records, self.layout)
+        quick = self.may_be_quick
+        return PerSample(losses.detach(), records, self.layout, may_be_quick=quick)
+
+    def outputs(self, x: Any) -> Any:
+        """Return the model's outputs for these samples, passed in the blocks of `__call__`."""
+        n = count(x)
+        rows = self.rows if n and self.rows is not None and (self.pads or n > self.rows) else n
+        parts, self.passing = [], True
+        try:
+            for at in range(0, max(n, 1), max(rows, 1)):
+                part = tree_map(partial(_rows, at, at + rows), x)
+                self.samples = size = count(part)
+                if self.pads:
+                    self.samples = rows
+                    part = tree_map(partial(_fill, rows - size), part)
+                output = call(self.model, part)
+                parts.append(tree_map(partial(_rows, 0, size), output))
+        finally:
+            self.passing = False
+        return parts[0] if len(parts) == 1 else tree_map(_joined, *parts)
 
     def _at_once(self) -> int | None:
         """Return the number of samples per block; None: all.
@@ -326,7 +349,12 @@ class LossOf(nn.Module):
 
 def _rows(first: int, end: int, value: Any) -> Any:
     """Return the samples from `first` to `end` of a tensor; return other values unchanged."""
-    return value[first:end] if isinstance(value, Tensor) else value
+    return value[first:end] if isinstance(value, Tensor) and value.ndim else value
+
+
+def _joined(*parts: Any) -> Any:
+    """Return the tensors of several blocks end to end; return another value of the first block."""
+    return torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]
 
 
 def _fill(missing: int, value: Any) -> Any:

@@ -49,6 +49,8 @@ __all__ = ["Mechanism"]
 # C0/‖g‖ · ‖g‖ may come out a few units in the last place above C0. Norms are rounded up by far more
 # than that, so such a weight is neither clamped nor counted.
 _ROUNDING = 1 + 2.0**-50
+# The same for statistics, in which more squares are added up; ρ covers both.
+_UNIT_LENGTH = 1 + 2.0**-46
 # Weights are finite even for a rule without a bound (S = ∞).
 _FINITE = sys.float_info.max
 # A shorter gradient is clamped as if it had this length, so that its weight stays finite in
@@ -219,10 +221,13 @@ class Mechanism:
         each = each.to(torch.float64)  # [sample, m]
         if each.numel() == 0:
             return each.new_zeros(each.shape[1])
+        # A length is off by as many roundings as there are numbers, of which ρ covers 64.
+        up = 1 + max(each.shape[1] - 64, 0) * 2.0**-53
         lengths: Tensor = torch.linalg.vector_norm(each, dim=1, keepdim=True)
-        if not (self._reads(lengths) and float(lengths.max()) <= _ROUNDING):  # also true for NaN
+        if not (self._reads(lengths) and float(lengths.max()) * up <= _UNIT_LENGTH):  # true for NaN
             each = each.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-            each = each / torch.linalg.vector_norm(each, dim=1, keepdim=True).clamp(min=1.0)
+            lengths = torch.linalg.vector_norm(each, dim=1, keepdim=True)
+            each = each / (lengths * up).clamp(min=1.0)
         if keep is not None:
             each = torch.where(keep.unsqueeze(1), each, 0.0)
         return each.sum(dim=0)
@@ -304,7 +309,7 @@ class Mechanism:
             return self.rule.sensitivity(now)
         S: Any = call(self.rule, "sensitivity", now.clone())
         if isinstance(S, Tensor) and S.numel() == 1:
-            S = S.detach().reshape(()).clone()
+            S = S.detach().reshape(()).to(torch.float64, copy=True)
         elif not isinstance(S, Real):
             raise ValueError(
                 f"sensitivity of {self.rule.name} returned {_shown(S)}; it must return one number."

@@ -28,9 +28,11 @@ import math
 
 from evenclip.mechanism.sampling import drawn_rate
 
-__all__ = ["TAU", "covered_records", "most_records", "sum_rounding"]
+__all__ = ["TAU", "covered_records", "most_records", "sum_rounding", "summed_at_once"]
 
 TAU = 1e-30
+# Products of positions add up fewer records at once until ρ is at most this, or they are so few.
+_ENOUGH, _FEW = 2.0**-9, 64
 _UNIT = 2.0**-53
 
 
@@ -88,3 +90,16 @@ def sum_rounding(
         return 2 * records * roundings * 2.0**24 * _UNIT * (1 + 2.0**-10)
     bound = roundings * _UNIT / (1 - roundings * _UNIT)
     return 2 * records * bound * (1 + 2.0**-10) + 2.0**-45
+
+
+def summed_at_once(records: int, most: int, *, ranks: int = 1) -> int:
+    """Return how many records' positions one product should add up, at most `most`.
+
+    Fewer records make ρ smaller, and the products less efficient.
+
+    >>> summed_at_once(465, 288), summed_at_once(4500, 4160)
+    (288, 65)
+    """
+    while most > _FEW and sum_rounding(records, most, cancelling=True, ranks=ranks) > _ENOUGH:
+        most = -(-most // 2)
+    return most

@@ -103,10 +103,10 @@ class Batches(UniformWithReplacementSampler):  # type: ignore[misc]  # Opacus ha
         UniformWithReplacementSampler.__init__(self, num_samples=n, sample_rate=q, steps=steps)
         self.q = drawn_rate(q)
         covered = covered_records(self.q, B)
-        if n > covered:
+        if n > covered + 1:
             raise ValueError(
-                f"The bounds on rounding cover at most {covered} records for batches of {B:g}, and "
-                f"there are {n}; give the data loader a larger batch_size."
+                f"The bounds on rounding cover at most {covered + 1} records for batches of {B:g}, "
+                f"and there are {n}; give the data loader a larger batch_size."
             )
         self.most = most_records(self.q, covered)
         self.tau = 0.0 if self.q == 1 else TAU

@@ -12,6 +12,7 @@ from evenclip.data.dataset import Samples
 from evenclip.mechanism.sampling import Poisson, Sampler, Shuffled
 from evenclip.mechanism.settings import Settings
 from evenclip.mechanism.words import derive
+from evenclip.training.artificial import artificial
 from evenclip.training.config import Performance
 from evenclip.training.loss import targets
 from evenclip.training.passes import Chunk
@@ -24,7 +25,7 @@ __all__ = ["BatchStream"]
 
 
 class BatchStream:
-    """The batches of a run, step by step, with a dropout seed for each chunk.
+    """The batches of a run, step by step, with a key for the dropout of each chunk.
 
     Args:
         data: the training data of this process.
@@ -36,7 +37,7 @@ class BatchStream:
 
     Attributes:
         sampler: draws the indices of each batch. Secret.
-        dropout: seed that the seeds of all chunks are derived from. Secret.
+        dropout: key that the keys of all chunks are derived from. Secret.
         rows: the records that this process holds.
     """
 
@@ -54,7 +55,7 @@ class BatchStream:
         self.rows = ranks.rows(len(data))
         self._key = derive(key, "batches")
         self.sampler = _sampler(settings, self._key)
-        self.dropout = int.from_bytes(derive(key, "dropout")[:8]) >> 1
+        self.dropout = derive(key, "dropout")
         self._zeros = torch.zeros(0, dtype=torch.int64, device=device)
         self._feed: Feed | None = None
 
@@ -78,10 +79,11 @@ class BatchStream:
         B = self.sampler.expected_size(batch)
         return B, self.chunks(self._ranks.share(batch, self.rows), index, state, feed)
 
-    def some(self, n: int, t: int, state: Tensor) -> Chunk:
-        """Return n arbitrary samples as one chunk, to trace a step and to compare results."""
-        rows = torch.arange(n) % min(len(self._data), 256)
-        return self._chunk(self._taken(rows), 0, t, state)
+    def artificial(self, n: int, t: int, state: Tensor) -> Chunk:
+        """Return n artificial samples as one chunk, to trace a step and to compare results."""
+        like = self._taken(torch.zeros(1, dtype=torch.int64))
+        groups = len(self._data.group_names)
+        return self._chunk(artificial(like, n, groups), 0, t, state)
 
     def chunks(self, batch: Tensor, t: int, state: Tensor, feed: Feed | None = None) -> list[Chunk]:
         """Return these records in chunks of the size that `Performance` sets.
@@ -122,10 +124,8 @@ class BatchStream:
         x, y, group = samples
         if group is None:
             group = self._zero_groups(len(y))
-        # Odd multipliers: every (draw, chunk, rank) of a run has its own seed.
-        i = i * self._ranks.world + self._ranks.rank
-        seed = (self.dropout + 0x9E3779B97F4A7C15 * (t + 1) + 0xC2B2AE3D27D4EB4F * i) % 2**63
-        return Chunk(x, targets(self._settings.rule, y, group, state), group, None, seed)
+        key = derive(self.dropout, f"draw {t}, chunk {i}, rank {self._ranks.rank}")
+        return Chunk(x, targets(self._settings.rule, y, group, state), group, None, key)
 
     def _zero_groups(self, rows: int) -> Tensor:
         """Return group 0 for samples without groups.  # [row]"""

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from evenclip.gradients import AnyTape, PerSample
+from evenclip.gradients import AnyTape, PerSample, Tape
 from evenclip.gradients.tape import call
+from evenclip.mechanism.generators import fill_generators
+from evenclip.mechanism.words import KEY_BYTES
 from evenclip.training.loss import Labelled
 
 __all__ = ["Chunk", "ChunkPass", "Passes"]
@@ -25,14 +27,14 @@ class Chunk(NamedTuple):
         group: the samples' groups.  # [sample], int64
         real: which rows are samples; other rows are padding and count for nothing. None: all rows
             are samples.  # [sample], bool
-        seed: seed of the model's random draws (dropout), so that a second pass repeats them.
+        key: key of the model's random draws (dropout), so that a second pass repeats them.
     """
 
     x: Any
     y: Any
     group: Tensor
     real: Tensor | None = None
-    seed: int = 0
+    key: bytes = bytes(KEY_BYTES)
 
 
 class ChunkPass(NamedTuple):
@@ -102,7 +104,7 @@ class Passes:
 
 def _pass(tape: AnyTape, chunk: Chunk, wants: Sequence[str]) -> ChunkPass:
     """Run the forward and backward pass; mask out samples with a non-finite loss or gradient."""
-    _seed(chunk)
+    _fill_generators(chunk)
     gradients = tape(chunk.x, chunk.y, chunk.group)
     losses, norms, finite = gradients.losses, gradients.norms(quick=True), None
     magnitude = float(torch.dot(norms, norms)) + float(torch.dot(losses, losses))  # synchronises
@@ -128,22 +130,22 @@ def _traceable_pass(tape: AnyTape, chunk: Chunk, wants: Sequence[str]) -> ChunkP
 def _further(tape: AnyTape, chunk: Chunk, losses: Tensor, wants: Sequence[str]) -> dict[str, Any]:
     """Return what else a rule's statistic uses of these samples: `loss`, `output`, `y`.
 
-    The output takes a second forward pass, with the same dropout.
+    The output takes a second forward pass, in the same blocks and with the same dropout.
     """
     further: dict[str, Any] = {}
     if "loss" in wants:
         further["loss"] = losses
     if "output" in wants:
-        _seed(chunk)
+        _fill_generators(chunk)
         with torch.no_grad():
-            further["output"] = call(tape.model, chunk.x)
+            further["output"] = (
+                tape.outputs(chunk.x) if isinstance(tape, Tape) else call(tape.model, chunk.x)
+            )
     if "y" in wants:
         further["y"] = chunk.y.y if isinstance(chunk.y, Labelled) else chunk.y
     return further
 
 
-def _seed(chunk: Chunk) -> None:
-    """Seed torch's global generator, which dropout uses, with the chunk's seed."""
-    torch.default_generator.manual_seed(chunk.seed)
-    if chunk.group.is_cuda:
-        torch.cuda.manual_seed(chunk.seed)
+def _fill_generators(chunk: Chunk) -> None:
+    """Fill torch's global generators, which dropout uses, from the chunk's key."""
+    fill_generators(chunk.key, cuda=chunk.group.is_cuda)

@@ -22,6 +22,11 @@ from evenclip.training.run import Run
 
 __all__ = ["Record", "Result", "result"]
 
+PLANNED_ON_RECORDS = (
+    "the choice of how gradients are computed, which was tried on a few records, because the model "
+    "does not take artificial ones"
+)
+
 Record = dict[str, Any]  # what an observer returned, with the number of the step
 
 
@@ -70,7 +75,10 @@ def result(run: Run, records: Sequence[Record] = ()) -> Result:
     run.close()
     facts = Facts(
         tf32=run.performance.tf32 and run.device.type == "cuda",
-        uncovered=() if isinstance(run.data, Dataset) else run.data.uncovered,
+        uncovered=(
+            *(() if isinstance(run.data, Dataset) else run.data.uncovered),
+            *((PLANNED_ON_RECORDS,) if run.needs_records else ()),
+        ),
         independence=run.company,
         rounding=run.mechanism.rounding,
         durable=run.durable,

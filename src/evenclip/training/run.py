@@ -30,9 +30,17 @@ from evenclip.training.identity import digest
 from evenclip.training.inputs import check_optimizer, check_scheduler, check_tape
 from evenclip.training.journal import Journal, Repeats
 from evenclip.training.keys import conditions, fresh_key, run_id, secret_key
+from evenclip.training.passes import Chunk
 from evenclip.training.processes import Processes
 from evenclip.training.resume import restore, save
-from evenclip.training.setup import given, make_mechanism, make_tape, rounding
+from evenclip.training.setup import (
+    MOST_ROUNDING,
+    given,
+    make_mechanism,
+    make_tape,
+    rounding,
+    warn_of_rounding,
+)
 from evenclip.training.step import Step, WeightedSums, step
 from evenclip.training.trace import Trace
 
@@ -66,6 +74,7 @@ class Run:
         ledger: the releases so far. May be published.
         trace: statistics of the training so far. Private.
         t: number of steps taken.
+        needs_records: whether the model was planned on records, not on artificial ones.
         company: a sentence on whether a sample's numbers depend on the rest of its batch.
         run_id: a hash of the secret key, which names the run in ledgers. May be published.
         drawn: number of batches drawn, each with its noise; every `step()` draws one.
@@ -93,7 +102,7 @@ class Run:
             self.conditions = conditions(
                 settings, config, model, data, self.data_digest, device, ranks
             )
-        tape = make_tape(model, config.loss, data, rule, self.state)
+        tape, self.needs_records = make_tape(model, config.loss, data, rule, self.state)
         self.tape = type(rule).tape(rule, tape)  # the method that `check_tape` has checked
         self._update = ranks.update(self.tape, config.optimizer, settings.lr)
         if not self._update.is_plain:
@@ -106,17 +115,22 @@ class Run:
         seed = settings.seed
         self.set_key(fresh_key(ranks) if seed is None else secret_key(seed, self.conditions))
         self._fix_blocks(compiled=bool(self.performance.compile))
+        if not self.performance.compile:
+            warn_of_rounding(self.mechanism.rounding)
         self._graph: Graph | None = None
         self._journal: Journal | None = None
         self._is_recording = False
 
     def _fix_blocks(self, *, compiled: bool) -> None:
         """Fix the size of the blocks that pass at once, and what the rounding of sums costs."""
-        some = partial(self.batches.some, t=0, state=self.state)
+        rows = None if self.needs_records else partial(self._artificial, t=0)
         place = self.tape, self.settings, self.performance, self.ranks.world
-        self.company = fix_company(*place, None if compiled else some)
-        rho = rounding(*place)
-        self.mechanism = replace(self.mechanism, rounding=rho)
+        self.company = fix_company(*place, rows, compiled=compiled)
+        self.mechanism = replace(self.mechanism, rounding=rounding(*place))
+
+    def _artificial(self, n: int, t: int) -> Chunk:
+        """Return n artificial samples as a chunk of step t."""
+        return self.batches.artificial(n, t, self.state)
 
     # --- key, ledger and branches ---
 
@@ -311,18 +325,23 @@ class Run:
         try:
             if self.ranks.world > 1:
                 raise NoGraph("several ranks compute it")
+            if self.needs_records:
+                raise NoGraph("the model does not take artificial records to compare it with")
+            if self.mechanism.rounding > MOST_ROUNDING:
+                raise NoGraph("the sum of a whole batch would round too much")
             with self.tape.recording():
                 return Graph(
                     self.tape,
                     self.mechanism,
                     self.state,
                     self.settings.B,
-                    partial(self.batches.some, t=self.t, state=self.state),
+                    partial(self._artificial, t=self.t),
                     self._noise(0),
                     mode if isinstance(mode, str) else None,
                 )
         except NoGraph as why:
             self._fix_blocks(compiled=False)
+            warn_of_rounding(self.mechanism.rounding)
             warnings.warn(
                 f"The step is not compiled: {why}. The run is computed without.", stacklevel=4
             )

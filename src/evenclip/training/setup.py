@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -12,17 +13,31 @@ from evenclip.data import Dataset, Streamed
 from evenclip.data.dataset import Samples
 from evenclip.gradients import AnyTape, Tape, WholeTape, plan
 from evenclip.gradients.losses import Loss, per_sample
+from evenclip.gradients.plan import ModelError, check_plan
 from evenclip.gradients.tape import call, count
 from evenclip.mechanism import Mechanism, wanted
 from evenclip.mechanism.rounding import covered_records, most_records, sum_rounding
 from evenclip.mechanism.settings import Settings
 from evenclip.mechanism.trial import try_rule
 from evenclip.rules import RULES, Rule
+from evenclip.training.artificial import artificial
 from evenclip.training.config import Performance
 from evenclip.training.identity import digest
 from evenclip.training.loss import RuleLoss, changes_loss, targets
 
-__all__ = ["given", "make_mechanism", "make_tape", "rounding"]
+__all__ = [
+    "MOST_ROUNDING",
+    "given",
+    "make_mechanism",
+    "make_tape",
+    "rounding",
+    "warn_of_rounding",
+]
+
+# Above this ρ a run warns, and no step is compiled.
+MOST_ROUNDING = 0.01
+# Artificial samples of which the plan chooses three.
+_ARTIFICIAL = 16
 
 
 def rounding(tape: AnyTape, settings: Settings, performance: Performance, ranks: int) -> float:
@@ -35,10 +50,10 @@ def rounding(tape: AnyTape, settings: Settings, performance: Performance, ranks:
         return 0.0
     blocks = [size for size in (performance.chunk, tape.rows) if size is not None]
     covered = covered_records(settings.q, settings.B)
-    if settings.n > covered:
+    if settings.n > covered + 1:
         raise ValueError(
             f"At q = {settings.q:g} and batch_size = {settings.B:g}, the bounds on rounding cover "
-            f"at most {covered} records, and there are {settings.n}; give the mean size of a batch, "
+            f"at most {covered + 1} records, and there are {settings.n}; give the mean size of a batch, "
             f"q·n = {settings.q * settings.n:g}, as batch_size."
         )
     records, block = most_records(settings.q, covered), min(blocks, default=None)
@@ -57,20 +72,29 @@ def make_mechanism(
     """Return the rule with its bounds enforced, for the constants of this run.
 
     A custom rule may depend on the number of classes and on the shapes of outputs and targets. One
-    record shows them, in a copy of the model, so that this pass changes nothing.
+    sample shows them, in a copy of the model, so that this pass changes nothing.
     """
     rule, classes, like = settings.rule, len(data.class_names), dict[str, Any]()
     uses = wanted(rule)
     custom = type(rule) not in RULES.values()
     if uses or (custom and not classes and type(rule).init is not Rule.init):
-        one = _first_rows(data, 1)
-        with torch.no_grad():
-            output = call(copy.deepcopy(model).eval(), one.x)
+        one, output = _one_output(model, data)
         classes = classes or _classes(output, one.y)
         like = {"loss": per_sample(loss)(output, one.y), "output": output, "y": one.y}
     mechanism = Mechanism(rule, settings.constants(classes), like=like if uses else {})
     try_rule(mechanism)
     return mechanism
+
+
+def _one_output(model: nn.Module, data: Dataset | Streamed) -> tuple[Samples, Any]:
+    """Return one sample and the model's output for it: an artificial one, if the model takes it."""
+    record, plain = _first_rows(data, 1), copy.deepcopy(model).eval()
+    one = artificial(record, 1, len(data.group_names))
+    with torch.no_grad():
+        try:
+            return one, call(plain, one.x)
+        except Exception:  # anything that a model may raise for samples of another kind
+            return record, call(plain, record.x)
 
 
 def _classes(output: Any, y: Any) -> int:
@@ -82,16 +106,49 @@ def _classes(output: Any, y: Any) -> int:
 
 def make_tape(
     model: nn.Module, loss: Loss, data: Dataset | Streamed, rule: Rule, state: Tensor
-) -> Tape | WholeTape:
-    """Plan the model's gradients, using three samples chosen among the first few."""
+) -> tuple[Tape | WholeTape, bool]:
+    """Plan the model's gradients with artificial samples, and check the plan on a few records.
+
+    The plan decides how norms and sums are rounded, and so how much noise is added. So it must not
+    depend on a record; the check can only stop the training.
+
+    Returns:
+        The tape, and whether it was planned with records because the model does not take artificial
+        samples.
+    """
     # Fewer of streamed data, which have to be read.
-    samples = _first_rows(data, 256 if isinstance(data, Dataset) else 16)
-    if not changes_loss(rule):
-        return plan(model, loss, samples.x, samples.y)
+    records = _first_rows(data, 256 if isinstance(data, Dataset) else 16)
+    if not count(records.x):
+        raise ModelError("No sample was given to analyse the model with; give at least one.")
+    used = RuleLoss(loss, rule) if changes_loss(rule) else loss
+    places = rule, state
+    try:
+        made = artificial(records, _ARTIFICIAL, len(data.group_names))
+        tape = plan(model, used, *_inputs(made, *places))
+    except Exception as error:  # anything that a model may raise for samples of another kind
+        if isinstance(error, ModelError) and not error.unverified:
+            raise
+        return plan(model, used, *_inputs(records, *places)), True
+    check_plan(tape, used, *_inputs(records, *places))
+    return tape, False
+
+
+def _inputs(samples: Samples, rule: Rule, state: Tensor) -> tuple[Any, Any]:
+    """Return inputs, and targets as the rule's loss needs them."""
     group = samples.group
     if group is None:
         group = torch.zeros(count(samples.x), dtype=torch.int64, device=state.device)
-    return plan(model, RuleLoss(loss, rule), samples.x, targets(rule, samples.y, group, state))
+    return samples.x, targets(rule, samples.y, group, state)
+
+
+def warn_of_rounding(rho: float) -> None:
+    """Warn if the rounding of sums enlarges the noise by more than 1 %."""
+    if rho > MOST_ROUNDING:
+        warnings.warn(
+            f"The rounding of sums over positions enlarges the noise by {rho:.1%}; a smaller "
+            "batch_size makes it smaller.",
+            stacklevel=5,
+        )
 
 
 def _first_rows(data: Dataset | Streamed, rows: int) -> Samples:

@@ -90,7 +90,7 @@ class Update:
                 self._joined.add_(gradient, alpha=-lr)
             return
         if self._joined is not None:
-            self._joined.grad = gradient
+            self._joined.grad = gradient.to(self._joined.dtype)
         else:
             for parameter, part in zip(
                 self._parameters, self._layout.split(gradient).values(), strict=True

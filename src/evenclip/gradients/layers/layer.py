@@ -29,6 +29,7 @@ __all__ = [
     "Formed",
     "LayerGradient",
     "kept",
+    "lengths",
     "margin",
     "operand_roundoff",
     "rounding",
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 
+_SHORTEST = 2.0**-500
 # Numbers per block when a CPU computes square sums: 8 MiB in float64, to stay in the cache.
 _BLOCK = 2**20
 
@@ -109,9 +111,20 @@ def square_sums(x: Tensor) -> Tensor:
 
 
 def _square_lengths(rows: Tensor) -> Tensor:
-    """Return ‖row‖² in float64; torch copies all rows for it."""
-    lengths: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-    return lengths.square()
+    """Return ‖row‖² in float64, never too small; torch copies all rows for it."""
+    return lengths(rows, 1).square()
+
+
+def lengths(x: Tensor, dim: int) -> Tensor:
+    """Return the lengths along an axis in float64, never too small.
+
+    The squares of numbers below 2⁻⁵¹¹ underflow in float64, so a vector in float64 that is not 0
+    has at least the length 2⁻⁵⁰⁰. Narrower numbers have no such squares.
+    """
+    computed: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=torch.float64)
+    if x.dtype != torch.float64:
+        return computed
+    return torch.where((x != 0).any(dim=dim), computed.clamp(min=_SHORTEST), computed)
 
 
 def sum_square_norms(delta: Tensor) -> Tensor:
@@ -127,8 +140,7 @@ def sum_square_norms(delta: Tensor) -> Tensor:
     if T == 1:
         return square_sums(delta)
     # sizes: ‖δ_t‖  [sample, position]
-    sizes: Tensor = torch.linalg.vector_norm(delta, dim=2, dtype=torch.float64)
-    total: Tensor = torch.linalg.vector_norm(delta.sum(dim=1), dim=1, dtype=torch.float64)
+    sizes, total = lengths(delta, 2), lengths(delta.sum(dim=1), 1)
     return (total + (rounding(delta, T) + margin(T)) * sizes.sum(dim=1)).square()
 
 

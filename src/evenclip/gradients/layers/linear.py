@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from evenclip.gradients.layers.layer import (
     LayerGradient,
     kept,
+    lengths,
     margin,
     operand_roundoff,
     rounding,
@@ -194,8 +195,7 @@ def product_square_norms(a: Tensor, delta: Tensor) -> Tensor:
     if T == 1:
         return square_sums(a) * square_sums(delta)
     # sizes: ‖a_t‖‖δ_t‖  [sample, position]
-    sizes: Tensor = torch.linalg.vector_norm(a, dim=2, dtype=torch.float64)
-    sizes = sizes * torch.linalg.vector_norm(delta, dim=2, dtype=torch.float64)
+    sizes = lengths(a, 2) * lengths(delta, 2)
     size = sizes.sum(dim=1)
     if d * p >= 2 * T**2:
         norm = (_gram_square_norms(a, delta) + rounding(size, d + p + T**2) * size.square()).sqrt()
