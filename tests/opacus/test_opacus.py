@@ -1167,7 +1167,10 @@ def test_other_loaders_are_refused():
             {"grad_sample_mode": "ghost"},
             r"In ghost mode, .* use grad_sample_mode='hooks', or evenclip\.fit, which",
         ),
-        ({"noise_generator": torch.Generator()}, r"noise_generator is given, but noise is drawn"),
+        (
+            {"noise_generator": torch.Generator()},
+            r"noise_generator is given, but noise is always drawn",
+        ),
         (
             {"eta_z": 0.3},
             r"eta_z: neither an argument of Opacus's make_private nor a field of the rule",

@@ -90,7 +90,7 @@ def epsilon(
 def declared(settings: Settings, ledger: Ledger) -> Ledger:
     """Return the ledger with the declared steps that were not taken, which ε covers too.
 
-    A ledger without a step, or without an ε, is returned as it is.
+    A ledger without a step, or without an ε, is returned unchanged.
     """
     if not (ledger.entries and ledger.is_private):
         return ledger

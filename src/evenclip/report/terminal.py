@@ -58,7 +58,7 @@ def _blocks(results: Results) -> list[tuple[str, list[Column], int]]:
 
 
 def _by_group(results: Results, metric: str, best: Callable[..., float]) -> list[Column]:
-    """Return a column for each group; the reference has no cost of its own."""
+    """Return a column for each group; the reference has no cost."""
     rows = {
         rule: row[metric]
         for rule, row in results["table"].items()
