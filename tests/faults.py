@@ -628,7 +628,7 @@ LEDGER = (
     ),
     Fault(
         "grid-no-bound-on-k",
-        "A sum that is not finite is released as it is.",
+        "A sum that is not finite is released unchanged.",
         "mechanism/grid.py",
         ".nan_to_num_(nan=0.0).clamp(-_MOST, _MOST)",
         "",
@@ -719,7 +719,7 @@ LEDGER = (
     ),
     Fault(
         "union-believes-contradictions",
-        "Of two different steps in one place, the first is believed.",
+        "Of two different steps in one place, the first is kept.",
         "mechanism/ledger.py",
         "if not one.is_same_release(other):",
         "if False:",
@@ -735,7 +735,7 @@ LEDGER = (
     ),
     Fault(
         "ledger-believes-negative-steps",
-        "A ledger of −5 steps is believed.",
+        "A ledger of −5 steps is accepted.",
         "mechanism/entry.py",
         "not float(size).is_integer() or size < 0:",
         "not float(size).is_integer():",
@@ -1466,7 +1466,7 @@ RANKS = (
         "distributed/ranks.py",
         '        if twice is not None:\n            raise ValueError(\n                f"Ranks ',
         '        if False:\n            raise ValueError(\n                f"Ranks ',
-        ("distributed/test_ranks.py::test_records_of_their_own_are_nobody_elses",),
+        ("distributed/test_ranks.py::test_equal_local_records_are_refused",),
     ),
     Fault(
         "pieces-noise-of-the-first",
