@@ -1252,7 +1252,8 @@ TABLES = (
         "table-hides-the-encoder",
         "The encoder fitted on training rows is not listed among what ε does not cover.",
         "data/table.py",
-        '            "the encoder (columns used, categories, means and deviations), fitted on the "\n'
+        '            "the encoder (columns used, categories, means and deviations), '
+        'fitted on the "\n'
         '            "training rows"\n',
         "",
         (f"{TABLE}::test_what_epsilon_does_not_cover_is_listed",),

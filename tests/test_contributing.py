@@ -138,7 +138,7 @@ def test_the_page_has_the_recipes_and_each_ends_in_its_proof():
 
 
 def test_a_mistake_in_a_recipe_is_found(tmp_path):
-    """The tests above depend on it: a diff that does not fit or a command that fails is an error."""
+    """A diff that does not fit is an error, and so is a command that fails."""
     (tmp_path / "file.py").write_text("a = 1\nb = 2\n")
     apply("--- file.py\n@@\n a = 1\n-b = 2\n+b = 3\n+c = 4\n", tmp_path)
     assert (tmp_path / "file.py").read_text() == "a = 1\nb = 3\nc = 4\n"

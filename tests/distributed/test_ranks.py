@@ -363,9 +363,9 @@ def test_ranks_with_other_arguments_are_refused(two, given, difference):
     assert [(rank.kind, rank.message) for rank in results] == [
         (
             "ValueError",
-            f"Rank 1 was given {difference}: all ranks train one model, so give each the arguments of "
-            "rank 0; create the model from the same seed on every rank, or load it from the same "
-            "file.",
+            f"Rank 1 was given {difference}: all ranks train one model, so give each the arguments "
+            "of rank 0; create the model from the same seed on every rank, or load it from the "
+            "same file.",
         )
     ] * 2
 

@@ -80,9 +80,7 @@ def _chosen(
 ) -> dict[str, Any]:  # fmt: skip
     """The options of a named or custom dataset, with the group; raise for those that it lacks."""
     if target is not None:
-        raise ValueError(
-            f"{label!r} is a dataset with a fixed target; leave --target out."
-        )
+        raise ValueError(f"{label!r} is a dataset with a fixed target; leave --target out.")
     if group is not None:
         if not source.attributes or not isinstance(group, str):
             raise ValueError(f"--group is {group}; {label} {_attributes(source)}")

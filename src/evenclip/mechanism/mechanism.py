@@ -142,8 +142,8 @@ class Mechanism:
         if missing is not None:
             which = "" if missing == "count" else f" called {missing!r}"
             raise ValueError(
-                f"{self.rule.name} has a statistic{which} of {self.statistics[missing]} numbers and "
-                "no sigma_count; give it the noise multiplier of that release."
+                f"{self.rule.name} has a statistic{which} of {self.statistics[missing]} numbers "
+                "and no sigma_count; give it the noise multiplier of that release."
             )
         return {name: given[name] for name in (*names, "gradient")}
 

@@ -176,8 +176,9 @@ class _Sizes:
 
     def __call__(self, n: int) -> bool:
         if n not in self._known:
+            # A condition becomes sympy's true or false, or an expression that is neither.
             self._known[n] = self._symbol is not None and all(
-                condition.subs(self._symbol, n) == True  # noqa: E712  # sympy's, or an expression that is neither
+                condition.subs(self._symbol, n) == True  # noqa: E712
                 for condition in self._conditions
             )
         return self._known[n]
