@@ -1166,7 +1166,7 @@ STATEMENT = (
         "checkpoint.py",
         '"model.pt": _tensors(checkpoint.model),',
         '"model.pt": _tensors({**checkpoint.model, **checkpoint.secret}),',
-        (f"{RESUME}::test_what_may_be_published_holds_no_generator",),
+        (f"{RESUME}::test_what_may_be_published_holds_no_key",),
     ),
     Fault(
         "checkpoint-readable",

@@ -160,6 +160,7 @@ def test_the_table_reads_at_80_columns(found):
         "privacy cost, points",
         "none",
         "sound here, unsound as published",
+        "Brackets hold 95 % intervals. p is by paired t test.",
         "differentially private",
     )
     assert [part for part in said if part not in words] == []
@@ -276,7 +277,11 @@ def test_a_custom_rule_goes_through_all_of_it(splits, root, tmp_path):
     )
     assert found["half"].lr == pytest.approx((0.05,))  # 0.1 / S
     assert 1.98 < found["half"].epsilon["pld"] <= 2.0
-    assert "half" in found.table()
+    table = found.table()
+    assert "half" in table
+    assert "too few seeds to tell" in table  # with one seed no interval and no t test
+    assert "95 %" not in table
+    assert "t test" not in table
     assert found.to_json()["table"]["half"]["accuracy"]["a"]["mean"] > 0
 
 
@@ -291,6 +296,11 @@ def test_settings_as_published_is_not_said_of_a_custom_rule(tmp_path):
     assert in_words(plain, Changes()).startswith("Settings as published; ")
     assert "No settings are published for half, which has the expected largest step 0.1." in (
         in_words(mixed, Changes(epochs=3))
+    )
+    path.write_text(CUSTOM_RULE + CUSTOM_RULE.replace("Half", "Third").replace('"half"', '"third"'))
+    two = choose_protocol(*data, ["dpsgd", f"{path}:Half", f"{path}:Third"], match=False)
+    assert "for half and third, which have the expected largest step 0.1." in (
+        in_words(two, Changes())
     )
     assert in_words(alone, Changes()) == (
         "No private rule here has published settings; each has the expected largest step 0.1."

@@ -54,6 +54,7 @@ def test_a_custom_rule(custom_rules):
     description = json.loads(json.dumps(describe.describe_rule(changed)))
     assert describe.make_rule(description) == changed
     assert description["sha256"] == describe.sha256(custom_rules)
+    assert (description["name"], description["class"]) == ("half", "Half")
 
 
 def test_a_changed_file_is_another_run(custom_rules, spec):
