@@ -628,7 +628,7 @@ LEDGER = (
     ),
     Fault(
         "grid-no-bound-on-k",
-        "A sum that is not finite is released as it is.",
+        "A sum that is not finite is released unchanged.",
         "mechanism/grid.py",
         ".nan_to_num_(nan=0.0).clamp(-_MOST, _MOST)",
         "",
@@ -719,7 +719,7 @@ LEDGER = (
     ),
     Fault(
         "union-believes-contradictions",
-        "Of two different steps in one place, the first is believed.",
+        "Of two different steps in one place, the first is kept.",
         "mechanism/ledger.py",
         "if not one.is_same_release(other):",
         "if False:",
@@ -735,7 +735,7 @@ LEDGER = (
     ),
     Fault(
         "ledger-believes-negative-steps",
-        "A ledger of −5 steps is believed.",
+        "A ledger of −5 steps is accepted.",
         "mechanism/entry.py",
         "not float(size).is_integer() or size < 0:",
         "not float(size).is_integer():",
@@ -1074,7 +1074,8 @@ NOISE = (
     ),
 )
 
-HELD = "mechanism/mechanism.py"  # the file that holds rules to their bounds
+# The file that holds what a rule returns to its bounds, and the one that calls the rule.
+HELD, MECHANISM = "mechanism/bounds.py", "mechanism/mechanism.py"
 
 BOUNDS = (
     Fault(
@@ -1089,7 +1090,7 @@ BOUNDS = (
         "bounds-keeps-nan",
         "A weight that is not a number is kept.",
         HELD,
-        "        raw = torch.where(finite, raw, 0.0)\n",
+        "    raw = torch.where(finite, raw, 0.0)\n",
         "",
         (
             "rules/test_bounds.py",
@@ -1100,8 +1101,8 @@ BOUNDS = (
         "bounds-long-statistic",
         "A statistic longer than 1 is not shortened.",
         HELD,
-        "            each = each / torch.linalg.vector_norm(each, dim=1, "
-        "keepdim=True).clamp(min=1.0)\n",
+        "        each = each / torch.linalg.vector_norm(each, dim=1, keepdim=True)"
+        ".clamp(min=1.0)\n",
         "",
         (f"{EVERY_RULE}::test_leaving_one_sample_out_moves_the_statistics_by_at_most_1",),
     ),
@@ -1109,14 +1110,14 @@ BOUNDS = (
         "bounds-counts-left-out",
         "Samples that are left out are counted all the same.",
         HELD,
-        "            each = torch.where(keep.unsqueeze(1), each, 0.0)\n",
-        "            pass\n",
+        "        each = torch.where(keep.unsqueeze(1), each, 0.0)\n",
+        "        pass\n",
         (f"{EVERY_RULE}::test_what_is_not_kept_contributes_exactly_nothing",),
     ),
     Fault(
         "bounds-batch-to-custom-rules",
         "Custom rules receive the whole batch.",
-        HELD,
+        MECHANISM,
         "        if self._at_once:\n",
         "        if True:\n",
         (f"{EVERY_RULE}::test_a_mapped_rule_is_shown_one_sample",),
@@ -1165,7 +1166,7 @@ STATEMENT = (
         "checkpoint.py",
         '"model.pt": _tensors(checkpoint.model),',
         '"model.pt": _tensors({**checkpoint.model, **checkpoint.secret}),',
-        (f"{RESUME}::test_what_may_be_published_holds_no_generator",),
+        (f"{RESUME}::test_what_may_be_published_holds_no_key",),
     ),
     Fault(
         "checkpoint-readable",
@@ -1252,7 +1253,8 @@ TABLES = (
         "table-hides-the-encoder",
         "The encoder fitted on training rows is not listed among what ε does not cover.",
         "data/table.py",
-        '            "the encoder (columns used, categories, means and deviations), fitted on the "\n'
+        '            "the encoder (columns used, categories, means and deviations), '
+        'fitted on the "\n'
         '            "training rows"\n',
         "",
         (f"{TABLE}::test_what_epsilon_does_not_cover_is_listed",),
@@ -1466,7 +1468,7 @@ RANKS = (
         "distributed/ranks.py",
         '        if twice is not None:\n            raise ValueError(\n                f"Ranks ',
         '        if False:\n            raise ValueError(\n                f"Ranks ',
-        ("distributed/test_ranks.py::test_records_of_their_own_are_nobody_elses",),
+        ("distributed/test_ranks.py::test_equal_local_records_are_refused",),
     ),
     Fault(
         "pieces-noise-of-the-first",
@@ -1527,7 +1529,7 @@ CORE = (
     Fault(
         "step-with-undeclared-counts-first",
         "A rule that clips with its count without declaring it is not refused.",
-        HELD,
+        MECHANISM,
         "if self.rule.counts_first or now is state:",
         "if True:",
         (f"{STEP}::test_a_rule_that_clips_with_its_count_and_does_not_declare_it_is_refused",),
@@ -1559,7 +1561,7 @@ CORE = (
     Fault(
         "mechanism-count-in-clear",
         "The count is observed without noise.",
-        HELD,
+        MECHANISM,
         "return self.rule.observe(noisy, B, state)",
         "return self.rule.observe(count, B, state)",
         (ALGORITHM_2, EVERY_RULE, ADAPT),
@@ -1567,7 +1569,7 @@ CORE = (
     Fault(
         "mechanism-noise-without-sensitivity",
         "The gradient's noise is not scaled by S.",
-        HELD,
+        MECHANISM,
         "            sensitivity=S,\n",
         "            sensitivity=1.0,\n",
         (ALGORITHM_2,),
@@ -1575,7 +1577,7 @@ CORE = (
     Fault(
         "mechanism-does-not-divide",
         "The released sum is not divided by B.",
-        HELD,
+        MECHANISM,
         "            scale=1 / B,\n",
         "            scale=1.0,\n",
         (ALGORITHM_2,),
@@ -1583,7 +1585,7 @@ CORE = (
     Fault(
         "mechanism-forgets-the-count",
         "The count is not in the ledger.",
-        HELD,
+        MECHANISM,
         'return self.noise if self.rule.bounded else self.noise | {"gradient": 0.0}',
         'return {"gradient": self.noise["gradient"]}',
         (f"{STEP}::test_a_step_that_is_interrupted_is_in_the_ledger", EVERY_RULE),
@@ -1591,7 +1593,7 @@ CORE = (
     Fault(
         "mechanism-rereads-multipliers",
         "The ledger has another multiplier than the noise, because it is read twice.",
-        HELD,
+        MECHANISM,
         'return self.noise if self.rule.bounded else self.noise | {"gradient": 0.0}',
         "return self.rule.multipliers(self.t)",
         (f"{STEP}::test_the_ledger_has_the_noise_that_is_added_whatever_the_rule_says",),
@@ -1599,7 +1601,7 @@ CORE = (
     Fault(
         "mechanism-releases-an-unknown-count",
         "A count that is not in the ledger is released.",
-        HELD,
+        MECHANISM,
         "if len(count) != self.counts:",
         "if False:",
         (f"{STEP}::test_a_count_that_the_ledger_does_not_know_is_not_released",),
@@ -1607,7 +1609,7 @@ CORE = (
     Fault(
         "mechanism-counts-without-noise-multiplier",
         "A rule with a statistic but no sigma_count is accepted.",
-        HELD,
+        MECHANISM,
         "if missing is not None:",
         "if False:",
         ("training/test_bad_input.py",),

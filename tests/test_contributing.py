@@ -1,8 +1,8 @@
-"""Each recipe of CONTRIBUTING.md is carried out as it is written, in a copy of the repository.
+"""Carry out each recipe of CONTRIBUTING.md exactly as written, in a copy of the repository.
 
 The blocks of a section are taken in order: a Python block is written to the file that its first
 line names, a diff is applied, a command runs. `make test` becomes a call of pytest, because make
-would install an environment of its own.
+would install another environment.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def test_the_page_has_the_recipes_and_each_ends_in_its_proof():
 
 
 def test_a_mistake_in_a_recipe_is_found(tmp_path):
-    """What the test above leans on: a diff that does not fit, a command that fails."""
+    """A diff that does not fit is an error, and so is a command that fails."""
     (tmp_path / "file.py").write_text("a = 1\nb = 2\n")
     apply("--- file.py\n@@\n a = 1\n-b = 2\n+b = 3\n+c = 4\n", tmp_path)
     assert (tmp_path / "file.py").read_text() == "a = 1\nb = 3\nc = 4\n"

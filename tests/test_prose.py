@@ -1,4 +1,7 @@
-"""Lines of prose are at most 100 characters long: in pages, docstrings and comments."""
+"""Lines of prose are at most 100 characters long: in pages, docstrings and comments.
+
+Ruff checks the lines of code.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ from pages import ROOT
 WIDTH = 100
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *(path for folder in ("docs", "examples") for path in sorted((ROOT / folder).glob("*.md"))),
 ]
-MODULES = [path for folder in ("src", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
+FOLDERS = ("src", "tests", "benchmarks", "examples", "docs")
+MODULES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def long_lines_of_a_page(text: str) -> Iterator[int]:

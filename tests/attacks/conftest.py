@@ -49,7 +49,7 @@ class Attacker:
             single: whether noise is a number of float32.
             off: by how much the attacker knows `out` less exactly.
         """
-        published = release.on_grid  # as it is, or as a test has planted it
+        published = release.on_grid  # the package's, or what a test planted
         fits = (out.double() / scale - total) / float(grid.std)
         fits = fits.float() if single else fits
         found = torch.zeros(len(out), dtype=torch.bool)

@@ -1,8 +1,8 @@
-"""Uniforms on a grid of their own, published too finely.
+"""Uniforms on a coarse grid, published too finely.
 
 The attacker knows two sums, one record apart, and sees the sum plus noise. Box–Muller pairs with u
 on a grid j·2⁻ᵇ lie on circles. For either sum the attacker computes u = exp(−r²/2) of every pair in
-the tail, where circles are farther apart than the published cells are wide, and looks at whether u
+the tail, where circles are farther apart than the published cells are wide, and tests whether u
 lies on the grid.
 
 With b = 53 this takes a long run of Adult to be seen (a total variation of 2e-4), so the planted

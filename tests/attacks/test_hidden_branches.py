@@ -40,7 +40,7 @@ PUBLISHED = SPLIT + 3 * (END - SPLIT)
 
 
 def possible_delta(epsilon, steps):
-    """Return the δ that the best attacker reaches at ε with so many releases."""
+    """Return the δ that the best attacker reaches at ε with this number of releases."""
     mu = math.sqrt(steps) / SIGMA
     return norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
 
@@ -74,7 +74,7 @@ def test_a_branch_without_its_beginning_is_refused(missing):
     "changes", [{"sigma": 2 * SIGMA}, {"q": 0.5}, {"tau": 1e-9}, {"sizes": (("gradient", 3),)}]
 )
 def test_a_beginning_that_contradicts_another_ledger_is_refused(changes):
-    """One of them says more noise, fewer records or ideal noise."""
+    """One of them states more noise, fewer records or ideal noise."""
     with pytest.raises(ValueError, match="damaged or forged"):
         Ledger.union(taken("a", 0, SPLIT, **changes), *BRANCHES)
 

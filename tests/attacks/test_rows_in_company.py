@@ -64,7 +64,7 @@ def flips():
 
 @pytest.fixture
 def unpadded(monkeypatch):
-    """Plant batches that pass at once, whatever their size."""
+    """Plant a fault: pass batches of any size at once, without padding."""
 
     def fix_rows(self, q, mean):
         self.rows, self.pads = ROWS[-1], False

@@ -92,7 +92,7 @@ def test_without_a_seed_the_same_run_has_another_key():
 
 
 def test_the_same_run_from_the_same_seed_is_the_same():
-    """Which is why it counts once in a union of ledgers."""
+    """So the run counts once in a union of ledgers."""
     one, other = (prepare(model(), data(), **BASE) for _ in range(2))
     assert one.run_id == other.run_id
     assert distance(one, other)[0] == 0

@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
 from evenclip import DPSGD, DPSGDF, DPSGDGlobal, DPSGDGlobalAdapt, NonPrivate, fit
-from evenclip.audit.decomposition import Batches, RiskTerms, terms
+from evenclip.audit.decomposition import BatchGradients, RiskTerms, terms
 
 FLOATS = arrays(np.float64, 4, elements=st.floats(-100, 100))
 RULES = [
@@ -83,7 +83,7 @@ def test_turning_alone_changes_no_length():
 
 def test_no_gradient_has_length_ratio_one():
     zero, v = torch.zeros(2, dtype=torch.float64), torch.tensor([3.0, 4.0], dtype=torch.float64)
-    batches = Batches(torch.stack([zero, v, v, zero]), torch.stack([zero, v / 2, zero, v]))
+    batches = BatchGradients(torch.stack([zero, v, v, zero]), torch.stack([zero, v / 2, zero, v]))
     assert batches.rho.tolist() == [1.0, 0.5, 1.0, 1.0]
 
 
@@ -125,7 +125,7 @@ def test_every_rule_has_its_terms(rule):
                 ideal = (
                     0.1**2 / 2 * group["trace"][0] * (rule.sigma * record["sensitivity"] / 20) ** 2
                 )
-                # The noise as it is released is a little larger; see test_noise_variance.py.
+                # The released noise is slightly larger; see test_noise_variance.py.
                 assert values["noise"] == pytest.approx(ideal, rel=2e-3)
             else:
                 assert values["noise"] == 0

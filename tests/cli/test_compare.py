@@ -74,14 +74,14 @@ BAD = {
         "--rules",
         " ",
     ),
-    "evenclip: 'toy' is a dataset of its own, whose target is fixed; leave --target out.": (
+    "evenclip: 'toy' is a dataset with a fixed target; leave --target out.": (
         *QUICK,
         "--target",
         "y",
     ),
     "evenclip: --keep is not for adult; it is for tables.": ("adult", "--keep", "x"),
     "evenclip: --allow-partial is not for toy; it is for celeba.": (*QUICK, "--allow-partial"),
-    "evenclip: --group is g; toy has groups of its own: leave it out.": (*QUICK, "--group", "g"),
+    "evenclip: --group is g; toy has its own groups: leave --group out.": (*QUICK, "--group", "g"),
     "evenclip: --group is ['sex', 'race']; adult has the groups sex, race and age: choose one.": (
         "adult",
         "--group",

@@ -173,6 +173,11 @@ MISTAKES = {
         "toy is a dataset of the package, and `evenclip train` takes a table; give a file, or try "
         "rules on this dataset by `evenclip compare toy`.",
     ),
+    "a dataset in Python, without the options": (
+        ["train", "mine.py:faces"],
+        "mine.py:faces is a dataset in Python, and `evenclip train` takes a table; give a file, or "
+        "try rules on this dataset by `evenclip compare mine.py:faces`.",
+    ),
     "no column": (
         ["train", "FILE", "--target", "credits", "--group", "sex"],
         "There is no column 'credits' in kunden.csv; did you mean 'credit'? its columns are "

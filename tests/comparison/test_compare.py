@@ -1,4 +1,4 @@
-"""Comparisons: paired, calibrated, matched, and told as they are."""
+"""Comparisons are paired, calibrated and matched, and their results are reported unchanged."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def test_every_private_rule_has_the_epsilon_asked_for(found):
 
 
 def test_all_rules_of_a_seed_start_from_one_model_and_one_split(found, root):
-    """And have noise and batches of their own: with lr → 0 the models would be equal, the ledgers'
-    streams not.
+    """Their noise and batches differ: with lr → 0 the models would be equal, but not the streams
+    in the ledgers.
     """
     assert [o.name for o in found.outcomes] == [
         "non-private",
@@ -160,6 +160,7 @@ def test_the_table_reads_at_80_columns(found):
         "privacy cost, points",
         "none",
         "sound here, unsound as published",
+        "Brackets hold 95 % intervals. p is by paired t test.",
         "differentially private",
     )
     assert [part for part in said if part not in words] == []
@@ -243,7 +244,7 @@ def test_one_seed_has_no_standard_error(splits, root, here):
     assert found.table()
 
 
-STRANGER = """
+CUSTOM_RULE = """
 from dataclasses import dataclass
 import evenclip
 
@@ -259,9 +260,9 @@ class Half(evenclip.Rule):
 """
 
 
-def test_a_strangers_rule_goes_through_all_of_it(splits, root, tmp_path):
+def test_a_custom_rule_goes_through_all_of_it(splits, root, tmp_path):
     path = tmp_path / "my_rules.py"
-    path.write_text(STRANGER)
+    path.write_text(CUSTOM_RULE)
     found = evenclip.compare(
         splits,
         ["dpsgd", f"{path}:Half"],
@@ -276,13 +277,17 @@ def test_a_strangers_rule_goes_through_all_of_it(splits, root, tmp_path):
     )
     assert found["half"].lr == pytest.approx((0.05,))  # 0.1 / S
     assert 1.98 < found["half"].epsilon["pld"] <= 2.0
-    assert "half" in found.table()
+    table = found.table()
+    assert "half" in table
+    assert "too few seeds to tell" in table  # with one seed no interval and no t test
+    assert "95 %" not in table
+    assert "t test" not in table
     assert found.to_json()["table"]["half"]["accuracy"]["a"]["mean"] > 0
 
 
 def test_settings_as_published_is_not_said_of_a_custom_rule(tmp_path):
     path = tmp_path / "my_rules.py"
-    path.write_text(STRANGER)
+    path.write_text(CUSTOM_RULE)
     data = {"name": "adult"}, part(50, 0, K=3)
     plain, mixed, alone = (
         choose_protocol(*data, rules, match=False)
@@ -291,6 +296,11 @@ def test_settings_as_published_is_not_said_of_a_custom_rule(tmp_path):
     assert in_words(plain, Changes()).startswith("Settings as published; ")
     assert "No settings are published for half, which has the expected largest step 0.1." in (
         in_words(mixed, Changes(epochs=3))
+    )
+    path.write_text(CUSTOM_RULE + CUSTOM_RULE.replace("Half", "Third").replace('"half"', '"third"'))
+    two = choose_protocol(*data, ["dpsgd", f"{path}:Half", f"{path}:Third"], match=False)
+    assert "for half and third, which have the expected largest step 0.1." in (
+        in_words(two, Changes())
     )
     assert in_words(alone, Changes()) == (
         "No private rule here has published settings; each has the expected largest step 0.1."
@@ -304,7 +314,7 @@ def test_settings_as_published_is_not_said_of_a_custom_rule(tmp_path):
     assert method.lr == pytest.approx(0.1 / typical)  # three groups, not two
 
 
-BY_CONSTANTS = STRANGER.replace(
+BY_CONSTANTS = CUSTOM_RULE.replace(
     "    def sensitivity(self, now):",
     """    def typical_sensitivity(self, constants):
         c = constants
@@ -324,7 +334,7 @@ def test_the_matched_step_is_for_the_constants_of_the_comparison(tmp_path, split
     assert plan.methods[1].lr == pytest.approx(0.1 / S)
 
 
-LOUD = STRANGER.replace("0.5 * self.C0 / norm.clamp(min=1.0)", "0 * norm + 1e3")
+LOUD = CUSTOM_RULE.replace("0.5 * self.C0 / norm.clamp(min=1.0)", "0 * norm + 1e3")
 
 
 def test_a_rule_that_breaks_its_bound_is_not_called_sound(splits, root, tmp_path):
@@ -389,11 +399,11 @@ def test_products_are_rounded_where_that_is_allowed_and_it_is_said(tf32, splits,
 
 
 class Planned(Exception):  # noqa: N818
-    """Carries the runs that were asked for; none is trained."""
+    """Raised with the requested runs, so that none is trained."""
 
 
 class Plans:
-    """An executor that only hears what it is to do."""
+    """An executor that raises `Planned` instead of training."""
 
     def check_device(self, device):
         pass
@@ -498,7 +508,7 @@ def test_the_published_steps_are_kept_unless_the_data_are_others(root):
 def test_a_rule_that_does_not_apply_is_left_out_with_a_sentence(splits, root, tmp_path, here):
     path = tmp_path / "picky.py"
     path.write_text(
-        STRANGER.replace('"half"', '"picky"')
+        CUSTOM_RULE.replace('"half"', '"picky"')
         + "    def unsuited(self, groups, classes):\n        return f'it needs three groups, and "
         "there are {groups}.'\n"
     )

@@ -229,12 +229,11 @@ def test_a_mistake_in_the_file_is_one_sentence(text, file, describe):
         ),
         (
             ["my_data.py:faces", "--target", "y"],
-            "'my_data.py:faces' is a dataset of its own, whose target is fixed; leave --target "
-            "out.",
+            "'my_data.py:faces' is a dataset with a fixed target; leave --target out.",
         ),
         (
             ["my_data.py:faces", "--group", "sex"],
-            "--group is sex; my_data.py:faces has groups of its own: leave it out.",
+            "--group is sex; my_data.py:faces has its own groups: leave --group out.",
         ),
         (
             ["my_data.py:faces", "--test", "test.csv"],

@@ -230,7 +230,7 @@ def test_digits_are_those_of_scikit_learn():
     known = {
         bytes(image.astype(np.uint8)): label for image, label in zip(pixels, labels, strict=True)
     }
-    assert len(known) == 1797  # no image occurs twice, so that rows can be told apart
+    assert len(known) == 1797  # no image occurs twice, so rows are distinct
     contents = [
         [bytes((16 * image).round().to(torch.uint8).flatten().tolist()) for image in d.x]
         for d in (train, test)

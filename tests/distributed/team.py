@@ -32,8 +32,8 @@ class Team:
     """`world` connected processes; call it with a function of `tasks` and its
     arguments.
 
-    local and sharded among them are those of `Ranks`; backend is that of a process group that is
-    there before them.
+    `local` and `sharded` among them are those of `Ranks`; `backend` is that of a process group that
+    exists already.
     """
 
     def __init__(self, world: int, timeout: float = 60.0, backend: str | None = None) -> None:

@@ -176,7 +176,7 @@ def test_the_parts_of_a_batch_are_the_batch(team):
         assert torch.cat(parts).equal(batch[batch < 8 * team.world] if local else batch)
 
 
-def test_records_of_their_own_are_nobody_elses(two):
+def test_equal_local_records_are_refused(two):
     results = two(tasks.train, RULES["dpsgd"], local=True)
     assert [rank.message for rank in results] == [
         "Ranks 0 and 1 were given the same data, and local=True: every record would count twice, "
@@ -363,9 +363,9 @@ def test_ranks_with_other_arguments_are_refused(two, given, difference):
     assert [(rank.kind, rank.message) for rank in results] == [
         (
             "ValueError",
-            f"Rank 1 was given {difference}: all ranks train one model, so give each the arguments of "
-            "rank 0; create the model from the same seed on every rank, or load it from the same "
-            "file.",
+            f"Rank 1 was given {difference}: all ranks train one model, so give each the arguments "
+            "of rank 0; create the model from the same seed on every rank, or load it from the "
+            "same file.",
         )
     ] * 2
 

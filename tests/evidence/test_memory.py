@@ -23,7 +23,8 @@ data = evenclip.data.parquet(path, target="y", memory=memory)
 def trained(**more):
     evenclip.fit(nn.Linear(40, 2), data, rule=evenclip.DPSGD(), batch_size=512, seed=0, **more)
 def peak():  # not ru_maxrss, which begins with the peak of the parent process
-    (line,) = [line for line in pathlib.Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("VmHWM")]
     return int(line.split()[1]) / 1024
 trained(steps=2)
 print(peak())

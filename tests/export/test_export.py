@@ -228,7 +228,7 @@ def test_with_a_schema_the_card_says_so(tmp_path):
     assert export.load(tmp_path / "m").encoder == made.tabled.encoder
 
 
-def test_a_stranger_s_rule_is_trained_too(tmp_path):
+def test_a_custom_rule_is_trained_too(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
         "from dataclasses import dataclass\n"

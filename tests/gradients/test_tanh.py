@@ -151,7 +151,7 @@ def test_small_ones_are_left_to_torch(calls, batch, made, monkeypatch):
     assert calls == []
 
 
-def test_nobody_else_sees_it(calls, batch, made):
+def test_it_is_used_in_the_tape_only(calls, batch, made):
     """The model is called by an observer, traced, mapped, and called after training."""
     model, (x, y) = made(0, mlp).float(), batch
     own = model(x)
@@ -177,7 +177,7 @@ def test_also_after_a_pass_that_failed(calls, batch, made):
     assert calls == []
 
 
-def test_a_forward_of_somebodys_own_is_called(calls, batch, made):
+def test_a_custom_forward_is_called(calls, batch, made):
     class Softer(nn.Tanh):
         def forward(self, x):
             return torch.tanh(x / 2)

@@ -539,7 +539,7 @@ def test_a_batch_unlike_the_one_of_the_plan_is_an_error_and_not_a_mistake(made, 
 @pytest.mark.parametrize(
     "name", ["layers one after the other", "LSTM", "tied embedding, behind its back"]
 )
-def test_a_batch_of_nobody(name, case):
+def test_an_empty_batch(name, case):
     model, x, y, _ = case(name)
     with plan(model, F.cross_entropy, x, y).recording() as tape:
         gradients = tape(x[:0], y[:0])
@@ -560,7 +560,7 @@ def test_losses_and_layout(case):
     assert zero == {"never.weight", "never.bias", "ignored.weight", "ignored.bias"}
 
 
-def test_a_parameter_nobody_uses_is_alone_in_the_model(numbers):
+def test_an_unused_parameter_is_alone_in_the_model(numbers):
     model = nn.Module()
     model.unused = nn.Linear(2, 2)
     model.forward = lambda x: x

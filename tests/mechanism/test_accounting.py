@@ -254,7 +254,7 @@ def test_without_amplification_survives_a_huge_and_a_tiny_cost():
 
 
 def test_pld_stays_above_the_exact_value_at_a_tiny_delta():
-    # q is 1 up to rounding: the exact ε is the Gaussian's, while the accountant still goes by
+    # q is 1 up to rounding: the exact ε is the Gaussian's, while the accountant still uses a
     # Fourier transform, whose rounding would take it below the exact ε from about 1e-12 on.
     steps, sigma = 20_000, 500.0
     ledger = ledger_of(1 - 1e-13, steps, gradient=sigma)

@@ -1,4 +1,4 @@
-"""ε of the noise as it is drawn: the formulas in 60 digits, and properties."""
+"""ε of the drawn noise: its formulas in 60 digits, and properties."""
 
 from __future__ import annotations
 

@@ -272,6 +272,6 @@ def test_what_is_no_ledger_is_refused(rows, sentence):
     ],
 )
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
-def test_a_ledger_made_by_hand_is_checked_before_it_is_believed(entry, accountant):
+def test_a_ledger_made_by_hand_is_checked_before_it_is_used(entry, accountant):
     with pytest.raises(ValueError, match=r"^Entry 2 of the ledger has .* it must be a"):
         epsilon(Ledger([Entry(0.1, (("a", 1.0),), 10), entry]), 1e-6, accountant)

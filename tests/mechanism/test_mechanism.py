@@ -1,4 +1,4 @@
-"""Is the noise that is added the noise that is claimed? Ask an attacker.
+"""The noise that is added is at least the noise that is claimed, measured by an attacker.
 
 One step of training is run very often on two batches that differ in one worst-case record, and an
 attacker tries to tell which it was from everything the step makes public. With true and false

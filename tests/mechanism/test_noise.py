@@ -401,7 +401,7 @@ def test_parts_of_a_draw_are_those_of_the_whole():
 
 
 def test_releases_of_other_names_keys_and_sizes_have_other_noise():
-    """Other radii, which one word alone decides."""
+    """The radii differ, and each is computed from one word."""
     streams = [
         (KEY, {"gradient": 10}), (KEY, {"count": 10}), (KEY, {"gradient": 8}),
         (derive(KEY, "other"), {"gradient": 10}),

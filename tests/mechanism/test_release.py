@@ -106,7 +106,7 @@ def test_multiplier_0_is_in_clear_and_the_ledger_says_so():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_sum_that_is_not_finite_shows_in_no_other_number(bad):
-    """And not in its own one either, beyond a bound of 2⁵¹ grid points."""
+    """Nor is its own number infinite or NaN: it is at most 2⁵¹ grid points."""
     noise = Noise(KEY, {"gradient": 3}, torch.device("cpu")).of(0)["gradient"][0:3]
     one, other = (released(noise, tensor(1.0, x, 2.0)) for x in (bad, 0.0))
     assert one.isfinite().all()

@@ -28,7 +28,7 @@ RATES = (
 
 
 def key(seed):
-    """Return a key of its own for a seed."""
+    """Return a different key for every seed."""
     return derive(KEY, str(seed))
 
 

@@ -1058,7 +1058,7 @@ def test_rules_that_are_refused(rule, complaint):
         Private(rule)
 
 
-def test_a_rule_that_needs_this_steps_count_is_refused_at_the_latest_before_it_releases_a_gradient():
+def test_a_rule_that_needs_this_steps_count_is_refused_before_it_releases_a_gradient():
     run = Private(Late(eta_Z=0.123))  # b̃ is a multiple of 0.1, so Z always changes
     before = run.parameters
     with pytest.raises(ValueError, match=r"observe of .* returned a `now` other than the state"):
@@ -1099,8 +1099,10 @@ def test_names_make_rules_from_opacus_own_words(name):
     "optimizer",
     [
         lambda: dp_optimizer(DPPerLayerOptimizer, max_grad_norm=[1.0] * 4),
-        lambda: dp_optimizer(AdaClipDPOptimizer, target_unclipped_quantile=0.5, clipbound_learning_rate=0.2,
-                             max_clipbound=2.0, min_clipbound=0.1, unclipped_num_std=1.0),
+        lambda: dp_optimizer(
+            AdaClipDPOptimizer, target_unclipped_quantile=0.5, clipbound_learning_rate=0.2,
+            max_clipbound=2.0, min_clipbound=0.1, unclipped_num_std=1.0,
+        ),
         lambda: object.__new__(DistributedDPOptimizer),  # it needs a process group
         lambda: even_of(dp_optimizer(), DPSGD()),
         lambda: torch.optim.SGD(make_network().parameters(), lr=0.1),
@@ -1167,7 +1169,10 @@ def test_other_loaders_are_refused():
             {"grad_sample_mode": "ghost"},
             r"In ghost mode, .* use grad_sample_mode='hooks', or evenclip\.fit, which",
         ),
-        ({"noise_generator": torch.Generator()}, r"noise_generator is given, but noise is drawn"),
+        (
+            {"noise_generator": torch.Generator()},
+            r"noise_generator is given, but noise is always drawn",
+        ),
         (
             {"eta_z": 0.3},
             r"eta_z: neither an argument of Opacus's make_private nor a field of the rule",

@@ -21,7 +21,7 @@ def drawn(live, width=80):
     return console.file.getvalue()
 
 
-def test_a_terminal_is_told_what_runs_what_is_done_and_how_long_it_will_take():
+def test_a_terminal_shows_what_runs_what_is_done_and_the_time_left():
     terminal = Console(file=io.StringIO(), force_terminal=True, width=80)
     with Live(terminal) as live:
         assert "0 of 0 runs" in drawn(live)

@@ -48,7 +48,7 @@ def record(name="adult", quick=False, **changes):
 
 
 def watched(rule, dataset="adult", match=False, looks=6):
-    """What was seen of a run, in numbers that anybody can check."""
+    """The record of an observed run, with numbers that are easy to check by hand."""
     names = "non_private", "clip", "mag", "dir", "noise", "mag_star", "dir_star"
     groups = [
         {

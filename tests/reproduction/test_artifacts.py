@@ -132,11 +132,11 @@ def test_bounds_of_a_look(seen):
     assert row["small_steps"] is True
 
 
-# --- watching -----------------------------------------------------------------------------------
+# --- observing -----------------------------------------------------------------------------------
 
 
 def test_a_watched_run_is_the_run_of_the_table():
-    """Looking changes nothing: its losses are those of the same run unwatched."""
+    """Observers change nothing: the losses are those of the same run without observers."""
     from evenclip.sweep.describe import load_data, make_model
     from evenclip.training.fit import fit
 

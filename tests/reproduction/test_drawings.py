@@ -163,7 +163,7 @@ def test_the_numbers_that_are_printed_add_up(step):
 
 
 def test_the_terms_are_what_the_losses_really_do(step):
-    """The loss is quadratic, so that the second order is all there is."""
+    """The loss is quadratic, so its expansion to second order is exact."""
     after = {
         name: step.problem.losses(step.theta - step.lr * along)
         for name, along in (
@@ -219,7 +219,7 @@ def test_so_does_saving_twice(figures, saved, tmp_path):
 
 
 def test_another_process_with_other_defaults_draws_the_same_bytes(saved, tmp_path):
-    """And what computes the numbers does not import matplotlib."""
+    """The module that computes the numbers does not import matplotlib."""
     (tmp_path / "matplotlibrc").write_text(
         "font.size: 20\nlines.linewidth: 9\nsvg.fonttype: path\n"
     )

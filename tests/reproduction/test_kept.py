@@ -1,5 +1,5 @@
-"""What is kept of our own runs: drawn again it is the same, and it says of the paper what the page
-about it says.
+"""The kept results of our runs: redrawing changes nothing, and the page about the paper agrees with
+them.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What was printed against itself: the columns of a table follow from each other, up to rounding.
+"""The printed numbers are consistent: a table's columns follow from each other, up to rounding.
 
 Numbers are compared as integers, in units of the last printed place. A printed number is off by at
 most half a unit, so one that is the sum or the difference of two others is off by at most 1.5
@@ -19,7 +19,7 @@ from evenclip.rules import RULES
 DATASETS = NAMES[1:]
 REFERENCE = "non-private"
 COSTS = {"privacy_cost": ("accuracy", -1), "excessive_risk": ("loss", 1)}
-"""Column -> the column that it is a difference of, and the sign of what the method has more than the reference."""
+"""Column -> the column whose differences it has, and the sign of method minus reference."""
 
 
 def units(number: Printed) -> int:
@@ -175,7 +175,7 @@ def test_one_reference_serves_every_method():
 
 @pytest.mark.parametrize("name", DATASETS)
 def test_a_gap_is_at_least_that_of_the_means(name):
-    """E|π_a − π_b| ≥ |E π_a − E π_b|, and R likewise."""
+    """E|π_a − π_b| ≥ |E π_a − E π_b|, and the same for R."""
     short = {where: abs(units(a) - units(b)) - units(gap) for where, gap, (a, b) in gaps(name)}
     assert {where: amount for where, amount in short.items() if amount > 1} == {}
 
@@ -208,7 +208,7 @@ def test_a_gap_has_no_standard_error_above_its_mean():
 
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=8))
 def test_numbers_that_are_not_negative_have_no_standard_error_above_their_mean(values):
-    """What the test above leans on: Σ v² ≤ (Σ v)², with equality where one value alone is not 0."""
+    """The test above uses it: Σ v² ≤ (Σ v)², with equality where only one value is not 0."""
     assert np.std(values, ddof=1) / np.sqrt(len(values)) <= np.mean(values) * (1 + 1e-9)
 
 

@@ -45,7 +45,7 @@ def test_groups_are_found_by_name_not_by_place(kept):
 
 
 def test_a_gap_is_that_of_the_means(kept):
-    """Not the mean of absolute gaps: theirs are not, either."""
+    """It is not the mean of absolute gaps, and neither are the printed gaps."""
     record = kept()
     record["rules"]["dpsgd"]["accuracy"] = [
         [70.0 + d, 90.0 - d] for d in (-1.0, 1.0, -2.0, 2.0, 0.0)
@@ -148,7 +148,7 @@ def test_a_record_survives_json(kept):
 
 
 def test_the_settings_of_the_paper_are_trained(monkeypatch, tmp_path):
-    """What is handed to `compare`: all methods of the table, FairLens included."""
+    """`compare` is called with all methods of the table, FairLens included."""
     passed = {}
 
     def stop(*given, **more):
@@ -172,7 +172,7 @@ def test_the_settings_of_the_paper_are_trained(monkeypatch, tmp_path):
 
 
 def test_a_table_is_made_of_a_comparison(tmp_path, here):
-    """The road from training to the page, on one epoch of the Adult that is in the package."""
+    """From training to the page, on one epoch of the Adult data in the package."""
     found = compare(
         "adult", ["dpsgd"], 2, epochs=1, model="linear", rows=1000, store=tmp_path, on=here
     )

@@ -10,7 +10,7 @@ from evenclip.reproduction.variants import VARIANTS, draw
 
 
 def test_every_row_that_sources_disagree_about_is_trained_both_ways():
-    """Learning rates of which the settings say that others have another."""
+    """Every learning rate for which the settings name another value in another source."""
     doubts = {
         (name, rule, value)
         for name, dataset in SETTINGS.items()

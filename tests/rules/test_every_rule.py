@@ -1,5 +1,4 @@
-"""What every rule promises, the built-in ones and strangers' alike: bounded by construction, blind
-to the batch.
+"""Every rule, built-in or custom, is bounded by construction and independent of the batch.
 
 The sensitivity is not read off the formula: one sample is taken out of the batch, everything is
 computed again, and the sums are compared.
@@ -40,7 +39,7 @@ from evenclip.rules import (
 GROUPS = 4
 ROUNDING = 1 + Fraction(1, 2**49)  # norms are rounded up by far more
 
-# Strangers' rules
+# Custom rules
 # --------------------------------------------------------------------------------------------------
 
 
@@ -173,7 +172,7 @@ def public(rule, strange):
 
 
 def thresholds(rule, *publics):
-    """Wherever the rule may change its mind: its fields, the public values, and τ times those."""
+    """Values at which a rule may branch: its fields, the public values, and τ times those."""
     fields = [v for f in dataclasses.fields(rule) if isinstance(v := getattr(rule, f.name), float)]
     values = [*fields, *(v for p in publics for v in p.flatten().tolist())]
     values += [getattr(rule, "tau", 1.0) * v for v in values]
@@ -237,15 +236,13 @@ def over_batches(rules, strange=True, examples=25):
 
 
 def bound(rule, now):
-    """What one sample may add: S, or its size below 0, as for the noise; anything where S and so
-    the noise is NaN.
-    """
+    """The most that one sample may add: |S|, as for the noise; ∞ where both are NaN."""
     S = abs(float(rule.sensitivity(now)))
     return S if S == S else math.inf
 
 
 def weights(rule, b, keep=None):
-    """The weights, and where the rule was held to its bound, spelled out."""
+    """The weights, and for which samples the mechanism reduced the rule's weight to its bound."""
     held, lies = Mechanism(rule).weights(b.norms, b.group, b.now, rule.sensitivity(b.now), keep)
     return held, torch.zeros_like(held, dtype=torch.bool) if lies is None else lies
 

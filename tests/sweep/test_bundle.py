@@ -83,7 +83,7 @@ def test_a_run_is_prepared_once_and_not_at_all_if_it_is_stored(store, spec, monk
     assert prepared == [0, 1]
 
 
-def test_a_result_that_cannot_be_written_is_told_of_its_run(store, spec, monkeypatch):
+def test_a_result_that_cannot_be_written_fails_its_run(store, spec, monkeypatch):
     write, bad = Store.write, spec(1).hash
 
     def full(self, spec, *rest):
@@ -97,7 +97,7 @@ def test_a_result_that_cannot_be_written_is_told_of_its_run(store, spec, monkeyp
     assert "No space left" in events[1]["why"]
 
 
-def test_a_busy_run_of_a_bundle_is_looked_at_again(store, spec, progress, monkeypatch):
+def test_a_busy_run_of_a_bundle_is_checked_again(store, spec, progress, monkeypatch):
     """Another command computes one of two runs: its result is read when it is complete."""
     specs = [spec(0), spec(1)]
     result, weights = work.work(specs[0], lambda t: None)

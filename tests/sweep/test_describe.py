@@ -15,7 +15,7 @@ from torch import nn
 from evenclip.rules import RULES
 from evenclip.sweep import describe
 
-STRANGER = """
+CUSTOM_RULE = """
 from dataclasses import dataclass
 import evenclip
 
@@ -34,9 +34,9 @@ NOT_A_RULE = 3
 
 
 @pytest.fixture
-def stranger(tmp_path):
+def custom_rules(tmp_path):
     path = tmp_path / "my_rules.py"
-    path.write_text(STRANGER)
+    path.write_text(CUSTOM_RULE)
     return path
 
 
@@ -47,26 +47,27 @@ def test_built_in_rules(name):
     assert describe.make_rule(json.loads(json.dumps(describe.describe_rule(rule)))) == rule
 
 
-def test_a_strangers_rule(stranger):
-    rule = describe.named_rule(f"{stranger}:Half")
+def test_a_custom_rule(custom_rules):
+    rule = describe.named_rule(f"{custom_rules}:Half")
     assert (rule.name, rule.C0) == ("half", 2.0)
     changed = dataclasses.replace(rule, sigma=3.0)
     description = json.loads(json.dumps(describe.describe_rule(changed)))
     assert describe.make_rule(description) == changed
-    assert description["sha256"] == describe.sha256(stranger)
+    assert description["sha256"] == describe.sha256(custom_rules)
+    assert (description["name"], description["class"]) == ("half", "Half")
 
 
-def test_a_changed_file_is_another_run(stranger, spec):
-    before = spec(rule=describe.describe_rule(describe.named_rule(f"{stranger}:Half")))
-    stranger.write_text(STRANGER.replace("0.5 *", "0.25 *"))
-    after = spec(rule=describe.describe_rule(describe.named_rule(f"{stranger}:Half")))
+def test_a_changed_file_is_another_run(custom_rules, spec):
+    before = spec(rule=describe.describe_rule(describe.named_rule(f"{custom_rules}:Half")))
+    custom_rules.write_text(CUSTOM_RULE.replace("0.5 *", "0.25 *"))
+    after = spec(rule=describe.describe_rule(describe.named_rule(f"{custom_rules}:Half")))
     assert before.hash != after.hash
 
 
-def test_a_file_that_changed_after_it_was_described_is_not_loaded(stranger):
-    stranger.write_text(STRANGER.replace("0.5 *", "0.6 *"))  # no other test has loaded this
-    description = describe.describe_rule(describe.named_rule(f"{stranger}:Half"))
-    stranger.write_text(STRANGER.replace("0.5 *", "0.7 *"))
+def test_a_file_that_changed_after_it_was_described_is_not_loaded(custom_rules):
+    custom_rules.write_text(CUSTOM_RULE.replace("0.5 *", "0.6 *"))  # no other test has loaded this
+    description = describe.describe_rule(describe.named_rule(f"{custom_rules}:Half"))
+    custom_rules.write_text(CUSTOM_RULE.replace("0.5 *", "0.7 *"))
     sys.modules.pop(f"evenclip_given_{description['sha256'][:16]}")  # as in a new process
     with pytest.raises(ValueError, match=r"has changed since the comparison began; start it again"):
         describe.make_rule(description)
@@ -90,20 +91,20 @@ def test_rules_that_are_not_there(given, says):
 
 
 @pytest.mark.parametrize("name", ["Third", "NOT_A_RULE"])
-def test_a_file_without_that_rule(stranger, name):
+def test_a_file_without_that_rule(custom_rules, name):
     with pytest.raises(
         ValueError,
         match=f"has no rule '{name}'; give file.py:Class with a subclass of evenclip.Rule.",
     ):
-        describe.named_rule(f"{stranger}:{name}")
+        describe.named_rule(f"{custom_rules}:{name}")
 
 
 def test_a_rule_without_a_file(monkeypatch):
     notebook = types.ModuleType("notebook_without_file")
     monkeypatch.setitem(sys.modules, notebook.__name__, notebook)
-    exec(STRANGER, notebook.__dict__)
+    exec(CUSTOM_RULE, notebook.__dict__)
     with pytest.raises(
-        ValueError, match=r"'half' \(Half\) has no file .* put it into a \.py file of its own\."
+        ValueError, match=r"'half' \(Half\) has no file .* put it into its own \.py file\."
     ):
         describe.describe_rule(notebook.Half())
 

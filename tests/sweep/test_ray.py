@@ -207,7 +207,7 @@ def test_a_run_that_kills_its_process_does_not_cost_the_others_of_its_bundle(
     assert all(store.has(spec(seed)) for seed in (0, 2, 3))
 
 
-def test_steps_are_told_while_a_run_goes_on(cluster, store, spec, progress, gate):
+def test_steps_are_reported_while_a_run_goes_on(cluster, store, spec, progress, gate):
     """The run waits until its first step was reported."""
     progress.step = lambda spec, t: gate.let_through() if t == 1 else None
     assert len(carry_out([spec(0, model=gate.model)], store, progress, Ray(cluster))) == 1

@@ -151,12 +151,12 @@ def test_a_branch_alone_is_refused_because_its_beginning_is_missing(toy, tmp_pat
 def test_a_step_is_on_the_disk_before_anything_is_seen_of_it(toy, tmp_path):
     seen = []
 
-    def look(step):
+    def observe(step):
         entries = journaled(tmp_path).entries
         assert all(entry.reserved for entry in entries)
         seen.append(any(entry.first <= step.t < entry.end for entry in entries))
 
-    fit(toy.mlp(), toy.data(), checkpoint=tmp_path, observers=[look], **settings())
+    fit(toy.mlp(), toy.data(), checkpoint=tmp_path, observers=[observe], **settings())
     assert seen == [True] * T
 
 
@@ -397,13 +397,13 @@ def reported(act) -> dict:
     """Return what act() returns in a forked process."""
     read, write = os.pipe()
 
-    def told():
+    def write_result():
         buffer = io.BytesIO()
         torch.save(act(), buffer)
         with open(write, "wb") as file:
             file.write(buffer.getvalue())
 
-    assert in_a_child(told) == 0
+    assert in_a_child(write_result) == 0
     os.close(write)
     with open(read, "rb") as file:
         return torch.load(io.BytesIO(file.read()), weights_only=True)

@@ -225,7 +225,7 @@ def locked(output, y):
 
 
 def imports(output, y):
-    import tasks_of_somebody  # noqa: F401
+    import tasks_of_a_user  # noqa: F401
 
     return half(output, y)
 
@@ -242,7 +242,7 @@ def test_a_seed_is_refused_where_there_is_no_digest(toy):
 
 
 def test_a_module_that_is_imported_later_has_no_digest():
-    with pytest.raises(NoDigest, match="imports tasks_of_somebody when it runs"):
+    with pytest.raises(NoDigest, match="imports tasks_of_a_user when it runs"):
         contents(imports)
 
 

@@ -195,9 +195,9 @@ def test_steps_that_would_come_out_otherwise_are_not_repeated(toy, tmp_path, kin
             model, toy.data(), **settings(DPSGD(), **more), checkpoint=tmp_path, resume="exact",
         )  # fmt: skip
     assert str(caught.value) == (
-        f'{tmp_path / "step-00000007"} cannot be continued by resume="exact": since it was written, '
-        f"there is another {name}. Resume with resume=True, which draws new noise and counts all "
-        "steps, or start again in another folder."
+        f'{tmp_path / "step-00000007"} cannot be continued by resume="exact": since it was '
+        f"written, there is another {name}. Resume with resume=True, which draws new noise and "
+        "counts all steps, or start again in another folder."
     )
 
 
@@ -500,8 +500,8 @@ def test_a_folder_with_a_checkpoint_is_not_written_into_unasked(toy, folder):
     with pytest.raises(CheckpointError) as caught:
         fit(toy.mlp(), toy.data(), **settings(DPSGDF()), checkpoint=folder)
     assert str(caught.value) == (
-        f"{folder} already holds a checkpoint (step-00000007); pass resume=True to continue from it, "
-        "or choose another folder."
+        f"{folder} already holds a checkpoint (step-00000007); pass resume=True to continue from "
+        "it, or choose another folder."
     )
     with pytest.raises(CheckpointError):
         resume(toy, folder, lr=0.1)

@@ -14,8 +14,8 @@ group's mean loss over the training set,
 g_B = Σ g_i / B and ḡ_B = Σ γ_i g_i / B are the directions of plain SGD and of the rule, and ρ =
 ‖ḡ_B‖/‖g_B‖ (1 if either is 0). R_mag is the effect of going from g_B to ρ g_B, and R_dir that of
 going from ρ g_B to ḡ_B. The starred pair changes the direction first and then the length: from g_B
-to ḡ_B/ρ to ḡ_B. v is the variance of each number of the released sum: (σS)² of ideal noise, and of
-the noise as it is released a little more, `evenclip.mechanism.grid.Grid.variance`.
+to ḡ_B/ρ to ḡ_B. v is the variance of each number of the released sum: (σS)² for ideal noise.
+For the released noise it is slightly larger: `evenclip.mechanism.grid.Grid.variance`.
 
 Differs from the paper: R_noise has the 1/B² of the algorithm, which the paper leaves out (its
 figures are 65,000 times too high for a batch of 256); S is the sensitivity that was actually used.
@@ -42,14 +42,14 @@ from evenclip.training.loss import targets
 from evenclip.training.passes import Chunk
 from evenclip.training.step import Step, WeightedSums, clip
 
-__all__ = ["NAMES", "Batches", "GroupTerms", "RiskTerms", "terms"]
+__all__ = ["NAMES", "BatchGradients", "GroupTerms", "RiskTerms", "terms"]
 
 # The terms of a step's effect on a group's loss.
 NAMES = ("non_private", "clip", "mag", "dir", "noise", "mag_star", "dir_star")
 
 
 @dataclass(frozen=True)
-class Batches:
+class BatchGradients:
     """Batch gradients of one step, for its own batch and optionally for other drawn batches.
 
     Attributes:
@@ -239,7 +239,7 @@ class RiskTerms:
         }
 
     def _group(
-        self, k: int, step: Step, batches: Batches, probes: Tensor, variance: float
+        self, k: int, step: Step, batches: BatchGradients, probes: Tensor, variance: float
     ) -> GroupTerms:
         rows, of = self._rows[k]
         partial = len(rows) < of
@@ -292,7 +292,7 @@ class RiskTerms:
         curvature = Curvature(step.model, self._loss, samples.x, samples.y, parts=parts)
         return curvature, curvature.gradients()
 
-    def _gradients(self, step: Step) -> Batches:
+    def _gradients(self, step: Step) -> BatchGradients:
         """Return g_B and ḡ_B of the step's batch and of other batches drawn in the same way.
 
         All are clipped with the bounds that were public at this step.
@@ -309,7 +309,7 @@ class RiskTerms:
                 clip(step.tape, step.mechanism, batch, step.state, step.public.now).total.double()
                 / step.B
             )
-        return Batches(torch.stack(plain), torch.stack(clipped))
+        return BatchGradients(torch.stack(plain), torch.stack(clipped))
 
     def _chunk(self, rows: Tensor, step: Step) -> list[Chunk]:
         """Return these samples as a batch of the step; the batch is empty without samples."""

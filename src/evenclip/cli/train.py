@@ -46,9 +46,34 @@ class TrainOptions:
     )
 
 
+def _table(file: Path) -> Path:
+    """Return the file; refuse a dataset, before a missing option hides that mistake."""
+    # Imported here so that --help does not wait for torch.
+    from evenclip.data.catalogue import SOURCES
+
+    if file.exists():
+        return file
+    if str(file) in SOURCES:
+        raise ValueError(
+            f"{file} is a dataset of the package, and `evenclip train` takes a table; give a file, "
+            f"or try rules on this dataset by `evenclip compare {file}`."
+        )
+    if ".py:" in str(file):
+        raise ValueError(
+            f"{file} is a dataset in Python, and `evenclip train` takes a table; give a file, or "
+            f"try rules on this dataset by `evenclip compare {file}`."
+        )
+    return file
+
+
 @grouped
 def train(
-    file: Annotated[Path, typer.Argument(help="Table: .csv, .tsv, .parquet or .feather.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="Table: .csv, .tsv, .parquet or .feather.", callback=_table, is_eager=True
+        ),
+    ],
     *,
     settings: TrainOptions,
     options: DataOptions,
@@ -70,13 +95,7 @@ def train(
     check.positive(**{"--epsilon": settings.epsilon})
     # Imported here so that --help does not wait for torch.
     from evenclip import export
-    from evenclip.data.catalogue import SOURCES
 
-    if str(file) in SOURCES and not file.exists():
-        raise ValueError(
-            f"{file} is a dataset of the package, and `evenclip train` takes a table; give a file, "
-            f"or try rules on this dataset by `evenclip compare {file}`."
-        )
     export.check_place(out, force)
     group = settings.group
     given = vars(settings) | {"group": group[0] if len(group) == 1 else group}

@@ -261,7 +261,9 @@ def in_words(plan: Protocol, changes: Changes) -> str:
         if set(private) <= set(plan.custom):
             says = f"No private rule here has published settings; each has {step}."
         else:
-            says += f" No settings are published for {', '.join(plan.custom)}, which has {step}."
+            *others, last = plan.custom
+            named, has = (f"{', '.join(others)} and {last}", "have") if others else (last, "has")
+            says += f" No settings are published for {named}, which {has} {step}."
     values = {
         "ε": changes.epsilon, "δ": changes.delta, "epochs": changes.epochs,
         "batch size": changes.batch_size, "lr": changes.lr, "model": changes.model,

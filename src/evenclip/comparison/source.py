@@ -80,9 +80,7 @@ def _chosen(
 ) -> dict[str, Any]:  # fmt: skip
     """The options of a named or custom dataset, with the group; raise for those that it lacks."""
     if target is not None:
-        raise ValueError(
-            f"{label!r} is a dataset of its own, whose target is fixed; leave --target out."
-        )
+        raise ValueError(f"{label!r} is a dataset with a fixed target; leave --target out.")
     if group is not None:
         if not source.attributes or not isinstance(group, str):
             raise ValueError(f"--group is {group}; {label} {_attributes(source)}")
@@ -99,7 +97,7 @@ def _chosen(
 def _attributes(source: Source) -> str:
     """What --group may be for this dataset, as half a sentence."""
     if not source.attributes:
-        return "has groups of its own: leave it out."
+        return "has its own groups: leave --group out."
     *others, last = source.attributes
     return f"has the groups {', '.join(others)} and {last}: choose one."
 

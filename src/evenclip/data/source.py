@@ -170,7 +170,7 @@ def check_splits(splits: Any, source: Source, where: str) -> Splits:
         _check_part(data, f"The {part} split of {where}")
         _check_same(splits.train, data, part, where)
     _check_names(source, splits.train, where)
-    # Not only the classes of the training rows: a test row of another class is an error of its own.
+    # Not only the classes of the training rows: another class in a test row is a different error.
     classes = 1 + max(int(data.y.max()) for data in parts.values())
     named = {
         part: replace(

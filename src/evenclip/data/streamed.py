@@ -78,7 +78,7 @@ class Streamed(abc.ABC):
     def fingerprints(self) -> Sequence[str]:
         """Return a line for each tensor, with a digest of its bits; never publish it.
 
-        Anybody who has the digest can test whether a record that they guess is in the data.
+        With the digest, an attacker who guesses a record can test whether it is in the data.
         """
 
     @abc.abstractmethod

@@ -144,7 +144,7 @@ class Tape:
         return Padded(self._pass(*tree_map(partial(_fill, missing), (x, y))), n)
 
     def fix_rows(self, q: float, mean: float) -> None:
-        """Pass samples in blocks of one fixed size, padded, whatever the size of a batch.
+        """Pass samples of batches of any size in padded blocks of one fixed size.
 
         So a sample's numbers do not depend on how many others are in its batch. The size is public:
         it is exceeded by one batch in forty, which then takes two blocks.

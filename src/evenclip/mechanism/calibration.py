@@ -2,7 +2,7 @@
 
 All noise of a rule is multiplied by one scale s, so that gradient and counts keep their proportion.
 ε falls as s grows; a search on the PLD finds the smallest s that costs at most the target. The
-target is for the noise as it is drawn, see `evenclip.mechanism.correction`.
+target is for the drawn noise, see `evenclip.mechanism.correction`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def scale_for(
 
     `steps` steps of rate q with the multipliers {name: s·m} then cost at most ε. Guarantee: the ε
     of that ledger is never above the target, and at most 0.05 % below it. With `sizes`, the numbers
-    in each release, this is the ε of the noise as it is drawn; without, of ideal noise.
+    in each release, this is the ε of the drawn noise; without, of ideal noise.
 
     >>> from evenclip.mechanism.accounting import epsilon
     >>> unit = {"gradient": 1.0, "count": 10.0}

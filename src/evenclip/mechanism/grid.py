@@ -134,8 +134,8 @@ def published(total: Tensor, z: Tensor, grid: Grid) -> Tensor:
     """
     if z.shape != total.shape:
         raise ValueError(
-            f"A sum of {total.numel()} numbers was given {z.numel()} numbers of noise; give one for "
-            "each."
+            f"A sum of {total.numel()} numbers was given {z.numel()} numbers of noise; give one "
+            "for each."
         )
     h, H, std = grid
     # A projection: harmless to the sensitivity, and never taken by a sum within its bounds.

@@ -10,24 +10,15 @@ Algorithm 2 (Esipova et al. 2023):
     publish      Σ γ_i g_i released and divided by B                       public from here on
 
 The rule is mapped sample by sample (`torch.func.vmap`); rules of this package that declare
-themselves elementwise are called on the whole batch. These bounds are enforced for any
-return value of the rule:
+themselves elementwise are called on the whole batch. These bounds are enforced for any return
+value of the rule, see `evenclip.mechanism.bounds`:
 
     ‖statistic_i‖ ≤ 1,   |γ_i| · ‖g_i‖ ≤ S,   a sample that is not kept contributes exactly nothing.
-
-| the rule returns | becomes |
-|---|---|
-| a weight that is NaN or infinite | 0, and it is counted |
-| |γ| · ‖g‖ > S | ±S/‖g‖, and it is counted |
-| |γ| > 2¹⁰⁰ · S, however small ‖g‖ is | ±2¹⁰⁰ · S, and it is counted |
-| a statistic longer than 1 | the same direction, length 1 |
-| a statistic with a NaN or infinite entry | 0 in that place |
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -38,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from evenclip.mechanism.bounds import bounded_sum, bounded_weights
 from evenclip.mechanism.calls import call, wanted
 from evenclip.mechanism.mapping import map_over_samples
 from evenclip.mechanism.multipliers import noise_multipliers
@@ -45,17 +37,6 @@ from evenclip.mechanism.release import Release
 from evenclip.rules import RULES, Constants, Rule
 
 __all__ = ["Mechanism"]
-
-# C0/‖g‖ · ‖g‖ may come out a few units in the last place above C0. Norms are rounded up by far more
-# than that, so such a weight is neither clamped nor counted.
-_ROUNDING = 1 + 2.0**-50
-# The same for statistics, in which more squares are added up; ρ covers both.
-_UNIT_LENGTH = 1 + 2.0**-46
-# Weights are finite even for a rule without a bound (S = ∞).
-_FINITE = sys.float_info.max
-# A shorter gradient is clamped as if it had this length, so that its weight stays finite in
-# float32, where 0 · ∞ would be NaN.
-_SHORTEST = 2.0**-100
 
 
 @dataclass(frozen=True)
@@ -120,7 +101,7 @@ class Mechanism:
                 f"{self.rule.name} has a statistic called 'gradient', which is the name of the "
                 "gradient's own release; give it another name."
             )
-        return {name: len(self._total(value, None)) for name, value in named.items()}
+        return {name: len(self._summed(value, None)) for name, value in named.items()}
 
     @cached_property
     def counts(self) -> int:
@@ -144,8 +125,8 @@ class Mechanism:
         if missing is not None:
             which = "" if missing == "count" else f" called {missing!r}"
             raise ValueError(
-                f"{self.rule.name} has a statistic{which} of {self.statistics[missing]} numbers and "
-                "no sigma_count; give it the noise multiplier of that release."
+                f"{self.rule.name} has a statistic{which} of {self.statistics[missing]} numbers "
+                "and no sigma_count; give it the noise multiplier of that release."
             )
         return {name: given[name] for name in (*names, "gradient")}
 
@@ -190,7 +171,7 @@ class Mechanism:
                 f"{', '.join(self.statistics)} before the first step; give it the same in every "
                 "step."
             )
-        totals = [self._total(value, keep) for value in each.values()]
+        totals = [self._summed(value, keep) for value in each.values()]
         return totals[0] if len(totals) == 1 else torch.cat(totals)
 
     def each_statistic(
@@ -210,27 +191,9 @@ class Mechanism:
             )
         return named
 
-    def _total(self, each: Tensor, keep: Tensor | None) -> Tensor:
+    def _summed(self, each: Tensor, keep: Tensor | None) -> Tensor:
         """Sum one statistic of the kept samples.  # [m], float64"""
-        if each.dtype == torch.bool and each.ndim == 1:  # True has length 1
-            return (each if keep is None else each & keep).sum(
-                dim=0, keepdim=True, dtype=torch.float64
-            )
-        if each.ndim != 2:
-            each = each.unsqueeze(1) if each.ndim == 1 else each.flatten(1)
-        each = each.to(torch.float64)  # [sample, m]
-        if each.numel() == 0:
-            return each.new_zeros(each.shape[1])
-        # A length is off by as many roundings as there are numbers, of which ρ covers 64.
-        up = 1 + max(each.shape[1] - 64, 0) * 2.0**-53
-        lengths: Tensor = torch.linalg.vector_norm(each, dim=1, keepdim=True)
-        if not (self._reads(lengths) and float(lengths.max()) * up <= _UNIT_LENGTH):  # true for NaN
-            each = each.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-            lengths = torch.linalg.vector_norm(each, dim=1, keepdim=True)
-            each = each / (lengths * up).clamp(min=1.0)
-        if keep is not None:
-            each = torch.where(keep.unsqueeze(1), each, 0.0)
-        return each.sum(dim=0)
+        return bounded_sum(each, keep, reads=self._reads(each))
 
     def observe(
         self, count: Tensor, B: float, state: Tensor, release: Callable[..., Tensor]
@@ -331,18 +294,7 @@ class Mechanism:
         Both have the shape [sample], float64 and bool.
         """
         raw = self.each_weight(norms, group, now)
-        lengths = norms.clamp(min=_SHORTEST)
-        if (
-            self._reads(raw)
-            and raw.shape[0]
-            and _longest(raw * lengths) <= min(S * _ROUNDING, _FINITE)  # false for NaN
-        ):
-            return (raw if keep is None else torch.where(keep, raw, 0.0)), None
-        finite = raw.isfinite()
-        raw = torch.where(finite, raw, 0.0)
-        longer = (raw * lengths).abs() > S * _ROUNDING
-        held, clamped = torch.where(longer, raw.sign() * (S / lengths), raw), longer | ~finite
-        return (held, clamped) if keep is None else (torch.where(keep, held, 0.0), clamped & keep)
+        return bounded_weights(raw, norms, S, keep, reads=self._reads(raw))
 
     def each_weight(self, norms: Tensor, group: Tensor, now: Tensor) -> Tensor:
         """Return every sample's weight, as the rule returns it.  # [sample], float64"""
@@ -426,8 +378,3 @@ def _empty(value: Any) -> Any:
 def _shown(value: object) -> str:
     """Format a value for an error message."""
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-
-
-def _longest(x: Tensor) -> float:
-    """Return the largest |x|."""
-    return float(torch.linalg.vector_norm(x, ord=math.inf))

@@ -34,8 +34,8 @@ __all__ = ["Facts", "declared", "epsilon", "paragraph", "report"]
 
 UNIT = "one record with its labels; no guarantee for a person with several records"
 RELATION = (
-    "add or remove one record, where neither dataset has more than 2B/q records; q, B, T, δ and the "
-    "rule's constants are fixed"
+    "add or remove one record, where neither dataset has more than 2B/q records; q, B, T, δ and "
+    "the rule's constants are fixed"
 )
 NOT_COVERED = (
     "the number of records n and of groups, from which q and T are computed",
@@ -90,7 +90,7 @@ def epsilon(
 def declared(settings: Settings, ledger: Ledger) -> Ledger:
     """Return the ledger with the declared steps that were not taken, which ε covers too.
 
-    A ledger without a step, or without an ε, is returned as it is.
+    A ledger without a step, or without an ε, is returned unchanged.
     """
     if not (ledger.entries and ledger.is_private):
         return ledger
@@ -314,10 +314,10 @@ def _guarantee(report: dict[str, Any]) -> str:
         f"This model was trained by {report['method']} ({report['soundness']}) and is (ε, "
         f"δ)-differentially private with ε = {rounded_up(report['epsilon'])} at δ = "
         f"{report['delta']:g} (by PLD; {rounded_up(report['epsilon_rdp'])} by RDP). "
-        f"Without the amplification by Poisson sampling {without_sampling}. Unit: {report['unit']}. Neighbours: "
-        f"{report['neighbouring_relation']}. {report['steps']} steps at rate q = "
-        f"{report['q']:.6g}; noise multipliers {multipliers}, jointly "
-        f"{report['joint_multiplier']:.4g}; sums divided by {report['divisor']}, "
+        f"Without the amplification by Poisson sampling {without_sampling}. "
+        f"Unit: {report['unit']}. Neighbours: {report['neighbouring_relation']}. "
+        f"{report['steps']} steps at rate q = {report['q']:.6g}; noise multipliers {multipliers}, "
+        f"jointly {report['joint_multiplier']:.4g}; sums divided by {report['divisor']}, "
         f"{report['expected_batch_size']:g}."
     )
 

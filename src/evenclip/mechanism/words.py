@@ -1,9 +1,9 @@
 """Random words from a secret key, by AES-256 in counter mode.
 
 Word i of a key is a function of (key, i) alone, so any part of a stream can be drawn without the
-rest, on any number of processes, and again after a resume. Without the key, the words cannot be
-told from random ones by anybody who cannot break AES-256. Every purpose has a key of its own,
-derived by a keyed BLAKE2b.
+rest, on any number of processes, and again after a resume. Without the key, an attacker who cannot
+break AES-256 cannot distinguish the words from random ones. Every purpose has its own key, derived
+by a keyed BLAKE2b.
 """
 
 from __future__ import annotations

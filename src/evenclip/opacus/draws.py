@@ -30,7 +30,7 @@ _ALL = weakref.WeakSet["Draws[Any]"]()
 class Draws(Generic[T]):
     """Numbered draws from a source with a secret key; each number is given out once.
 
-    A copy, an unpickled object and a forked process have a key of their own and start at 0.
+    A copy, an unpickled object and a forked process get a new key and start at 0.
 
     Args:
         make: key -> source.

@@ -121,7 +121,7 @@ class EvenPrivacyEngine(PrivacyEngine):  # type: ignore[misc]  # Opacus has no t
         the private loader.
 
         Args:
-            target_epsilon: ε of all releases, by PLD, for the noise as it is drawn.
+            target_epsilon: ε of all releases, by PLD, for the drawn noise.
             target_delta: δ.
             epochs: number of epochs.
             clipping: as in `make_private`.

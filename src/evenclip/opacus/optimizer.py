@@ -119,7 +119,7 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
 
     @property
     def rule_state(self) -> Tensor:
-        """Z of the next step; public."""
+        """The rule's state for the next step; public."""
         return self._clipper.state.clone()
 
     @property
@@ -339,8 +339,7 @@ def _check_optimizer(optimizer: Any) -> None:
         )
     if optimizer.generator is not None and not optimizer.secure_mode:
         raise ValueError(
-            "noise_generator is given, but noise is drawn from a secret key of its own; leave it "
-            "out."
+            "noise_generator is given, but noise is always drawn from a secret key; leave it out."
         )
     for p in optimizer.params:
         check_dtype(p.dtype)

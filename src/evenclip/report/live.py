@@ -21,8 +21,7 @@ def watching() -> Live | Lines:
 
 
 def _named(spec: Spec) -> str:
-    name = spec.rule.get("name") or spec.rule.get("class")
-    return f"{name}, seed {spec.seed}, lr {spec.lr:.3g}"
+    return f"{spec.rule['name']}, seed {spec.seed}, lr {spec.lr:.3g}"
 
 
 class Lines:

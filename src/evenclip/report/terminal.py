@@ -58,7 +58,7 @@ def _blocks(results: Results) -> list[tuple[str, list[Column], int]]:
 
 
 def _by_group(results: Results, metric: str, best: Callable[..., float]) -> list[Column]:
-    """Return a column for each group; the reference has no cost of its own."""
+    """Return a column for each group; the reference has no cost."""
     rows = {
         rule: row[metric]
         for rule, row in results["table"].items()
@@ -160,11 +160,16 @@ def _verdicts(results: Results, width: int) -> str:
         for rule, verdict in verdicts.items()
         if verdict["p_rank"] is not None
     )
-    says = (
-        "In brackets 95 % intervals; p by paired t test, corrected for the number of rules "
-        f"(Holm). One-sided signed-rank p, corrected alike: {ranks or 'none'}."
-    )
-    lines.append(_filled(says, width, first="  ", others="  "))
+    says = []
+    if any("(" in verdict["reads"] for verdict in verdicts.values()):
+        says.append("Brackets hold 95 % intervals.")
+    if any(verdict["p"] is not None for verdict in verdicts.values()):
+        says.append("p is by paired t test.")
+    if ranks:
+        says.append(f"One-sided signed-rank p: {ranks}.")
+    if says:
+        says.append("All p are corrected for the number of rules (Holm).")
+        lines.append(_filled(" ".join(says), width, first="  ", others="  "))
     return "\n".join(lines)
 
 

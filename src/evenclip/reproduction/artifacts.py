@@ -178,15 +178,23 @@ class Artifacts:
 
 
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>evenclip: the paper, beside its printed numbers</title>
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }}
-h1 {{ font-size: 1.6rem; }} h2 {{ font-size: 1.2rem; margin-top: 3rem; border-top: 1px solid #ccc; padding-top: 1rem; }}
-.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; font-size: 13px; margin: .4rem 0 1.2rem; }}
-th, td {{ padding: .2rem .6rem; text-align: right; white-space: nowrap; }} th {{ border-bottom: 1px solid #888; }}
-th:first-child, td:first-child {{ text-align: left; }} tr:nth-child(even) td {{ background: #f5f5f5; }}
-figure {{ margin: 2.5rem 0; }} img {{ max-width: 100%; height: auto; }} figcaption {{ color: #555; font-size: 13px; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; }}
+body {{ max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }}
+h1 {{ font-size: 1.6rem; }}
+h2 {{ font-size: 1.2rem; margin-top: 3rem; border-top: 1px solid #ccc; padding-top: 1rem; }}
+.wide {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; font-size: 13px; margin: .4rem 0 1.2rem; }}
+th, td {{ padding: .2rem .6rem; text-align: right; white-space: nowrap; }}
+th {{ border-bottom: 1px solid #888; }}
+th:first-child, td:first-child {{ text-align: left; }}
+tr:nth-child(even) td {{ background: #f5f5f5; }}
+figure {{ margin: 2.5rem 0; }}
+img {{ max-width: 100%; height: auto; }}
+figcaption {{ color: #555; font-size: 13px; }}
 ul {{ columns: 2; }}
 </style></head><body>{body}</body></html>
 """

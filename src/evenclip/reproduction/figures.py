@@ -251,7 +251,7 @@ def _risk(observed: Observed, note: str) -> Figure:
 
 
 def _noise(observed: Observed, note: str, *, published_scale: bool) -> Figure:
-    """Draw R_noise by step, each rule in units of its own power of 10."""
+    """Draw R_noise by step, each rule in units of another power of 10."""
     figure, axes = _panels(observed, 1, 56.0, shared=False)
     for column, runs in enumerate(observed.values()):
         terms = _term(runs, "noise") * (runs[0]["B"] ** 2 if published_scale else 1.0)

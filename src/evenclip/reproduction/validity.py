@@ -51,9 +51,9 @@ def draw(observed: Mapping[tuple[str, bool], Mapping[str, Sequence[Run]]]) -> st
     """Draw the table as Markdown, from (dataset, matched) -> rule -> runs."""
     lines = [
         f"## {TITLE}", "",
-        "The ratio is c = η·gᵀHg/‖g‖²; the expansion is taken to hold where |c| ≤ 1. Means are over "
-        "seeds and measurements. \"mag / dir\" divides the mean gap of R_mag between the groups by "
-        "that of R_dir, whether or not the expansion holds.", "",
+        "The ratio is c = η·gᵀHg/‖g‖²; the expansion is taken to hold where |c| ≤ 1. Means are "
+        "over seeds and measurements. \"mag / dir\" divides the mean gap of R_mag between the "
+        "groups by that of R_dir, whether or not the expansion holds.", "",
         "| dataset | rule | seeds | median c | holds | R_mag below 0 | lowest R_mag | mag / dir |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]  # fmt: skip

@@ -37,6 +37,7 @@ from evenclip.mechanism import accounting
 from evenclip.mechanism.calibration import calibrate
 from evenclip.rules import NO_EPSILON, RULES, Constants, Rule
 from evenclip.sklearn import inputs
+from evenclip.sklearn.initial import initial_model
 from evenclip.sklearn.search import TuningWarning, warn_of_a_search
 from evenclip.training.config import TrainConfig
 from evenclip.training.fit import fit_config
@@ -183,7 +184,7 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         n = len(frame)
         B = min(int(self.batch_size), n)
         delta = accounting.default_delta(n) if self.delta is None else self.delta
-        start = self._start(len(encoder.features), len(target.classes), seed)
+        start = initial_model(self.model, len(encoder.features), len(target.classes), seed)
         private = self._calibrated(rule, delta, B, n, models.trainable(start))
         data = Dataset(encoder.encode(frame), target.codes, groups.codes, groups.names)
         config = TrainConfig(
@@ -305,25 +306,6 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             parameters=parameters,
         )
 
-    def _start(self, features: int, classes: int, seed: int) -> nn.Module:
-        """Return the model before training."""
-        if self.model is None:
-            return models.mlp(features, classes, seed=seed)
-        if isinstance(self.model, nn.Module) or not callable(self.model):
-            raise TypeError(
-                f"model is an object of class {type(self.model).__name__}; give a function that "
-                "makes a module, called as model(n_features, n_classes)."
-            )
-        called = f"model({features}, {classes})"
-        with models.seeded(seed):
-            try:
-                module = self.model(features, classes)
-            except Exception as error:
-                raise ValueError(f"{called} failed: {type(error).__name__}: {error}") from error
-            # Inside the block, because the first call initialises lazy layers.
-            _check_model(module, called, features, classes)
-        return module
-
     # --- after training ---
 
     def _scores(self, X: Any) -> Tensor:
@@ -364,31 +346,6 @@ def _step(rule: Rule, constants: Constants) -> float:
     if not rule.sigma:
         return PLAIN_LR
     return protocol.STEP / protocol.expected_sensitivity(rule, constants)
-
-
-def _check_model(module: Any, called: str, features: int, classes: int) -> None:
-    """Raise unless the module returns scores for the features.
-
-    Errors during training could not name the cause.
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"{called} returned a {type(module).__name__}; it must return a torch.nn.Module."
-        )
-    with torch.no_grad():
-        try:
-            scores = module(torch.zeros(2, features))
-        except Exception as error:
-            raise ValueError(
-                f"The module of {called} does not take features [sample, {features}]; torch says: "
-                f"{error}"
-            ) from error
-    shape = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-    if shape != [2, classes]:
-        raise ValueError(
-            f"For 2 samples the module of {called} returns {shape}; expected scores [2, "
-            f"{classes}]: give it one output for each class."
-        )
 
 
 # --- results ------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ class _reported:  # noqa: N801
         self._say, self._i = say, i
 
     def __enter__(self) -> None:
-        """Nothing."""
+        """Do nothing: only the end of the block matters."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object

@@ -59,11 +59,8 @@ class RunsError(RuntimeError):
 
 def _summary(failure: Failure) -> str:
     """Name the run and the reason."""
-    rule = failure.spec.rule
-    return (
-        f"{rule.get('name', rule.get('class'))}, seed {failure.spec.seed}: "
-        f"{failure.why.rstrip('.')}"
-    )
+    spec = failure.spec
+    return f"{spec.rule['name']}, seed {spec.seed}: {failure.why.rstrip('.')}"
 
 
 def _traces(failures: Sequence[Failure], store: Store) -> Path | None:

@@ -217,7 +217,7 @@ class _Job:
 
 
 class _Site:
-    """Submitit's executor with a folder of its own; unfinished jobs are cancelled on exit."""
+    """Submitit's executor with a new folder; unfinished jobs are cancelled on exit."""
 
     def __init__(self, config: Slurm, root: Path) -> None:
         self.config, self.in_order = config, False

@@ -138,7 +138,7 @@ class BatchStream:
     def _reader(self, index: int) -> Feed | None:
         """Return the reader of the batches from draw `index` on; None if the data are in memory.
 
-        It draws the same batches ahead, with a sampler of its own.
+        It draws the same batches ahead, with a second sampler.
         """
         if isinstance(self._data, Dataset):
             return None

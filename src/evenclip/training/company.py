@@ -27,8 +27,8 @@ _UNTESTED = (
     "records; no bound on that is in ε"
 )
 _NOT_FIXED = (
-    "a batch passes at once, whatever its size, so the last bits of a sample's numbers may change "
-    "with the other samples of its batch; no bound on that is in ε"
+    "a batch of any size passes at once, so the last bits of a sample's numbers may change with "
+    "the other samples of its batch; no bound on that is in ε"
 )
 
 

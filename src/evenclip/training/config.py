@@ -175,7 +175,8 @@ class TrainConfig:
 def _name(optimizer: Callable[..., Any]) -> str:
     """Return the name of the optimiser's class, with the arguments of a `functools.partial`."""
     if isinstance(optimizer, partial):
-        return f"{_name(optimizer.func)}({', '.join(f'{k}={v!r}' for k, v in optimizer.keywords.items())})"
+        arguments = ", ".join(f"{k}={v!r}" for k, v in optimizer.keywords.items())
+        return f"{_name(optimizer.func)}({arguments})"
     return str(getattr(optimizer, "__name__", type(optimizer).__name__))
 
 

@@ -268,7 +268,7 @@ def _library(module: str) -> str:
     """Return name and version of the library that a module belongs to; "" if it is in none."""
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names or top in ("torch", "evenclip"):
-        return top  # the versions of both packages are conditions of their own
+        return top  # the versions of both packages are separate conditions
     place = getattr(sys.modules.get(top), "__file__", None)
     if place is None or not any(Path(place).is_relative_to(folder) for folder in _installed()):
         return ""

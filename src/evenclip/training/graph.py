@@ -118,9 +118,9 @@ class Graph:
             raise NoGraph(f"torch cannot compile it ({_first_line(error)})") from error
         # Where the two sums lie on two sides of a boundary, the published numbers differ by H.
         S, sigma = float(ours[0].sensitivity), mechanism.noise["gradient"]
-        apart = 2 * float(Grid.of(S, sigma, 1, 0.01).coarse) / self._B if sigma else 0.0
+        slack = 2 * float(Grid.of(S, sigma, 1, 0.01).coarse) / self._B if sigma else 0.0
         for a, b in zip(_numbers(*ours), _numbers(*theirs), strict=True):
-            if a.shape != b.shape or not _agree(a, b, apart if a is ours[0].gradient else 0.0):
+            if a.shape != b.shape or not _agree(a, b, slack if a is ours[0].gradient else 0.0):
                 raise NoGraph(
                     f"its result differs for {len(chunk.group)} samples, so the trace has baked "
                     "in a size"
@@ -176,8 +176,9 @@ class _Sizes:
 
     def __call__(self, n: int) -> bool:
         if n not in self._known:
+            # A condition becomes sympy's true or false, or an expression that is neither.
             self._known[n] = self._symbol is not None and all(
-                condition.subs(self._symbol, n) == True  # noqa: E712  # sympy's, or an expression that is neither
+                condition.subs(self._symbol, n) == True  # noqa: E712
                 for condition in self._conditions
             )
         return self._known[n]
@@ -247,11 +248,11 @@ def _numbers(public: Public, part: Part) -> list[Tensor]:
     return [*public[:3], part.total, part.counts, seen.losses, seen.norms, seen.weights]
 
 
-def _agree(a: Tensor, b: Tensor, apart: float) -> bool:
-    """Return whether two results are equal up to rounding, and up to `apart`."""
+def _agree(a: Tensor, b: Tensor, slack: float) -> bool:
+    """Return whether two results are equal up to rounding, and up to `slack`."""
     scale = float(a.double().abs().nan_to_num().max()) if a.numel() else 0.0
     return torch.allclose(
-        a.double(), b.double(), rtol=_TOLERANCE, atol=_TOLERANCE * scale + apart, equal_nan=True
+        a.double(), b.double(), rtol=_TOLERANCE, atol=_TOLERANCE * scale + slack, equal_nan=True
     )
 
 

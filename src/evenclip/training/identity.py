@@ -20,8 +20,8 @@ __all__ = ["digest", "mark"]
 def mark(data: Dataset | Streamed, ranks: Processes, digested: str, key: bytes) -> str | None:
     """Return the data fingerprint for checkpoints: BLAKE2b over all bits, under a secret key.
 
-    Without the key, it says nothing about the data; anybody who has a plain digest can test whether
-    a record that they guess is among them. The result is None if ranks hold different records,
+    Without the key, it says nothing about the data. With a plain digest, an attacker who guesses a
+    record can test whether it is among them. The result is None if ranks hold different records,
     because the digest then depends on how they are divided.
     """
     if ranks.local:

@@ -66,7 +66,7 @@ class Run:
                 run.update(run.step())
 
     A copy of a run, a pickle of it, and its continuation in a forked process are branches: each
-    draws batches and noise from a key of its own.
+    draws batches and noise from its own key.
 
     Attributes:
         model: the model in training. May be published after every step.
@@ -163,7 +163,7 @@ class Run:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the run without its key: a copy draws batches and noise of its own."""
+        """Return the run without its key: a copy draws other batches and other noise."""
         self._check_alone()
         if self._is_recording:
             raise RuntimeError("Copy a run outside `with run.listening():`, where it takes steps.")

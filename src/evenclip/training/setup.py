@@ -53,8 +53,8 @@ def rounding(tape: AnyTape, settings: Settings, performance: Performance, ranks:
     if settings.n > covered + 1:
         raise ValueError(
             f"At q = {settings.q:g} and batch_size = {settings.B:g}, the bounds on rounding cover "
-            f"at most {covered + 1} records, and there are {settings.n}; give the mean size of a batch, "
-            f"q·n = {settings.q * settings.n:g}, as batch_size."
+            f"at most {covered + 1} records, and there are {settings.n}; give the mean size of a "
+            f"batch, q·n = {settings.q * settings.n:g}, as batch_size."
         )
     records, block = most_records(settings.q, covered), min(blocks, default=None)
     return sum_rounding(records, block, cancelling=tape.cancels, ranks=ranks)

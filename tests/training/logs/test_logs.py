@@ -32,7 +32,7 @@ class ListLog:
         self.reports.append(report)
 
 
-def test_every_epoch_is_told_once_and_the_report_at_the_end(toy):
+def test_every_epoch_is_logged_once_and_the_report_at_the_end(toy):
     log = ListLog()
     result = fit(toy.mlp(), toy.data(), logs=[log], **GIVEN)
     assert [number for number, _ in log.epochs] == [1, 2, 3]

@@ -201,11 +201,12 @@ def _wider_weight_gradient(shifts: Shifts, weighted: Tensor) -> Tensor:
     """
     n, g = shifts.n, shifts.g
     outputs = weighted.reshape(n, g, shifts.p, -1).permute(1, 2, 0, 3).reshape(g, shifts.p, -1)
-    products = [
-        # [group, p, sample · position] @ [group, sample · position, c]
-        outputs @ window.reshape(n, g, shifts.c, -1).permute(1, 0, 3, 2).reshape(g, -1, shifts.c).to(outputs)
+    inputs = (  # [group, sample · position, c]
+        window.reshape(n, g, shifts.c, -1).permute(1, 0, 3, 2).reshape(g, -1, shifts.c)
         for window in shifts
-    ]  # fmt: skip
+    )
+    # [group, p, sample · position] @ [group, sample · position, c]
+    products = [outputs @ window.to(outputs) for window in inputs]
     return torch.stack(products, dim=3).reshape(shifts.module.weight.shape)
 
 

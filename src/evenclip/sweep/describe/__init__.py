@@ -15,7 +15,7 @@ A model is a named network, or a custom function `make(x, classes) -> nn.Module`
 A rule is a named rule or a custom class:
 
     {"name": "dpsgd", "options": {"C0": 1.0, "sigma": 1.0}}
-    {"class": "MyRule", "path": "my_rules.py", "sha256": ..., "options": {...}}
+    {"name": "mine", "class": "MyRule", "path": "my_rules.py", "sha256": ..., "options": {...}}
 """
 
 from evenclip.sweep.describe.data import (

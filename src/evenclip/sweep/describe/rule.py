@@ -47,9 +47,10 @@ def describe_rule(rule: Rule) -> dict[str, Any]:
     if path is None or not Path(path).is_file():
         raise ValueError(
             f"The rule {rule.name!r} ({type(rule).__qualname__}) has no file that other processes "
-            "could load it from; put it into a .py file of its own."
+            "could load it from; put it into its own .py file."
         )
-    return {"class": type(rule).__qualname__, "options": options, **describe_file(path)}
+    kind = {"name": rule.name, "class": type(rule).__qualname__}
+    return {**kind, "options": options, **describe_file(path)}
 
 
 def make_rule(description: Mapping[str, Any]) -> Rule:
