@@ -239,8 +239,11 @@ def _agrees(
     tolerance = _tolerance(tape.layout.blank.dtype)
     off = float(expected.abs().max()) * tolerance
     sizes: Tensor = torch.linalg.vector_norm(expected, dim=1, dtype=torch.float64)
-    norms_agree = (norms >= (1 - 10 * tolerance) * sizes - off) & (norms <= longest * sizes + off)
-    return torch.allclose(each, expected, rtol=0.0, atol=off) and bool(norms_agree.all())
+    if not torch.allclose(each, expected, rtol=0.0, atol=off):
+        return False
+    if bool((norms < (1 - 10 * tolerance) * sizes - off).any()):
+        return False
+    return not bool((norms > longest * (sizes + off)).any())
 
 
 @contextmanager

@@ -138,8 +138,8 @@ def calibrate(
     """Return the rule with its noise scaled so that `steps` steps at rate q cost ε at δ.
 
     The cost includes the rule's counts, and the distance of the drawn noise from ideal noise for
-    models of up to `parameters` parameters. Guarantee: by PLD, never above the target; and for that
-    number of parameters at most 0.05 % below it.
+    models of up to `parameters` parameters and statistics of up to 10,000 numbers. Guarantee: by
+    PLD, never above the target; and for that number of parameters at most 0.05 % below it.
 
     >>> from evenclip import DPSGDGlobalAdapt
     >>> rule = calibrate(DPSGDGlobalAdapt(sigma=1.0), epsilon=3.0, delta=1e-6, q=1 / 92, steps=1840)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from evenclip.mechanism.words import Words, derive
 
-__all__ = ["BETA", "BLOCK", "LAMBDA", "Noise", "NormalStream", "Values", "box_muller"]
+__all__ = ["BETA", "BLOCK", "LAMBDA", "Noise", "NormalStream", "Values", "box_muller", "part"]
 
 C = 2.0**-48
 RATIO = 16.0  # σ'/H is below this
@@ -135,16 +135,37 @@ class _Blocks:
 
     def __init__(self, stream: NormalStream, index: int) -> None:
         self._stream, self._index = stream, index
+        self._last: tuple[int, Tensor] | None = None  # a block, for the next range
+
+    def _block(self, b: int) -> Tensor:
+        if self._last is None or self._last[0] != b:
+            self._last = b, self._stream.block(self._index, b)
+        return self._last[1]
 
     def __getitem__(self, part: slice) -> Tensor:
         first, end, _ = part.indices(self._stream._size)
         if first >= end:
             return torch.empty(0, dtype=torch.float64, device=self._stream._device)
         blocks = range(first // BLOCK, (end - 1) // BLOCK + 1)
-        drawn = [self._stream.block(self._index, b) for b in blocks]
+        drawn = [self._block(b) for b in blocks]
         whole = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
         at = blocks.start * BLOCK
         return whole[first - at : end - at]
+
+
+class _Part:
+    """A range of the values of a release."""
+
+    def __init__(self, whole: Values, first: int) -> None:
+        self._whole, self._first = whole, first
+
+    def __getitem__(self, part: slice) -> Tensor:
+        return self._whole[self._first + part.start : self._first + part.stop]
+
+
+def part(noise: Values, first: int, end: int) -> Values:
+    """Return the values of a range, which are drawn on use if they are not in memory."""
+    return noise[first:end] if isinstance(noise, Tensor) else _Part(noise, first)
 
 
 def box_muller(u: Tensor, angle: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from evenclip.mechanism.grid import Grid, on_grid
 from evenclip.mechanism.ledger import Entry, Ledger, joint_multiplier
-from evenclip.mechanism.noise import Values
+from evenclip.mechanism.noise import Values, part
 
 __all__ = ["Entry", "Ledger", "Release", "Share", "joint_multiplier"]
 
@@ -96,9 +96,13 @@ class Release:
         if multiplier == 0:
             released = (total * scale).to(dtype)
         else:
-            fresh = self._noise.pop(name)
-            if share is not None:
-                fresh = torch.cat([fresh[first:end] for first, end in share.ranges])
+            fresh, total = self._noise.pop(name), total.to(torch.float64)
             grid = Grid.of(sensitivity, multiplier, value.numel(), rounding)
-            released = on_grid(total.to(torch.float64), fresh, grid, scale, dtype)
+            if share is None:
+                released = on_grid(total, fresh, grid, scale, dtype)
+            else:
+                pieces = torch.split(total, [end - first for first, end in share.ranges])
+                parts = [part(fresh, first, end) for first, end in share.ranges]
+                pairs = zip(pieces, parts, strict=True)
+                released = torch.cat([on_grid(*pair, grid, scale, dtype) for pair in pairs])
         return released if share is None else share.whole(released)

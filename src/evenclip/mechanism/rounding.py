@@ -31,7 +31,8 @@ from evenclip.mechanism.sampling import drawn_rate
 __all__ = ["TAU", "covered_records", "most_records", "sum_rounding", "summed_at_once"]
 
 TAU = 1e-30
-# Products of positions add up fewer records at once until ρ is at most this, or they are so few.
+# Products of positions add up fewer records at once until ρ is at most this, but not fewer than
+# that.
 _ENOUGH, _FEW = 2.0**-9, 64
 _UNIT = 2.0**-53
 
@@ -98,8 +99,10 @@ def summed_at_once(records: int, most: int, *, ranks: int = 1) -> int:
     Fewer records make ρ smaller, and the products less efficient.
 
     >>> summed_at_once(465, 288), summed_at_once(4500, 4160)
-    (288, 65)
+    (288, 130)
     """
-    while most > _FEW and sum_rounding(records, most, cancelling=True, ranks=ranks) > _ENOUGH:
+    # Above √N, larger blocks have more roundings; below it, sums of blocks have.
+    few = max(_FEW, math.isqrt(records))
+    while most > few and sum_rounding(records, most, cancelling=True, ranks=ranks) > _ENOUGH:
         most = -(-most // 2)
     return most

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass, replace
@@ -18,8 +19,10 @@ from torch import Tensor
 
 from evenclip.mechanism import Ledger, Mechanism, Release, joint_multiplier, wanted
 from evenclip.mechanism.entry import Parent
+from evenclip.mechanism.generators import fill_generators
 from evenclip.mechanism.noise import Noise
 from evenclip.mechanism.rounding import sum_rounding
+from evenclip.mechanism.words import KEY_BYTES
 from evenclip.opacus.accountant import LedgerAccountant
 from evenclip.opacus.clipping import Clipper, check_dtype, take_samples
 from evenclip.opacus.draws import Batches, Draws
@@ -188,6 +191,7 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
             noisy = self._clipper.release(self.expected_batch_size, self._release())
         finally:
             self._clipper.drop()
+            self._fill_generators()
         parts = torch.split(noisy, [p.numel() for p in self.params])
         for p, part in zip(self.params, parts, strict=True):
             p.grad = part.to(device=p.device, dtype=p.dtype).view_as(p)
@@ -196,6 +200,15 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
         """Drop what a `BatchMemoryManager` loop left behind that ended within a logical batch."""
         self._clipper.drop()
         self._step_skip_queue.clear()
+        self._fill_generators()
+
+    def _fill_generators(self) -> None:
+        """Fill torch's generators, which dropout uses, with words of the operating system.
+
+        Whoever knows the masks of a batch sees one record move the masks of all others.
+        """
+        cuda = bool(self.params) and self.params[0].is_cuda
+        fill_generators(os.urandom(KEY_BYTES), cuda=cuda)
 
     def _release(self) -> Release:
         """Write this step into the ledger, and draw its noise."""

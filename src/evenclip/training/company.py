@@ -23,8 +23,8 @@ _DIFFERENT = (
 )
 _UNTESTED = (
     "samples pass in blocks of {rows}, padded; whether the last bits of a sample's numbers change "
-    "with the other samples of its block was not tested, because the model does not take artificial "
-    "records; no bound on that is in ε"
+    "with the other samples of its block was not tested, because the model does not take "
+    "artificial records; no bound on that is in ε"
 )
 _NOT_FIXED = (
     "a batch of any size passes at once, so the last bits of a sample's numbers may change with "
