@@ -118,6 +118,32 @@ def test_the_report_says_which_steps_epsilon_belongs_to(taken, words):
         assert f"{words[0].upper()}{words[1:]}" in text
 
 
+def test_multipliers_that_depend_on_the_step_are_a_range():
+    """From 1.5 in the first step to 0.505 in the last, drawn or declared; not the last one's."""
+    for taken in (T, 20):
+        made = report(settings_of(Decays()), ledger_of(Decays(), taken), [])
+        assert made["multipliers"] == {"gradient": [0.505, 1.5]}
+        assert made["joint_multiplier"] == [0.505, 1.5]
+        assert "noise multipliers 0.505 to 1.5 (gradient), jointly 0.505 to 1.5;" in " ".join(
+            paragraph(made).split()
+        )
+        assert json.loads(json.dumps(made)) == made
+
+
+def test_multipliers_that_are_equal_in_all_steps_are_one_number():
+    made = report(settings_of(DPSGDGlobalAdapt()), ledger_of(DPSGDGlobalAdapt(), 3), [])
+    assert made["multipliers"] == {"count": 10.0, "gradient": 1.0}
+    assert made["joint_multiplier"] == pytest.approx(1.01**-0.5)
+    assert "noise multipliers 10 (count), 1 (gradient), jointly 0.995;" in " ".join(
+        paragraph(made).split()
+    )
+
+
+def test_without_a_step_there_are_no_multipliers():
+    made = report(settings_of(DPSGD()), Ledger(), [])
+    assert (made["multipliers"], made["joint_multiplier"]) == ({}, None)
+
+
 def test_what_the_sampler_takes_is_in_the_report_and_in_epsilon():
     rule = DPSGDGlobalAdapt()
     settings, ledger = settings_of(rule), ledger_of(rule, T)
