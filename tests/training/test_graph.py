@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import shutil
 import warnings
@@ -11,6 +13,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, Performance, Rule, fit, prepare
 from evenclip.models import cnn
@@ -205,12 +208,64 @@ class Reads(Rule):
         return (1.0 / norm).clamp(max=1.0)
 
 
+@dataclass(frozen=True)
+class OwnLoss(DPSGD):
+    """A custom rule whose loss and weight choose an entry by the target or the group."""
+
+    name: ClassVar[str] = "own-loss"
+    uses_groups: ClassVar[bool] = True
+    loss_of: str = "cross_entropy"
+
+    def loss(self, loss, output, y, group, state):
+        return getattr(self, f"_{self.loss_of}")(output, y)
+
+    def weight(self, norm, group, now):
+        bounds = torch.tensor([0.5, 0.7, 0.6], dtype=torch.float64)
+        return (bounds.gather(0, group.reshape(-1)).reshape(()) / norm).clamp(max=1.0)
+
+    def _cross_entropy(self, output, y):
+        return F.cross_entropy(output, y)
+
+    def _batch_of_one(self, output, y):
+        return 2 * F.cross_entropy(output.unsqueeze(0), y.unsqueeze(0), reduction="sum")
+
+    def _ignoring(self, output, y):
+        return F.nll_loss(output.log_softmax(0), y, ignore_index=1, reduction="none")
+
+    def _gather(self, output, y):
+        return -torch.gather(output.log_softmax(0), 0, y)
+
+    def _smoothed(self, output, y):
+        return F.cross_entropy(output, y, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "batch_of_one", "ignoring", "gather"])
+def test_a_rule_whose_loss_chooses_the_class_has_a_graph(toy, traced, loss):
+    """Mapped by torch itself, these operations fix the number of samples in the trace."""
+    rule = OwnLoss(loss_of=loss)
+    has, reason = graph_of(
+        prepare(toy.mlp(), toy.data(), rule=rule, batch_size=8, seed=3, performance=COMPILED)
+    )
+    assert has, reason
+    assert_close(toy, trained(toy, rule, performance=COMPILED), trained(toy, rule))
+
+
+def test_a_custom_loss_that_calls_cross_entropy_has_a_graph(toy, traced):
+    loss = {"rule": DPSGD(), "loss": lambda output, y: F.cross_entropy(output, y)}
+    has, reason = graph_of(
+        prepare(toy.mlp(), toy.data(), batch_size=8, seed=3, performance=COMPILED, **loss)
+    )
+    assert has, reason
+    assert_close(toy, trained(toy, **loss, performance=COMPILED), trained(toy, **loss))
+
+
 @pytest.mark.parametrize(
     ("model", "rule", "why"),
     [
         ("dropout", DPSGD(), "draws random numbers"),
         ("cnn", DPSGD(), "faster for convolutions"),
         ("mlp", Reads(), "use torch.where instead of if"),
+        ("mlp", OwnLoss(loss_of="smoothed"), "the rule fixes the number of samples while"),
     ],
 )
 def test_where_a_step_has_no_graph_a_sentence_says_why(toy, traced, model, rule, why):
@@ -275,6 +330,36 @@ def test_without_a_compiler_a_sentence_says_so_and_the_run_is_the_same(toy, monk
     assert toy.same(without.model, trained(toy).model)
 
 
+class WrappedError(Exception):
+    """An error as torch's compiler raises it: the cause is in the context."""
+
+
+WrappedError.__module__ = "torch._dynamo.exc"
+
+
+def test_the_innermost_cause_is_quoted_and_torchs_log_is_silent(toy, monkeypatch):
+    log, printed = logging.getLogger("torch._subclasses.fake_tensor"), io.StringIO()
+    monkeypatch.setattr(log, "handlers", [logging.StreamHandler(printed)])
+
+    def fails(*_, **__):
+        try:
+            try:
+                raise RuntimeError("expand: 2 -> 37\nand more lines")
+            except RuntimeError as error:
+                log.error("failed while attempting to run meta")
+                raise WrappedError("when making fake tensor call") from error
+        except WrappedError:
+            raise WrappedError("when making fake tensor call") from None
+
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: fails)
+    has, reason = graph_of(prepare(toy.mlp(), toy.data(), batch_size=8, performance=COMPILED))
+    assert not has
+    assert "torch cannot compile it (RuntimeError: expand: 2 -> 37). The run is" in reason
+    assert printed.getvalue() == ""
+    log.error("this is printed")
+    assert printed.getvalue() == "this is printed\n"
+
+
 def test_small_and_chunked_batches_take_the_plain_step(toy, traced):
     """Batches of no and of one sample, and batches in several chunks, have no graph."""
     rule = DPSGDF(C0=0.8, sigma=0.8)
@@ -305,8 +390,16 @@ class Branching(nn.Module):
         return self.b(h * 2 if x.shape[0] > 110 else h)
 
 
+@dataclass(frozen=True)
+class Mapped(DPSGD):
+    """DPSGD as a custom rule, which is mapped over the samples."""
+
+    name: ClassVar[str] = "mapped"
+
+
+@pytest.mark.parametrize("rule", [DPSGD(), Mapped()], ids=lambda rule: rule.name)
 def test_a_batch_on_another_branch_of_the_model_than_the_traced_one_takes_the_plain_step(
-    toy, traced, monkeypatch
+    toy, traced, monkeypatch, rule
 ):
     # In padded blocks the plain step would take one branch for all batches.
     monkeypatch.setattr("evenclip.training.run.fix_company", lambda *given: "not fixed")
@@ -315,7 +408,7 @@ def test_a_batch_on_another_branch_of_the_model_than_the_traced_one_takes_the_pl
     torch.manual_seed(0)
     model, given = (
         Branching(),
-        {"data": (x, (x[:, 0] > 0).long()), "batch_size": 110, "steps": 6, "rule": DPSGD()},
+        {"data": (x, (x[:, 0] > 0).long()), "batch_size": 110, "steps": 6, "rule": rule},
     )
     plain, compiled = (
         trained(toy, model=model, **given, performance=p) for p in (Performance(), COMPILED)
