@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from evenclip.comparison.protocol import LEARNING_RATES, for_table, with_rates
 from evenclip.comparison.trainings import best_rates
 from evenclip.data import Dataset, Splits
 from evenclip.report.page import page
-from evenclip.rules import ENFORCED, SOUND, Constants
+from evenclip.rules import ENFORCED, NO_EPSILON, REPAIRED, SOUND, Constants
 from evenclip.sweep import Store, risk, work
 
 
@@ -337,10 +338,39 @@ def test_a_rule_that_breaks_its_bound_is_not_called_sound(splits, root, tmp_path
     assert (loud["dpsgd"].soundness, loud["half"].soundness) == (SOUND, ENFORCED)
     assert loud["half"].statement["soundness"] == ENFORCED
     assert loud["half"].statement["clamped_weights"] > 0
+    privacy = loud.to_json()["privacy"]
+    assert {name: one["sound"] for name, one in privacy.items()} == {
+        "non-private": False, "dpsgd": True, "half": False,
+    }  # fmt: skip
+    assert privacy["half"]["soundness"] == ENFORCED
     (note,) = [note for note in loud.notes if note.startswith("half: ")]
     assert "were above its declared sensitivity and were reduced to it" in note
     assert ENFORCED in loud.table()
     assert max(map(len, loud.table().splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("soundness", "epsilon", "sound"),
+    [
+        (SOUND, 2.0, True), (REPAIRED, 2.0, True), (ENFORCED, 2.0, False), (NO_EPSILON, 2.0, False),
+        (SOUND, None, False), ("any other words", 2.0, False),
+    ],
+)  # fmt: skip
+def test_only_a_proved_bound_is_sound_in_json(found, soundness, epsilon, sound):
+    changed = replace(found["dpsgd"], soundness=soundness, epsilon={"pld": epsilon, "rdp": epsilon})
+    outcomes = tuple(changed if o.name == "dpsgd" else o for o in found.outcomes)
+    assert replace(found, outcomes=outcomes).to_json()["privacy"]["dpsgd"]["sound"] is sound
+
+
+def test_a_custom_rule_that_keeps_its_bound_is_not_sound_in_json(splits, root, tmp_path):
+    path = tmp_path / "quiet.py"
+    path.write_text(STRANGER)
+    quiet = evenclip.compare(
+        splits, [f"{path}:Half"], 1, epochs=1, batch_size=60, epsilon=2.0, delta=1e-4,
+        model="linear", store=root, workers=1,
+    )  # fmt: skip
+    assert quiet["half"].statement["clamped_weights"] == 0
+    assert quiet.to_json()["privacy"]["half"]["sound"] is False
 
 
 def test_rules_with_settings_of_ones_own(splits, root, here):

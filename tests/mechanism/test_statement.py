@@ -19,6 +19,7 @@ from evenclip.mechanism.ledger import Entry, Ledger
 from evenclip.mechanism.rounding import covered_records
 from evenclip.mechanism.settings import Settings
 from evenclip.mechanism.statement import Facts, paragraph, report
+from evenclip.rules import ENFORCED
 from evenclip.training.fit import prepare, result
 
 Q, T, DELTA = 0.01, 200, 1e-6
@@ -137,6 +138,14 @@ def test_multipliers_that_are_equal_in_all_steps_are_one_number():
     assert "noise multipliers 10 (count), 1 (gradient), jointly 0.995;" in " ".join(
         paragraph(made).split()
     )
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_rule_whose_weights_were_clamped_is_not_called_sound(rule):
+    row = {"empty_batches": 0, "non_finite": 0, "clamped": 3}
+    made = report(settings_of(rule), ledger_of(rule, 5), [row])
+    assert made["soundness"] == ENFORCED
+    assert "sound" not in paragraph(made)
 
 
 def test_without_a_step_there_are_no_multipliers():

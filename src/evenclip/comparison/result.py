@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenclip.audit import cost, statistics
-from evenclip.rules import DPSGD, NO_EPSILON, NonPrivate
+from evenclip.rules import DPSGD, PROVED, NonPrivate
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -207,7 +207,7 @@ class Comparison:
             "epsilon_pld": outcome.epsilon["pld"],
             "epsilon_rdp": outcome.epsilon["rdp"],
             "delta": outcome.delta if valid else None,
-            "sound": valid and outcome.soundness != NO_EPSILON,
+            "sound": valid and outcome.soundness in PROVED,
             "soundness": outcome.soundness,
         }
 

@@ -132,10 +132,11 @@ def report(
         facts: how it was computed.
     """
     facts = facts or Facts()
+    clamped = sum(row["clamped"] for row in trace)
     return {
         **_scope(facts.uncovered),
         **_epsilons(settings, ledger),
-        **_method(settings.rule),
+        **_method(settings.rule, clamped),
         **_steps(settings, ledger),
         "q": settings.q,
         "n": settings.n,
@@ -143,7 +144,7 @@ def report(
         **_release(settings, ledger, facts),
         "empty_batches": sum(row["empty_batches"] for row in trace),
         "non_finite_samples": sum(row["non_finite"] for row in trace),
-        "clamped_weights": sum(row["clamped"] for row in trace),
+        "clamped_weights": clamped,
         "precision": (
             "TF32: operands of products rounded to 11 bits, norms enlarged to allow for it"
             if facts.tf32
@@ -226,12 +227,12 @@ def _sampler(ledger: Ledger, terms: Terms) -> dict[str, Any]:
     }
 
 
-def _method(rule: Rule) -> dict[str, Any]:
-    """Return the rule and its soundness."""
+def _method(rule: Rule, clamped: int) -> dict[str, Any]:
+    """Return the rule and its soundness, given how many of its weights were clamped."""
     return {
         "method": rule.name,
         "rule": repr(rule),
-        "soundness": soundness(rule),
+        "soundness": soundness(rule, clamped),
         "why_no_epsilon": rule.why if rule.soundness == NO_EPSILON else None,
         "reference": rule.reference,
         "group_labels_entered_training": rule.uses_groups,
