@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -289,6 +288,11 @@ def test_settings_as_published_is_not_said_of_a_custom_rule(tmp_path):
         choose_protocol(*data, rules, match=False)
         for rules in (["dpsgd"], ["dpsgd", f"{path}:Half"], [f"{path}:Half"])
     )
+    assert [plan.name for plan in (plain, mixed, alone)] == ["published", "published", "given"]
+    matched = choose_protocol(*data, [f"{path}:Half"], match=True)
+    unknown = choose_protocol({"name": "toy"}, part(50, 0), [f"{path}:Half"], match=False)
+    assert (matched.name, unknown.name) == ("matched", "matched")
+    assert choose_protocol(*data, ["non-private"], match=False).name == "published"
     assert in_words(plain, Changes()).startswith("Settings as published; ")
     assert "No settings are published for half, which has the expected largest step 0.1." in (
         in_words(mixed, Changes(epochs=3))
@@ -325,6 +329,21 @@ def test_the_matched_step_is_for_the_constants_of_the_comparison(tmp_path, split
     assert plan.methods[1].lr == pytest.approx(0.1 / S)
 
 
+def test_a_plan_whose_published_rules_are_left_out_is_given(tmp_path):
+    path = tmp_path / "my_rules.py"
+    path.write_text(STRANGER)
+    rules = ["fairlens", f"{path}:Half"]  # FairLens is for two groups
+    described, train = {"name": "adult"}, part(600, 0, K=3)
+    assert choose_protocol(described, train, rules, match=False).name == "published"
+    changes = Changes(epochs=1, batch_size=50)
+    plan, notes = make_plan(described, train, rules, False, changes)
+    assert [method.name for method in plan.methods] == ["non-private", "half"]
+    assert any("fairlens is left out" in note for note in notes)
+    assert plan.name == "given"
+    one_rate, _ = make_plan(described, train, rules, False, dataclasses.replace(changes, lr=0.1))
+    assert one_rate.name == "one learning rate"
+
+
 LOUD = STRANGER.replace("0.5 * self.C0 / norm.clamp(min=1.0)", "0 * norm + 1e3")
 
 
@@ -357,9 +376,14 @@ def test_a_rule_that_breaks_its_bound_is_not_called_sound(splits, root, tmp_path
     ],
 )  # fmt: skip
 def test_only_a_proved_bound_is_sound_in_json(found, soundness, epsilon, sound):
-    changed = replace(found["dpsgd"], soundness=soundness, epsilon={"pld": epsilon, "rdp": epsilon})
+    changed = dataclasses.replace(
+        found["dpsgd"], soundness=soundness, epsilon={"pld": epsilon, "rdp": epsilon}
+    )
     outcomes = tuple(changed if o.name == "dpsgd" else o for o in found.outcomes)
-    assert replace(found, outcomes=outcomes).to_json()["privacy"]["dpsgd"]["sound"] is sound
+    assert (
+        dataclasses.replace(found, outcomes=outcomes).to_json()["privacy"]["dpsgd"]["sound"]
+        is sound
+    )
 
 
 def test_a_custom_rule_that_keeps_its_bound_is_not_sound_in_json(splits, root, tmp_path):

@@ -73,7 +73,8 @@ class Comparison:
         dataset: name of the dataset.
         groups: names of the groups.
         seeds: the seeds.
-        protocol: "published", "matched" or "one learning rate".
+        protocol: "published", "matched", "one learning rate" or "given"; see
+            `evenclip.comparison.protocol.Protocol`.
         says: the protocol in words.
         outcomes: one per rule, the non-private reference first.
         pair: the two groups whose gaps are reported; None: the largest gap between any two.
