@@ -69,8 +69,18 @@ def make_mechanism(
         classes = classes or _classes(output, one.y)
         like = {"loss": per_sample(loss)(output, one.y), "output": output, "y": one.y}
     mechanism = Mechanism(rule, settings.constants(classes), like=like if uses else {})
-    try_rule(mechanism)
+    reads = custom and mechanism.groups > 1 and not rule.uses_groups
+    few = _results(model, loss, data) if reads and (uses or changes_loss(rule)) else None
+    try_rule(mechanism, few)
     return mechanism
+
+
+def _results(model: nn.Module, loss: Loss, data: Dataset | Streamed) -> dict[str, Any]:
+    """Return loss, output and target of a few records, from a copy of the model."""
+    some = _first_rows(data, 64 if isinstance(data, Dataset) else 16)
+    with torch.no_grad():
+        output = call(copy.deepcopy(model).eval(), some.x)
+        return {"loss": per_sample(loss)(output, some.y), "output": output, "y": some.y}
 
 
 def _classes(output: Any, y: Any) -> int:
