@@ -6,7 +6,7 @@ and rules use most are computed by a comparison instead:
 
 | operation on one sample | as |
 |---|---|
-| `F.cross_entropy`, `F.nll_loss` of class indices, without weights or smoothing | −Σ_c [c = y] log p_c |
+| `F.cross_entropy`, `F.nll_loss` of classes, no weights or smoothing | −Σ_c [c = y] log p_c |
 | `torch.gather` from a vector | Σ_c [c = index] x_c |
 
 Where an index is out of range, the result is NaN; the operation itself would raise an error.
