@@ -1126,6 +1126,41 @@ BOUNDS = (
 
 STATEMENT = (
     Fault(
+        "report-last-multipliers",
+        "The report states the multipliers of the last kind of step only.",
+        "mechanism/statement.py",
+        "**_multipliers(declared(settings, ledger)),",
+        "**_multipliers(Ledger(ledger.entries[-1:])),",
+        ("mechanism/test_statement.py::test_multipliers_that_depend_on_the_step_are_a_range",),
+    ),
+    Fault(
+        "json-sound-custom-rule",
+        "A bound that is enforced and not proved is called sound in JSON.",
+        "comparison/result.py",
+        "outcome.soundness in PROVED",
+        'outcome.soundness != "no valid ε"',
+        ("comparison/test_compare.py::test_only_a_proved_bound_is_sound_in_json",),
+    ),
+    Fault(
+        "sound-though-clamped",
+        "A rule whose weights were clamped is called sound.",
+        "rules/__init__.py",
+        "proved = built_in and not clamped",
+        "proved = built_in",
+        (
+            "mechanism/test_statement.py::"
+            "test_a_rule_whose_weights_were_clamped_is_not_called_sound",
+        ),
+    ),
+    Fault(
+        "groups-not-declared",
+        "Groups are exchanged only at equal thresholds.",
+        "mechanism/trial.py",
+        "_exchange_groups(mechanism, _spread(state), _spread(now), records)",
+        "_exchange_groups(mechanism, state, now, records)",
+        ("mechanism/test_trial.py::test_a_rule_that_reads_the_group_must_declare_it",),
+    ),
+    Fault(
         "report-invalid-epsilon",
         "A rule without a valid ε gets one in the report.",
         "mechanism/statement.py",
@@ -1702,10 +1737,18 @@ CORE = (
         "graph-without-noise",
         "The traced step adds no noise.",
         "training/graph.py",
-        "[chunk], self._B, Release(noise))\n        seen",
-        "[chunk], self._B, Release({name: 0 * part for name, part in noise.items()}))\n        "
-        "seen",
+        "[chunk], self._B, Release(noise)\n            )\n        seen",
+        "[chunk], self._B, Release({name: 0 * part for name, part in noise.items()})\n"
+        "            )\n        seen",
         (f"{GRAPH}::test_the_traced_step_is_the_step_for_every_rule",),
+    ),
+    Fault(
+        "graph-of-one-size",
+        "The mapping fixes the number of samples of the trace of a custom rule.",
+        "mechanism/mapping.py",
+        "if norms.shape[0] == 0:",
+        "if len(norms) == 0:",
+        (f"{GRAPH}::test_a_rule_whose_loss_chooses_the_class_has_a_graph",),
     ),
     Fault(
         "opacus-forgets-a-piece",

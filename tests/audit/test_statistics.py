@@ -343,15 +343,20 @@ def test_several_comparisons_are_corrected_by_holm():
 
 @pytest.mark.parametrize("seeds", [5, 8])
 def test_where_there_is_no_difference_at_most_one_comparison_in_twenty_announces_one(seeds):
-    """Gaps of three rules against DPSGD's, all of one distribution, with shared split effects."""
+    """Gaps of three rules against DPSGD's, all of one distribution, with shared split effects.
+
+    The rate is estimated from a number of simulations, so it is compared with 0.05 plus three
+    standard deviations of such an estimate. Their number is chosen so that this is below 0.06.
+    """
     generator = np.random.default_rng(0)
-    trials, announced = 1500, 0
+    trials, announced = 4500, 0
     for _ in range(trials):
         split = generator.normal(0, 1, seeds)
         gaps = np.abs(3 + split + generator.normal(0, 1, (4, seeds)))  # [rule, seed]
         verdicts = corrected({str(k): paired(gaps[k], gaps[0]) for k in (1, 2, 3)})
         announced += any(" by " in verdict.reads for verdict in verdicts.values())
-    assert announced / trials <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / trials)
+    bound = 0.05 + 3 * math.sqrt(0.05 * 0.95 / trials)
+    assert announced / trials <= bound < 0.06
     alone = sum(
         any(" by " in paired(gaps[k], gaps[0]).reads for k in (1, 2, 3))
         for gaps in np.abs(3 + generator.normal(0, 1, (300, 4, seeds)))

@@ -19,7 +19,7 @@ from evenclip.comparison.protocol import LEARNING_RATES, for_table, with_rates
 from evenclip.comparison.trainings import best_rates
 from evenclip.data import Dataset, Splits
 from evenclip.report.page import page
-from evenclip.rules import ENFORCED, SOUND, Constants
+from evenclip.rules import ENFORCED, NO_EPSILON, REPAIRED, SOUND, Constants
 from evenclip.sweep import Store, risk, work
 
 
@@ -293,6 +293,11 @@ def test_settings_as_published_is_not_said_of_a_custom_rule(tmp_path):
         choose_protocol(*data, rules, match=False)
         for rules in (["dpsgd"], ["dpsgd", f"{path}:Half"], [f"{path}:Half"])
     )
+    assert [plan.name for plan in (plain, mixed, alone)] == ["published", "published", "given"]
+    matched = choose_protocol(*data, [f"{path}:Half"], match=True)
+    unknown = choose_protocol({"name": "toy"}, part(50, 0), [f"{path}:Half"], match=False)
+    assert (matched.name, unknown.name) == ("matched", "matched")
+    assert choose_protocol(*data, ["non-private"], match=False).name == "published"
     assert in_words(plain, Changes()).startswith("Settings as published; ")
     assert "No settings are published for half, which has the expected largest step 0.1." in (
         in_words(mixed, Changes(epochs=3))
@@ -334,6 +339,21 @@ def test_the_matched_step_is_for_the_constants_of_the_comparison(tmp_path, split
     assert plan.methods[1].lr == pytest.approx(0.1 / S)
 
 
+def test_a_plan_whose_published_rules_are_left_out_is_given(tmp_path):
+    path = tmp_path / "my_rules.py"
+    path.write_text(CUSTOM_RULE)
+    rules = ["fairlens", f"{path}:Half"]  # FairLens is for two groups
+    described, train = {"name": "adult"}, part(600, 0, K=3)
+    assert choose_protocol(described, train, rules, match=False).name == "published"
+    changes = Changes(epochs=1, batch_size=50)
+    plan, notes = make_plan(described, train, rules, False, changes)
+    assert [method.name for method in plan.methods] == ["non-private", "half"]
+    assert any("fairlens is left out" in note for note in notes)
+    assert plan.name == "given"
+    one_rate, _ = make_plan(described, train, rules, False, dataclasses.replace(changes, lr=0.1))
+    assert one_rate.name == "one learning rate"
+
+
 LOUD = CUSTOM_RULE.replace("0.5 * self.C0 / norm.clamp(min=1.0)", "0 * norm + 1e3")
 
 
@@ -347,10 +367,44 @@ def test_a_rule_that_breaks_its_bound_is_not_called_sound(splits, root, tmp_path
     assert (loud["dpsgd"].soundness, loud["half"].soundness) == (SOUND, ENFORCED)
     assert loud["half"].statement["soundness"] == ENFORCED
     assert loud["half"].statement["clamped_weights"] > 0
+    privacy = loud.to_json()["privacy"]
+    assert {name: one["sound"] for name, one in privacy.items()} == {
+        "non-private": False, "dpsgd": True, "half": False,
+    }  # fmt: skip
+    assert privacy["half"]["soundness"] == ENFORCED
     (note,) = [note for note in loud.notes if note.startswith("half: ")]
     assert "were above its declared sensitivity and were reduced to it" in note
     assert ENFORCED in loud.table()
     assert max(map(len, loud.table().splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("soundness", "epsilon", "sound"),
+    [
+        (SOUND, 2.0, True), (REPAIRED, 2.0, True), (ENFORCED, 2.0, False), (NO_EPSILON, 2.0, False),
+        (SOUND, None, False), ("any other words", 2.0, False),
+    ],
+)  # fmt: skip
+def test_only_a_proved_bound_is_sound_in_json(found, soundness, epsilon, sound):
+    changed = dataclasses.replace(
+        found["dpsgd"], soundness=soundness, epsilon={"pld": epsilon, "rdp": epsilon}
+    )
+    outcomes = tuple(changed if o.name == "dpsgd" else o for o in found.outcomes)
+    assert (
+        dataclasses.replace(found, outcomes=outcomes).to_json()["privacy"]["dpsgd"]["sound"]
+        is sound
+    )
+
+
+def test_a_custom_rule_that_keeps_its_bound_is_not_sound_in_json(splits, root, tmp_path):
+    path = tmp_path / "quiet.py"
+    path.write_text(CUSTOM_RULE)
+    quiet = evenclip.compare(
+        splits, [f"{path}:Half"], 1, epochs=1, batch_size=60, epsilon=2.0, delta=1e-4,
+        model="linear", store=root, workers=1,
+    )  # fmt: skip
+    assert quiet["half"].statement["clamped_weights"] == 0
+    assert quiet.to_json()["privacy"]["half"]["sound"] is False
 
 
 def test_rules_with_settings_of_ones_own(splits, root, here):

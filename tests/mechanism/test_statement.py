@@ -19,6 +19,7 @@ from evenclip.mechanism.ledger import Entry, Ledger
 from evenclip.mechanism.rounding import covered_records
 from evenclip.mechanism.settings import Settings
 from evenclip.mechanism.statement import Facts, paragraph, report
+from evenclip.rules import ENFORCED
 from evenclip.training.fit import prepare, result
 
 Q, T, DELTA = 0.01, 200, 1e-6
@@ -116,6 +117,40 @@ def test_the_report_says_which_steps_epsilon_belongs_to(taken, words):
     else:
         assert made["steps_note"].startswith(words)
         assert f"{words[0].upper()}{words[1:]}" in text
+
+
+def test_multipliers_that_depend_on_the_step_are_a_range():
+    """From 1.5 in the first step to 0.505 in the last, drawn or declared; not the last one's."""
+    for taken in (T, 20):
+        made = report(settings_of(Decays()), ledger_of(Decays(), taken), [])
+        assert made["multipliers"] == {"gradient": [0.505, 1.5]}
+        assert made["joint_multiplier"] == [0.505, 1.5]
+        assert "noise multipliers 0.505 to 1.5 (gradient), jointly 0.505 to 1.5;" in " ".join(
+            paragraph(made).split()
+        )
+        assert json.loads(json.dumps(made)) == made
+
+
+def test_multipliers_that_are_equal_in_all_steps_are_one_number():
+    made = report(settings_of(DPSGDGlobalAdapt()), ledger_of(DPSGDGlobalAdapt(), 3), [])
+    assert made["multipliers"] == {"count": 10.0, "gradient": 1.0}
+    assert made["joint_multiplier"] == pytest.approx(1.01**-0.5)
+    assert "noise multipliers 10 (count), 1 (gradient), jointly 0.995;" in " ".join(
+        paragraph(made).split()
+    )
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_rule_whose_weights_were_clamped_is_not_called_sound(rule):
+    row = {"empty_batches": 0, "non_finite": 0, "clamped": 3}
+    made = report(settings_of(rule), ledger_of(rule, 5), [row])
+    assert made["soundness"] == ENFORCED
+    assert "sound" not in paragraph(made)
+
+
+def test_without_a_step_there_are_no_multipliers():
+    made = report(settings_of(DPSGD()), Ledger(), [])
+    assert (made["multipliers"], made["joint_multiplier"]) == ({}, None)
 
 
 def test_what_the_sampler_takes_is_in_the_report_and_in_epsilon():

@@ -171,7 +171,9 @@ def test_of_many_groups_the_pair_or_those_that_pay_least_and_most(results):
 
 def test_only_matched_steps_are_said_to_be_matched(results):
     assert results["protocol"] == "matched"
-    assert not any("how far they step" in text for text in words.limits(results))
+    for equal in ("matched", "given"):
+        results["protocol"] = equal
+        assert not any("how far they step" in text for text in words.limits(results))
     results["protocol"] = "published"
     assert any("how far they step, and not how they clip" in text for text in words.limits(results))
 
@@ -286,6 +288,15 @@ def test_the_statement_has_every_field_of_the_report(results):
         assert text.rstrip(".") in statement
     assert one["specification"][:16] in statement
     assert f"<td>{evenclip.mechanism.accounting.rounded_up(one['epsilon'])}</td>" in statement
+
+
+def test_multipliers_that_differ_between_steps_are_shown_as_a_range(results):
+    results["statement"]["dpsgd"] |= {
+        "multipliers": {"gradient": [1.0, 1.18]}, "joint_multiplier": [1.0, 1.18],
+    }  # fmt: skip
+    statement = page(results).split('id="statement"')[1].split("</section>")[0]
+    assert '<th scope="row">noise multipliers</th><td>gradient 1 to 1.18</td>' in statement
+    assert '<th scope="row">joint noise multiplier</th><td>1 to 1.18</td>' in statement
 
 
 def test_a_rule_without_an_epsilon_has_none_and_says_why(results):

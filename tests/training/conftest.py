@@ -169,7 +169,7 @@ class Spy:
 @pytest.fixture
 def untried(monkeypatch):
     """Leave out the trial of custom rules, as if the rule had passed it and failed later."""
-    monkeypatch.setattr("evenclip.training.setup.try_rule", lambda mechanism: None)
+    monkeypatch.setattr("evenclip.training.setup.try_rule", lambda *_: None)
 
 
 @pytest.fixture

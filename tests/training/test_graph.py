@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import shutil
 import warnings
@@ -11,6 +13,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, Performance, Rule, fit, prepare
 from evenclip.models import cnn
@@ -205,12 +208,23 @@ class Reads(Rule):
         return (1.0 / norm).clamp(max=1.0)
 
 
+@dataclass(frozen=True)
+class OwnLoss(DPSGD):
+    """A custom rule with a loss that torch maps for one number of samples only."""
+
+    name: ClassVar[str] = "own-loss"
+
+    def loss(self, loss, output, y, group, state):
+        return F.cross_entropy(output, y)
+
+
 @pytest.mark.parametrize(
     ("model", "rule", "why"),
     [
         ("dropout", DPSGD(), "draws random numbers"),
         ("cnn", DPSGD(), "faster for convolutions"),
         ("mlp", Reads(), "use torch.where instead of if"),
+        ("mlp", OwnLoss(), "the rule fixes the number of samples while"),
     ],
 )
 def test_where_a_step_has_no_graph_a_sentence_says_why(toy, traced, model, rule, why):
@@ -275,6 +289,36 @@ def test_without_a_compiler_a_sentence_says_so_and_the_run_is_the_same(toy, monk
     assert toy.same(without.model, trained(toy).model)
 
 
+class WrappedError(Exception):
+    """An error as torch's compiler raises it: the cause is in the context."""
+
+
+WrappedError.__module__ = "torch._dynamo.exc"
+
+
+def test_the_innermost_cause_is_quoted_and_torchs_log_is_silent(toy, monkeypatch):
+    log, printed = logging.getLogger("torch._subclasses.fake_tensor"), io.StringIO()
+    monkeypatch.setattr(log, "handlers", [logging.StreamHandler(printed)])
+
+    def fails(*_, **__):
+        try:
+            try:
+                raise RuntimeError("expand: 2 -> 37\nand more lines")
+            except RuntimeError as error:
+                log.error("failed while attempting to run meta")
+                raise WrappedError("when making fake tensor call") from error
+        except WrappedError:
+            raise WrappedError("when making fake tensor call") from None
+
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: fails)
+    has, reason = graph_of(prepare(toy.mlp(), toy.data(), batch_size=8, performance=COMPILED))
+    assert not has
+    assert "torch cannot compile it (RuntimeError: expand: 2 -> 37). The run is" in reason
+    assert printed.getvalue() == ""
+    log.error("this is printed")
+    assert printed.getvalue() == "this is printed\n"
+
+
 def test_small_and_chunked_batches_take_the_plain_step(toy, traced):
     """Batches of no and of one sample, and batches in several chunks, have no graph."""
     rule = DPSGDF(C0=0.8, sigma=0.8)
@@ -305,8 +349,16 @@ class Branching(nn.Module):
         return self.b(h * 2 if x.shape[0] > 110 else h)
 
 
+@dataclass(frozen=True)
+class Mapped(DPSGD):
+    """DPSGD as a custom rule, which is mapped over the samples."""
+
+    name: ClassVar[str] = "mapped"
+
+
+@pytest.mark.parametrize("rule", [DPSGD(), Mapped()], ids=lambda rule: rule.name)
 def test_a_batch_on_another_branch_of_the_model_than_the_traced_one_takes_the_plain_step(
-    toy, traced, monkeypatch
+    toy, traced, monkeypatch, rule
 ):
     # In padded blocks the plain step would take one branch for all batches.
     monkeypatch.setattr("evenclip.training.run.fix_company", lambda *given, **more: "not fixed")
@@ -315,7 +367,7 @@ def test_a_batch_on_another_branch_of_the_model_than_the_traced_one_takes_the_pl
     torch.manual_seed(0)
     model, given = (
         Branching(),
-        {"data": (x, (x[:, 0] > 0).long()), "batch_size": 110, "steps": 6, "rule": DPSGD()},
+        {"data": (x, (x[:, 0] > 0).long()), "batch_size": 110, "steps": 6, "rule": rule},
     )
     plain, compiled = (
         trained(toy, model=model, **given, performance=p) for p in (Performance(), COMPILED)

@@ -75,7 +75,7 @@ _READ = (
 def _clamped(plan: Protocol, by_rule: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
     """Return a sentence about each rule whose weights were reduced to its declared bound."""
     counts = {
-        method.name: sum(int(row["clamped"]) for result in results for row in result["trace"])
+        method.name: _clamped_weights(results)
         for method, results in zip(plan.methods, by_rule, strict=True)
     }
     return [
@@ -84,6 +84,11 @@ def _clamped(plan: Protocol, by_rule: Sequence[Sequence[Mapping[str, Any]]]) -> 
         for name, count in counts.items()
         if count
     ]
+
+
+def _clamped_weights(results: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many weights of a rule were reduced to its bound, over all seeds."""
+    return sum(int(row["clamped"]) for result in results for row in result["trace"])
 
 
 def _outcome(method: Method, results: Sequence[Mapping[str, Any]]) -> Outcome:
@@ -96,7 +101,7 @@ def _outcome(method: Method, results: Sequence[Mapping[str, Any]]) -> Outcome:
         name=method.name,
         rule=repr(method.rule),
         lr=tuple(result["settings"]["lr"] for result in results),
-        soundness=soundness(method.rule),
+        soundness=soundness(method.rule, _clamped_weights(results)),
         epsilon={
             accountant: _epsilon(method.rule, results, accountant) for accountant in ("pld", "rdp")
         },

@@ -89,7 +89,14 @@ def choose_protocol(
         base = replace(base, model=model)
     bounded = [method.name for method in base.methods if method.rule.bounded]
     base = base.only(bounded) if rules is None else _with_rules(base, rules)
-    return protocol.unmatched(base) if match or published is None else base
+    return protocol.unmatched(base) if match or published is None else _named(base)
+
+
+def _named(plan: Protocol) -> Protocol:
+    """Return the plan, called "given" if no private rule of it has published settings."""
+    private = {method.name for method in plan.methods if method.rule.sigma}
+    nothing = plan.custom and private <= set(plan.custom)
+    return replace(plan, name="given") if plan.name == "published" and nothing else plan
 
 
 def _with_rules(base: Protocol, rules: Sequence[str | Rule]) -> Protocol:
@@ -170,7 +177,7 @@ def _suited(plan: Protocol, train: Dataset) -> tuple[Protocol, list[str]]:
     why = {method.name: method.rule.unsuited(train.K, classes) for method in plan.methods}
     methods = tuple(method for method in plan.methods if why[method.name] is None)
     left_out = [f"{name} is left out: {text}" for name, text in why.items() if text]
-    return replace(plan, methods=methods), left_out
+    return _named(replace(plan, methods=methods)), left_out
 
 
 def _calibrated(plan: Protocol, epsilon: float, train: Dataset) -> Protocol:
@@ -244,7 +251,9 @@ def _without_epsilon(plan: Protocol) -> list[str]:
 
 _SAYS = {
     "published": "Settings as published; the largest step of one sample, learning rate times "
-    "sensitivity, differs between the rules. --match makes it the same.",
+    "sensitivity, differs between the rules. --match makes its expected value the same.",
+    "given": f"No private rule here has published settings; each has the expected largest step "
+    f"{STEP:g}.",
     "matched": f"Matched: every private rule has the expected largest step {STEP:g}; the "
     "reference's learning rate was chosen on validation data.",
     "one learning rate": "One learning rate for all; the largest step of one sample, learning "
@@ -256,14 +265,12 @@ def in_words(plan: Protocol, changes: Changes) -> str:
     """Return what was held equal, which rules have no published settings, and what was set."""
     says = _SAYS[plan.name]
     if plan.name == "published" and plan.custom:
-        step = f"the expected largest step {STEP:g}"
-        private = [method.name for method in plan.methods if method.rule.sigma]
-        if set(private) <= set(plan.custom):
-            says = f"No private rule here has published settings; each has {step}."
-        else:
-            *others, last = plan.custom
-            named, has = (f"{', '.join(others)} and {last}", "have") if others else (last, "has")
-            says += f" No settings are published for {named}, which {has} {step}."
+        *others, last = plan.custom
+        named, has = (f"{', '.join(others)} and {last}", "have") if others else (last, "has")
+        says += (
+            f" No settings are published for {named}, which {has} the expected largest step "
+            f"{STEP:g}."
+        )
     values = {
         "ε": changes.epsilon, "δ": changes.delta, "epochs": changes.epochs,
         "batch size": changes.batch_size, "lr": changes.lr, "model": changes.model,

@@ -62,7 +62,8 @@ class Protocol:
     """The settings of a comparison, without data and seeds.
 
     Attributes:
-        name: "published", "matched" or "one learning rate".
+        name: "published", "matched", "one learning rate", or "given" if no private rule has
+            published settings and each has the expected largest step `STEP`.
         methods: the rules with their learning rates.
         model: description of the model; see `evenclip.sweep.describe`.
         epochs: passes over the training data.

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenclip.audit import cost, statistics
-from evenclip.rules import DPSGD, NO_EPSILON, NonPrivate
+from evenclip.rules import DPSGD, PROVED, NonPrivate
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -73,7 +73,8 @@ class Comparison:
         dataset: name of the dataset.
         groups: names of the groups.
         seeds: the seeds.
-        protocol: "published", "matched" or "one learning rate".
+        protocol: "published", "matched", "one learning rate" or "given"; see
+            `evenclip.comparison.protocol.Protocol`.
         says: the protocol in words.
         outcomes: one per rule, the non-private reference first.
         pair: the two groups whose gaps are reported; None: the largest gap between any two.
@@ -207,7 +208,7 @@ class Comparison:
             "epsilon_pld": outcome.epsilon["pld"],
             "epsilon_rdp": outcome.epsilon["rdp"],
             "delta": outcome.delta if valid else None,
-            "sound": valid and outcome.soundness != NO_EPSILON,
+            "sound": valid and outcome.soundness in PROVED,
             "soundness": outcome.soundness,
         }
 

@@ -42,7 +42,7 @@ def map_over_samples(
     method: Method = getattr(rule, name)
     public = public.clone()  # a custom rule may change it in place
     try:
-        if len(norms) == 0:  # vmap refuses an empty axis
+        if norms.shape[0] == 0:  # vmap refuses an empty axis; len() would fix a traced size
             one = tree_map(_first, further)
             value = method(norms.new_zeros(()), group.new_zeros(()), public, **one)
             return tree_map(_none_of, value)

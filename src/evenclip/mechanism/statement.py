@@ -30,7 +30,7 @@ from evenclip.rules import NO_EPSILON, Rule, soundness
 if TYPE_CHECKING:
     from evenclip.mechanism.settings import Settings
 
-__all__ = ["Facts", "declared", "epsilon", "paragraph", "report"]
+__all__ = ["Facts", "declared", "epsilon", "paragraph", "report", "span"]
 
 UNIT = "one record with its labels; no guarantee for a person with several records"
 RELATION = (
@@ -132,10 +132,11 @@ def report(
         facts: how it was computed.
     """
     facts = facts or Facts()
+    clamped = sum(row["clamped"] for row in trace)
     return {
         **_scope(facts.uncovered),
         **_epsilons(settings, ledger),
-        **_method(settings.rule),
+        **_method(settings.rule, clamped),
         **_steps(settings, ledger),
         "q": settings.q,
         "n": settings.n,
@@ -143,7 +144,7 @@ def report(
         **_release(settings, ledger, facts),
         "empty_batches": sum(row["empty_batches"] for row in trace),
         "non_finite_samples": sum(row["non_finite"] for row in trace),
-        "clamped_weights": sum(row["clamped"] for row in trace),
+        "clamped_weights": clamped,
         "precision": (
             "TF32: operands of products rounded to 11 bits, norms enlarged to allow for it"
             if facts.tf32
@@ -226,12 +227,12 @@ def _sampler(ledger: Ledger, terms: Terms) -> dict[str, Any]:
     }
 
 
-def _method(rule: Rule) -> dict[str, Any]:
-    """Return the rule and its soundness."""
+def _method(rule: Rule, clamped: int) -> dict[str, Any]:
+    """Return the rule and its soundness, given how many of its weights were clamped."""
     return {
         "method": rule.name,
         "rule": repr(rule),
-        "soundness": soundness(rule),
+        "soundness": soundness(rule, clamped),
         "why_no_epsilon": rule.why if rule.soundness == NO_EPSILON else None,
         "reference": rule.reference,
         "group_labels_entered_training": rule.uses_groups,
@@ -242,11 +243,9 @@ def _method(rule: Rule) -> dict[str, Any]:
 
 def _steps(settings: Settings, ledger: Ledger) -> dict[str, Any]:
     """Return the steps that were declared and drawn, and the runs that drew them."""
-    last = ledger.entries[-1] if ledger.entries else None
     parents = dict.fromkeys(entry.parent for entry in ledger.entries if entry.parent is not None)
     return {
-        "multipliers": {} if last is None else dict(last.multipliers),
-        "joint_multiplier": None if last is None else last.joint,
+        **_multipliers(declared(settings, ledger)),
         "steps": ledger.steps,
         "declared_steps": settings.steps,
         "reserved_steps": sum(entry.steps for entry in ledger.entries if entry.reserved),
@@ -254,6 +253,38 @@ def _steps(settings: Settings, ledger: Ledger) -> dict[str, Any]:
         "runs": list(dict.fromkeys(entry.run for entry in ledger.entries if entry.run)),
         "parents": [f"draw {index} of run {run}" for run, index in parents],
     }
+
+
+def _multipliers(ledger: Ledger) -> dict[str, Any]:
+    """Return the multipliers of each release and of all together, over all steps."""
+    by_name = dict[str, list[float]]()
+    for entry in ledger.entries:
+        for name, multiplier in entry.multipliers:
+            by_name.setdefault(name, []).append(multiplier)
+    return {
+        "multipliers": {name: _range(values) for name, values in by_name.items()},
+        "joint_multiplier": _range([entry.joint for entry in ledger.entries]),
+    }
+
+
+def _range(values: Sequence[float]) -> float | list[float] | None:
+    """Return the value if all are equal, [least, most] if they differ, None if there is none."""
+    if not values:
+        return None
+    least, most = min(values), max(values)
+    return least if least == most else [least, most]
+
+
+def span(value: float | Sequence[float] | None, digits: int = 6) -> str:
+    """Format a multiplier of the report: a value, or the least and the most of all steps.
+
+    >>> span(1.0), span([1.0, 1.18])
+    ('1', '1 to 1.18')
+    """
+    if value is None:
+        return "none"
+    ends = value if isinstance(value, Sequence) else [value]
+    return " to ".join(f"{end:.{digits}g}" for end in ends)
 
 
 def _steps_note(settings: Settings, ledger: Ledger) -> str | None:
@@ -309,7 +340,7 @@ def _guarantee(report: dict[str, Any]) -> str:
     without_sampling = (
         "no ε would be valid" if unsampled is None else f"it would be {rounded_up(unsampled)}"
     )
-    multipliers = ", ".join(f"{m:g} ({name})" for name, m in report["multipliers"].items())
+    multipliers = ", ".join(f"{span(m)} ({name})" for name, m in report["multipliers"].items())
     return (
         f"This model was trained by {report['method']} ({report['soundness']}) and is (ε, "
         f"δ)-differentially private with ε = {rounded_up(report['epsilon'])} at δ = "
@@ -317,7 +348,7 @@ def _guarantee(report: dict[str, Any]) -> str:
         f"Without the amplification by Poisson sampling {without_sampling}. "
         f"Unit: {report['unit']}. Neighbours: {report['neighbouring_relation']}. "
         f"{report['steps']} steps at rate q = {report['q']:.6g}; noise multipliers {multipliers}, "
-        f"jointly {report['joint_multiplier']:.4g}; sums divided by {report['divisor']}, "
+        f"jointly {span(report['joint_multiplier'], 4)}; sums divided by {report['divisor']}, "
         f"{report['expected_batch_size']:g}."
     )
 

@@ -102,6 +102,7 @@ def _value(value: Any, results: Mapping[str, Any] | None = None) -> str:
 def _constant(name: str, value: Any) -> str:
     """Format a field of the statement; an ε is never rounded down."""
     from evenclip.mechanism.accounting import rounded_up
+    from evenclip.mechanism.statement import span
 
     if value is None:
         return "none" if name.startswith("epsilon") else "–"
@@ -111,8 +112,10 @@ def _constant(name: str, value: Any) -> str:
         return rounded_up(value) if math.isfinite(value) else "∞"
     if isinstance(value, float):
         return text(f"{value:.6g}")
+    if name == "joint_multiplier":
+        return text(span(value))
     if isinstance(value, list):
         return text(", ".join(value)) or "–"
     if isinstance(value, Mapping):
-        return text(", ".join(f"{key} {number:.4g}" for key, number in value.items())) or "–"
+        return text(", ".join(f"{key} {span(number, 4)}" for key, number in value.items())) or "–"
     return f"<code>{text(value[:16])}…</code>" if name == "specification" else text(value)

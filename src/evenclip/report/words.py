@@ -92,7 +92,7 @@ def _verdict(results: Mapping[str, Any], best: str, verdict: Mapping[str, Any]) 
 def limits(results: Mapping[str, Any]) -> list[str]:
     """Return the limits of the answer, as sentences."""
     sentences = [results["protocol_in_words"]]
-    if results["protocol"] != "matched":
+    if results["protocol"] not in ("matched", "given"):
         sentences.append(
             "Part of the difference between the rules is therefore how far they step, and not how "
             "they clip; the matched protocol separates the two."

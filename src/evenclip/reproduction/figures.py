@@ -14,7 +14,8 @@ Figures of DPSGD and both groups:
   proof of Theorem 3 of Tran et al., and that of Proposition 3.
 - adult-eigenvalues: λ_max of each group and 1/η; Proposition 3 assumes λ_max ≤ 1/η.
 
-Each figure exists as published and at the same largest step, with "-matched" after its name.
+Each figure exists as published and at the same expected largest step, with "-matched" after its
+name.
 Curves are means over seeds, and shaded areas their standard errors. The explanatory drawings are in
 `evenclip.reproduction.drawings`.
 """
@@ -64,7 +65,7 @@ class PaperFigure:
     @property
     def caption(self) -> str:
         """The caption below the figure."""
-        how = "at the same largest step" if self.match else "as published"
+        how = "at the same expected largest step" if self.match else "as published"
         return f"{SETTINGS[self.dataset].title}, {how}: {_CAPTIONS[self.kind]}"
 
 

@@ -180,7 +180,7 @@ def _claims(record: Mapping[str, Any], table: Table) -> list[str]:
         return []
     held = sum(bool(verdict.holds) for verdict in tested)
     seeds = len(record["seeds"])
-    where = "at the same largest step" if table.match else "with the published settings"
+    where = "at the same expected largest step" if table.match else "with the published settings"
     lines = [
         f"**The paper's claims** (p < 0.05, one-sided Wilcoxon): {held} of {len(tested)} hold "
         f"{where}, in both groups.",

@@ -1,7 +1,7 @@
 """Matched rules at several largest steps: how far the comparison depends on the step.
 
-The matched tables have one largest step η·S for all private rules, 0.1. Here the same rules are
-trained at longer steps too, beside the non-private reference of the matched table.
+The matched tables have one expected largest step η·E[S] for all private rules, 0.1. Here the same
+rules are trained at longer steps too, beside the non-private reference of the matched table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAME, TITLE = "steps", "Matched rules at longer steps"
 DATASETS = ("adult", "dutch")
 
 STEPS = (0.1, 0.2, 0.4, 0.8)
-"""Largest steps η·S."""
+"""Expected largest steps η·E[S]."""
 
 
 def make(how: Training) -> dict[str, Any]:
@@ -97,7 +97,8 @@ def draw(record: Mapping[str, Any]) -> str:
     lines += [
         f"{len(record['seeds'])} seeds. Accuracy on test rows in %; the gap is that of the privacy "
         "cost, |π_a − π_b| of each seed, in points. The verdict compares a rule's gaps with "
-        "DPSGD's at the same step: paired t test, Holm-corrected over the rules of that step.",
+        "DPSGD's at the same expected largest step η·E[S]: paired t test, Holm-corrected over the "
+        "rules of that step.",
     ]
     for dataset in DATASETS:
         rows = [row for row in record["rows"] if row["dataset"] == dataset]
@@ -111,7 +112,7 @@ def _table(dataset: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     reference, *private = rows
     lines = [
         f"**{dataset.capitalize()}**", "",
-        f"| η·S | rule | {a} | {b} | gap | gap against DPSGD's |",
+        f"| η·E[S] | rule | {a} | {b} | gap | gap against DPSGD's |",
         "| ---: | --- | ---: | ---: | ---: | --- |",
         f"| – | {reference['rule']} | {_cell(reference, 0)} | {_cell(reference, 1)} | – | – |",
     ]  # fmt: skip

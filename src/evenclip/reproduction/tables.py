@@ -3,7 +3,7 @@
 `make` trains the runs of a table with `evenclip.comparison.compare` and returns a record of plain
 values. `evenclip.reproduction.markdown` draws the table from the record alone, so it can be redrawn
 without training. Each dataset has two tables: *as published*, with the paper's settings, and
-*matched*, with the same largest step for every private rule, which is the fairer comparison.
+*matched*, with the same expected largest step for every private rule, the fairer comparison.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ __all__ = [
     "DPSGDF",
     "ENFORCED",
     "NO_EPSILON",
+    "PROVED",
     "REPAIRED",
     "RULES",
     "SOUND",
@@ -48,11 +49,21 @@ RULES: dict[str, type[Rule]] = {
 """Name -> class."""
 
 
-def soundness(rule: Rule) -> str:
+PROVED = frozenset({SOUND, REPAIRED})
+"""Soundness of rules whose bound is proved."""
+
+
+def soundness(rule: Rule, clamped: int = 0) -> str:
     """Return the soundness to print beside the ε of a rule.
 
     The bounds of built-in rules are proved by tests. A custom rule is held to the bound that it
-    declares, so its ε is valid, but nothing proves that its formula keeps the bound.
+    declares, so its ε is valid, but nothing proves that its formula keeps the bound. A rule whose
+    weights had to be clamped did not keep it.
+
+    Args:
+        rule: the rule.
+        clamped: number of weights that were reduced to its bound.
     """
     built_in = RULES.get(getattr(rule, "name", "")) is type(rule)
-    return rule.soundness if built_in or rule.soundness == NO_EPSILON else ENFORCED
+    proved = built_in and not clamped
+    return rule.soundness if proved or rule.soundness == NO_EPSILON else ENFORCED

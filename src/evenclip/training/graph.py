@@ -12,8 +12,10 @@ compiling takes and when it pays.
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -113,7 +115,8 @@ class Graph:
         }
         ours = step(tape, mechanism, state, [chunk], self._B, Release(fresh))
         try:
-            theirs = self(state, chunk, fresh)
+            with _quiet():
+                theirs = self(state, chunk, fresh)
         except Exception as error:  # anything that a compiler may raise
             raise NoGraph(f"torch cannot compile it ({_first_line(error)})") from error
         # Where the two sums lie on two sides of a boundary, the published numbers differ by H.
@@ -162,12 +165,21 @@ class _Sizes:
     Args:
         graph: the trace.
         at: index of an input whose first axis is the samples.
+
+    Raises:
+        NoGraph: if the trace is for one number of samples only.
     """
 
     def __init__(self, graph: torch.fx.GraphModule, at: int) -> None:
         inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
         size = inputs[at].shape[0]
-        self._symbol = size.node.expr if isinstance(size, torch.SymInt) else None
+        if not (isinstance(size, torch.SymInt) and size.node.expr.free_symbols):
+            raise NoGraph(
+                "an operation of the model, the loss or the rule fixes the number of samples while "
+                "it is traced; in a loss or a rule, use comparisons and torch.where instead of "
+                "index_select, F.kl_div or the options of F.cross_entropy"
+            )
+        self._symbol = size.node.expr
         env = inputs[at].fake_mode.shape_env
         self._conditions = [
             guard.expr for guard in env.guards if self._symbol in guard.expr.free_symbols
@@ -177,7 +189,7 @@ class _Sizes:
     def __call__(self, n: int) -> bool:
         if n not in self._known:
             # A condition becomes sympy's true or false, or an expression that is neither.
-            self._known[n] = self._symbol is not None and all(
+            self._known[n] = all(
                 condition.subs(self._symbol, n) == True  # noqa: E712
                 for condition in self._conditions
             )
@@ -200,7 +212,7 @@ def _trace(function: Callable[..., list[Tensor]], given: list[Tensor]) -> torch.
     from torch.fx.experimental.proxy_tensor import make_fx  # takes a second to import
 
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad(), _quiet():
             warnings.simplefilter("ignore")
             tracer = make_fx(
                 function, tracing_mode="symbolic", _allow_non_fake_inputs=True
@@ -266,7 +278,33 @@ def _in_memory(noise: Noise) -> list[Tensor]:
 
 def _first_line(error: BaseException) -> str:
     """Return the first line of the error at the root; the compiler wraps it in several others."""
-    while (inner := error.__cause__) is not None:
+    while (inner := _inner(error)) is not None:
         error = inner
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _inner(error: BaseException) -> BaseException | None:
+    """Return the error that this one wraps. Dynamo's errors have theirs as the context."""
+    if error.__cause__ is None and type(error).__module__.startswith("torch._dynamo"):
+        return error.__context__
+    return error.__cause__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide the warnings and errors that torch logs; `NoGraph` has the reason of a failure."""
+    names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch"]
+    handlers = {handler for name in names for handler in logging.getLogger(name).handlers}
+    for handler in handlers:
+        handler.addFilter(_below_warning)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(_below_warning)
+
+
+def _below_warning(record: logging.LogRecord) -> bool:
+    """Return whether a record is less severe than a warning, as those of TORCH_LOGS are."""
+    return record.levelno < logging.WARNING

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from evenclip.data import Dataset, Streamed
 from evenclip.data.dataset import Samples
@@ -71,30 +72,50 @@ def make_mechanism(
 ) -> Mechanism:
     """Return the rule with its bounds enforced, for the constants of this run.
 
-    A custom rule may depend on the number of classes and on the shapes of outputs and targets. One
-    sample shows them, in a copy of the model, so that this pass changes nothing.
+    A custom rule may depend on the number of classes and on the shapes of outputs and targets. A
+    few samples show them, in a copy of the model, so that this pass changes nothing.
     """
     rule, classes, like = settings.rule, len(data.class_names), dict[str, Any]()
+    few: dict[str, Any] | None = None
     uses = wanted(rule)
     custom = type(rule) not in RULES.values()
     if uses or (custom and not classes and type(rule).init is not Rule.init):
-        one, output = _one_output(model, data)
-        classes = classes or _classes(output, one.y)
-        like = {"loss": per_sample(loss)(output, one.y), "output": output, "y": one.y}
+        few = _results(model, loss, data)
+        classes = classes or _classes(few["output"], few["y"])
+        like = tree_map(_first, few)
     mechanism = Mechanism(rule, settings.constants(classes), like=like if uses else {})
-    try_rule(mechanism)
+    reads = custom and mechanism.groups > 1 and not rule.uses_groups
+    if few is None and reads and changes_loss(rule):
+        few = _results(model, loss, data)
+    try_rule(mechanism, few if reads else None)
     return mechanism
 
 
-def _one_output(model: nn.Module, data: Dataset | Streamed) -> tuple[Samples, Any]:
-    """Return one sample and the model's output for it: an artificial one, if the model takes it."""
-    record, plain = _first_rows(data, 1), copy.deepcopy(model).eval()
-    one = artificial(record, 1, len(data.group_names))
+def _results(model: nn.Module, loss: Loss, data: Dataset | Streamed) -> dict[str, Any]:
+    """Return loss, output and target of a few samples, from a copy of the model.
+
+    They are artificial, unless the model does not take such samples.
+    """
+    records = _first_rows(data, 64 if isinstance(data, Dataset) else 16)
+    some, plain = artificial(records, count(records.x), len(data.group_names)), _evaluated(model)
     with torch.no_grad():
         try:
-            return one, call(plain, one.x)
+            output = call(plain, some.x)
+            losses = per_sample(loss)(output, some.y)
         except Exception:  # anything that a model may raise for samples of another kind
-            return record, call(plain, record.x)
+            some, output = records, call(plain, records.x)
+            losses = per_sample(loss)(output, some.y)
+    return {"loss": losses, "output": output, "y": some.y}
+
+
+def _first(value: Any) -> Any:
+    """Return the first sample of a tensor as a batch of one; return other values unchanged."""
+    return value[:1] if isinstance(value, Tensor) else value
+
+
+def _evaluated(model: nn.Module) -> nn.Module:
+    """Return a copy of the model without dropout."""
+    return copy.deepcopy(model).eval()
 
 
 def _classes(output: Any, y: Any) -> int:
