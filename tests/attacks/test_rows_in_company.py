@@ -96,3 +96,26 @@ def test_the_attack_wins_against_blocks_of_any_size(unpadded):
             run.tape(x[:rows], y[:rows]).norms(quick=True)[0] > run.state for rows in (n, n + 1)
         ]
     assert counted[0] != counted[1]
+
+
+# A rule's statistic of the model's output passes in the same blocks.
+# --------------------------------------------------------------------------------------------------
+
+
+def outputs(seed, *, at_once=False):
+    """Return the first record's output among 1, 2, ... records."""
+    run = prepared(seed, 4)
+    x, _ = data(seed)
+    passed = run.tape.model if at_once else run.tape.outputs
+    with run.listening(), torch.no_grad():
+        return [passed(x[:n])[0] for n in ROWS]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_no_number_of_rows_changes_an_output_unless_they_pass_at_once(at_once):
+    changed = [
+        not torch.equal(one, other)
+        for seed in range(SEEDS)
+        for one, other in pairwise(outputs(seed, at_once=at_once))
+    ]
+    assert any(changed) == at_once

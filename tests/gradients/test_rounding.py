@@ -279,3 +279,18 @@ def test_quick_norms_of_a_model_mix_both_ways(numbers):
         gradients = tape(x, y)
     torch.testing.assert_close(gradients.norms(quick=True), gradients.norms(), rtol=1e-5, atol=0)
     assert (gradients.norms(quick=True) >= gradients.per_sample().double().norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("shape", [(), (3,)], ids=["one position", "positions"])
+def test_a_norm_does_not_underflow_where_the_gradient_does_not(shape):
+    """δ is so small that its squares underflow, and the input so large that the product counts."""
+    layer = nn.Linear(4, 2, bias=False).double()
+    x = torch.full((3, *shape, 4), 1e150, dtype=torch.float64)
+    delta = torch.full((3, *shape, 2), 1e-163, dtype=torch.float64)
+    made = plan(layer, against, torch.randn_like(x), torch.randn_like(delta))
+    with made.recording() as tape:
+        gradients = tape(x, delta)
+        formed = gradients.per_sample()
+    exact = torch.stack([(g / g.abs().max()).norm() * g.abs().max() for g in formed])
+    assert (exact > 0).all()
+    assert (gradients.norms() >= exact).all()

@@ -14,7 +14,7 @@ from mpmath import mpf
 from torch import nn
 
 from evenclip.gradients import plan
-from evenclip.mechanism.rounding import TAU, most_records, sum_rounding
+from evenclip.mechanism.rounding import TAU, most_records, sum_rounding, summed_at_once
 from evenclip.mechanism.sampling import drawn_rate
 
 PROPERTY = settings(derandomize=True, deadline=None, database=None, max_examples=40)
@@ -228,3 +228,17 @@ def test_rho_covers_each_rounding_once(records, block, ranks):
     assert Fraction(sum_rounding(records, **given)) >= 2 * records * gamma
     assert Fraction(sum_rounding(records, cancelling=True, **given)) >= 2 * records * gamma * 2**24
     assert sum_rounding(records, **given) < 2e-6
+
+
+@pytest.mark.parametrize("records", [40, 465, 4500, 9000, 34000])
+def test_blocks_of_positions_are_the_largest_with_little_rounding(records):
+    """Where ρ stays large, blocks of about √N records have the fewest roundings."""
+
+    def rho(block):
+        return sum_rounding(records, block, cancelling=True)
+
+    block = summed_at_once(records, records)
+    assert rho(block) <= 2.0**-9 or block <= max(64, math.isqrt(records))
+    assert block == records or rho(2 * block) > 2.0**-9
+    assert rho(block) <= max(2.0**-9, 2 * min(map(rho, range(1, records + 1))))
+    assert summed_at_once(records, 7) == 7

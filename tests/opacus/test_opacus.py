@@ -1404,3 +1404,14 @@ def test_noise_is_for_the_bound_that_was_enforced_and_for_the_multiplier_that_is
             clipper.drop()
             assert longest * multiplier == pytest.approx(float(noise.max()), rel=0.07)  # the grid
         next(READS)
+
+
+def test_a_seed_set_before_the_loop_does_not_make_masks_known():
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        run = Private(DPSGD())
+        for _ in run.loader:
+            drawn.append(torch.rand(64))
+            break
+    assert not torch.equal(*drawn)

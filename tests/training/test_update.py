@@ -142,3 +142,18 @@ def test_frozen_parameters_are_not_moved(toy):
     before = frozen.clone()
     result = train(model, toy, scheduler=partial(StepLR, step_size=1))
     assert torch.equal(next(iter(result.model.parameters())), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_optimiser_takes_a_model_of_any_dtype(name, dtype, toy):
+    """A released gradient is in float32 or wider, whatever the parameters are in."""
+    x, y, group = toy.data()
+    model, before = toy.mlp().to(dtype), toy.vector(toy.mlp().to(dtype))
+    result = evenclip.fit(
+        model, (x.to(dtype), y, group), rule=DPSGD(C0=0.7, sigma=0.5), epochs=1, batch_size=8,
+        lr=0.5, delta=1e-3, optimizer=OPTIONS[name],
+    )  # fmt: skip
+    after = toy.vector(result.model)
+    assert after.dtype == dtype
+    assert not torch.equal(before, after)

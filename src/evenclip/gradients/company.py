@@ -3,7 +3,7 @@
 A matrix product may round a row differently when the number of rows, or the place of the row,
 changes; another record would then move a ReLU or a count of this one. No bound through a network is
 known for that. So samples pass in blocks of one fixed size (`Tape.fix_rows`), and before training
-one block is passed in two orders and in other company. Losses, norms and gradients of every sample
+one block is passed in two orders and in other company. Losses, norms and outputs of every sample
 must have the same bits.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from evenclip.gradients.tape import Tape
 from evenclip.gradients.trial import undisturbed
@@ -27,7 +27,7 @@ _SEED = 20_111
 
 
 def same_in_any_company(tape: Tape, x: Any, y: Any) -> bool:
-    """Return whether every sample's loss and norm keep their bits in another order and company.
+    """Return whether every sample's loss, norm and output keep their bits in any order and company.
 
     Args:
         tape: a tape with blocks of a fixed size, not recording.
@@ -49,10 +49,13 @@ def same_in_any_company(tape: Tape, x: Any, y: Any) -> bool:
 
 
 def _numbers(tape: Tape, x: Any, y: Any) -> tuple[Tensor, ...]:
-    """Return losses and norms of each sample; NaN becomes 0, which equals itself."""
+    """Return losses, norms and outputs of each sample; NaN becomes 0, which equals itself."""
     gradients = tape(x, y)
-    found = gradients.losses, gradients.norms(quick=True), gradients.norms()
-    return tuple(numbers.detach().nan_to_num(nan=0.0) for numbers in found)
+    numbers = [gradients.losses, gradients.norms(quick=True), gradients.norms()]
+    with torch.no_grad():
+        outputs = [leaf for leaf in tree_leaves(tape.outputs(x)) if isinstance(leaf, Tensor)]
+    numbers += [leaf for leaf in outputs if leaf.ndim and len(leaf) == len(numbers[0])]
+    return tuple(each.detach().nan_to_num(nan=0.0) for each in numbers)
 
 
 def _rows(rows: Tensor, value: Any) -> Any:
