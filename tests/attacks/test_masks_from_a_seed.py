@@ -41,6 +41,21 @@ def test_a_search_over_32_bits_finds_a_seed_and_not_a_key():
     assert torch.equal(masks(filled, key), masks(filled, key))
 
 
+def follows_from_its_first_word():
+    """Return whether the state is one of the 2³² that a seed makes, as the attacker tests it."""
+    state = torch.get_rng_state().numpy()[24 : 24 + 8 * 624].view(np.uint64).tolist()
+    following = [(1812433253 * (w ^ (w >> 30)) + i) % 2**32 for i, w in enumerate(state, 1)]
+    return following[:-1] == state[1:]
+
+
+def test_the_state_of_a_run_is_none_that_a_seed_makes():
+    with torch.random.fork_rng(devices=[]):
+        seeded(bytes(range(32)))
+        assert follows_from_its_first_word()
+        filled(bytes(range(32)))
+        assert not follows_from_its_first_word()
+
+
 def test_the_state_has_all_its_words():
     """A change of any word changes what is drawn; the first bit of the first word is unused."""
     words = np.arange(312, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

@@ -61,7 +61,7 @@ def kept(n, Z, *, two_ways=False):
     )  # fmt: skip
     with run.listening():
         assert run._graph is not None
-        run.tape.may_be_quick = two_ways
+        run.tape.may_be_quick |= two_ways
         return int((run.step().weights[OTHERS:] > 0).sum())
 
 

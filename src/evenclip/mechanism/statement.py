@@ -43,7 +43,10 @@ NOT_COVERED = (
     "the choice of model, rule, settings and seed, if it was made on these data",
     "a check of a few records before training, which only ever stops it",
 )
-GENERATOR = "AES-256 in counter mode (noise, batches and dropout seeds), keyed by BLAKE2b"
+GENERATOR = (
+    "AES-256 in counter mode (noise, batches, and the states that dropout starts from), keyed by "
+    "BLAKE2b"
+)
 SHUFFLED = "; shuffled batches: PCG64, with a seed from it"
 CLAIM = (
     "computational: against anyone who does not know the key and cannot break AES-256 or BLAKE2b"
