@@ -1834,10 +1834,10 @@ KEYS = (
                 ),
             ),
             (
-                "threads",
-                "the number of threads",
-                '        "threads": str(torch.get_num_threads()),\n',
-                "",
+                "machine",
+                "the processor or the number of threads",
+                "        **machine(device),\n",
+                '        **dict.fromkeys(_OWN, ""),\n',
                 (f"{KEYED}::test_the_machine_and_the_code_change_the_key",),
             ),
             (
@@ -1848,6 +1848,25 @@ KEYS = (
                 ("distributed/test_ranks.py::test_the_number_of_ranks_changes_the_key",),
             ),
         )
+    ),
+    Fault(
+        "key-of-each-rank",
+        "Ranks with other threads draw other batches, so that a record may count twice.",
+        "training/keys.py",
+        "    return _of_all(ranks.each(own))\n",
+        "    return own\n",
+        (
+            "distributed/test_ranks.py::test_ranks_with_other_threads_draw_the_same_batches",
+            "distributed/test_ranks.py::test_ranks_that_compute_different_things_are_refused",
+        ),
+    ),
+    Fault(
+        "keys-of-ranks-not-compared",
+        "Ranks with different keys train.",
+        "training/run.py",
+        "        check_one_key(key, self.ranks)\n",
+        "",
+        ("distributed/test_ranks.py::test_ranks_with_different_keys_are_refused",),
     ),
     Fault(
         "key-for-rows-that-are-not-read",

@@ -2,9 +2,11 @@
 
 Without a seed it comes from the operating system. From a seed, it is a digest of the seed and of
 all that can change a released sum in its last bit: settings, data, model, loss, rule, optimiser,
-scheduler, the package's code, torch, device and threads. So two runs that differ in any of them
-have different noise and different batches; two models that shared their noise would show the
-difference of their sums without it. Where no digest can be taken, a seed is refused.
+scheduler, the package's code, torch, and the device, threads and switches of every rank. So two
+runs that differ in any of them have different noise and different batches; two models that shared
+their noise would show the difference of their sums without it. Where no digest can be taken, a seed
+is refused. All ranks of a run have one key: with two keys, they would draw two batches, and a
+record in both would count twice.
 """
 
 from __future__ import annotations
@@ -12,8 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +27,16 @@ from evenclip.mechanism.words import KEY_BYTES, derive
 from evenclip.training.code import sources
 from evenclip.training.config import TrainConfig
 from evenclip.training.contents import NoDigest, contents
+from evenclip.training.machine import machine
 from evenclip.training.processes import Processes
 
-__all__ = ["conditions", "different", "fresh_key", "keyed", "run_id", "secret_key"]
+__all__ = [
+    "check_one_key", "computed_with", "conditions", "different", "fresh_key", "keyed", "run_id",
+    "secret_key",
+]  # fmt: skip
+
+# What ranks may differ in.
+_OWN = frozenset(("device", "threads", "switches"))
 
 
 def fresh_key(ranks: Processes) -> bytes:
@@ -59,6 +67,8 @@ def conditions(
 ) -> dict[str, str]:
     """Return the digests of all that can change a released sum in its last bit, by name.
 
+    They are the same on every rank. Collective.
+
     Args:
         settings: constants of the run.
         config: its settings, as given.
@@ -69,7 +79,8 @@ def conditions(
         ranks: the processes that train together.
 
     Raises:
-        ValueError: a digest cannot be taken; the message says what to do.
+        ValueError: a digest cannot be taken, or ranks compute different things; the message says
+            what to do.
     """
     if isinstance(data, MapDataset):
         raise ValueError(
@@ -84,18 +95,48 @@ def conditions(
         "optimizer": config.optimizer,
         "scheduler": config.scheduler,
     }
-    return {
+    own = {
         "settings": _digest(settings.to_json()),
         "data": data_digest,
         **{name: _contents(name, value) for name, value in objects.items()},
+        **computed_with(config),
+        "ranks": f"{ranks.world} {ranks.local} {ranks.sharded}",
+        **machine(device),
+    }
+    return _of_all(ranks.each(own))
+
+
+def computed_with(config: TrainConfig) -> dict[str, str]:
+    """Return what all ranks must compute with, with a seed or without, by name."""
+    return {
         # The number of readers changes no row.
         "performance": repr(replace(config.performance, readers=0)),
-        "ranks": f"{ranks.world} {ranks.local} {ranks.sharded}",
         "evenclip": sources(),
         "torch": torch.__version__,
-        "device": _device(device),
-        "threads": str(torch.get_num_threads()),
     }
+
+
+def check_one_key(key: bytes, ranks: Processes) -> None:
+    """Raise unless all ranks have this key. Collective."""
+    if ranks.world > 1 and len(set(ranks.each(run_id(key)))) > 1:
+        raise RuntimeError(
+            "The ranks have different keys, so they would draw different batches, and a record "
+            "in two of them would count twice; start all ranks again with the same arguments."
+        )
+
+
+def _of_all(ranks: Sequence[dict[str, str]]) -> dict[str, str]:
+    """Return the conditions of a run, given those of each rank; raise if they differ."""
+    first = ranks[0]
+    for r, other in enumerate(ranks):
+        differing = [name for name in first if other[name] != first[name] and name not in _OWN]
+        if differing:
+            raise ValueError(
+                f"Rank {r} has another {', '.join(differing)} than rank 0, and all ranks train one "
+                "model; give every rank the same code and the same values."
+            )
+    together = {name: _digest([other[name] for other in ranks]) for name in _OWN}
+    return first | together
 
 
 def keyed(key: bytes, conditions: Mapping[str, str]) -> dict[str, str]:
@@ -123,10 +164,3 @@ def _contents(name: str, value: Any) -> str:
 def _digest(plain: Any) -> str:
     """Return the digest of plain values."""
     return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-
-
-def _device(device: torch.device) -> str:
-    """Return the kind of processor; two kinds may round differently."""
-    if device.type == "cuda":
-        return f"cuda {torch.cuda.get_device_name(device)}"
-    return f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

@@ -29,7 +29,14 @@ from evenclip.training.config import TrainConfig
 from evenclip.training.identity import digest
 from evenclip.training.inputs import check_optimizer, check_scheduler, check_tape
 from evenclip.training.journal import Journal, Repeats
-from evenclip.training.keys import conditions, fresh_key, run_id, secret_key
+from evenclip.training.keys import (
+    check_one_key,
+    computed_with,
+    conditions,
+    fresh_key,
+    run_id,
+    secret_key,
+)
 from evenclip.training.processes import Processes
 from evenclip.training.resume import restore, save
 from evenclip.training.setup import given, make_mechanism, make_tape, rounding
@@ -87,7 +94,7 @@ class Run:
         self.ledger, self.trace = Ledger(), Trace(self.mechanism, ranks)
         self.t = 0
         check_tape(rule, self.performance, ranks)
-        ranks.check_given(given(settings, model, data))
+        ranks.check_given(given(settings, model, data) | computed_with(config))
         self.data_digest, self.conditions = ranks.digest(digest(data)), dict[str, str]()
         if settings.seed is not None:
             self.conditions = conditions(
@@ -121,12 +128,13 @@ class Run:
     # --- key, ledger and branches ---
 
     def set_key(self, key: bytes, parent: Parent | None = None) -> None:
-        """Draw batches and noise from this secret key, from draw 0 on.
+        """Draw batches and noise from this secret key, from draw 0 on. Collective.
 
         Args:
             key: secret key, which has made no draw, or whose draws are repeated.
             parent: run and draw that this run branches off.
         """
+        check_one_key(key, self.ranks)
         self.key, self.parent, self._process = key, parent, os.getpid()
         self.run_id, self.drawn = run_id(key), 0
         places = (self.ranks, self.device)
