@@ -231,7 +231,7 @@ def smooth(smoothing: float) -> Any:
     return partial(nn.functional.cross_entropy, label_smoothing=smoothing)
 
 
-class faster:  # noqa: N801  # named as the function it stands for
+class Faster:
     """Construct an optimiser of a multiple of the learning rate."""
 
     def __init__(self, by: float) -> None:

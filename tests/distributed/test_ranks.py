@@ -390,7 +390,7 @@ def test_ranks_with_other_threads_draw_the_same_batches(two):
     ("name", "own"),
     [
         ("loss", [tasks.smooth(0.1), tasks.smooth(0.2)]),
-        ("optimizer", [tasks.faster(1.0), tasks.faster(2.0)]),
+        ("optimizer", [tasks.Faster(1.0), tasks.Faster(2.0)]),
         ("scheduler", [None, partial(torch.optim.lr_scheduler.StepLR, step_size=1)]),
     ],
 )
