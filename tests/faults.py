@@ -85,6 +85,7 @@ STATISTICS, METRICS, TERMS = (
     "audit/test_decomposition.py",
 )
 
+CONTENTS = "training/test_contents.py"
 KEYED, BRANCHES = "training/test_keys.py", "training/test_branches.py"
 
 RULES = (
@@ -1875,6 +1876,87 @@ KEYS = (
         "    if isinstance(data, MapDataset):\n",
         "    if False:\n",
         (f"{KEYED}::test_a_seed_is_refused_for_data_that_are_never_read_as_a_whole",),
+    ),
+    Fault(
+        "key-for-rows-that-change",
+        "A seed is accepted for a class of data that changes its rows.",
+        "training/keys.py",
+        "        unknown |= {type(data)}\n",
+        "        pass\n",
+        (f"{KEYED}::test_a_seed_is_refused_for_data_that_change_their_rows",),
+    ),
+    Fault(
+        "key-without-patches",
+        "Runs share their noise although one has another function in torch.",
+        "training/keys.py",
+        '        "patch of torch": patches(),\n',
+        "",
+        (f"{KEYED}::test_a_function_that_was_put_into_torch_changes_the_key",),
+    ),
+    Fault(
+        "machine-without-switches",
+        "Runs share their noise although one flushes subnormal numbers.",
+        "training/machine.py",
+        """ | {"denormal": _keeps_subnormal_numbers()}""",
+        "",
+        (f"{KEYED}::test_a_switch_of_torch_changes_the_key",),
+    ),
+    Fault(
+        "library-by-the-name-of-a-function",
+        "A function that wraps one of a library has the digest of that one.",
+        "training/contents.py",
+        "        library = libraries.library_of(value.__globals__)\n"
+        "        if library and libraries.found(value) is value:\n",
+        "        library = libraries.library_of_name(value.__module__)\n        if library:\n",
+        (f"{CONTENTS}::test_functions_that_differ_have_different_digests",),
+    ),
+    Fault(
+        "library-by-the-name-of-a-file",
+        "A file with the name of a module of Python counts as that module.",
+        "training/libraries.py",
+        'return top if any(path.is_relative_to(folder) for folder in _standard()) else ""',
+        "return top",
+        (f"{CONTENTS}::test_a_file_with_the_name_of_a_library_is_none",),
+    ),
+    Fault(
+        "library-by-its-version",
+        "A package that was installed again with the same version has the digest it had.",
+        "training/libraries.py",
+        'yield f"{distribution.name} {distribution.version} {together}"',
+        'yield f"{distribution.name} {distribution.version}"',
+        (f"{CONTENTS}::test_a_package_that_changes_without_a_new_version_has_another_digest",),
+    ),
+    Fault(
+        "contents-without-names-of-arguments",
+        "Functions with the same arguments in another order have one digest.",
+        "training/contents.py",
+        "(layout, keywords, value.co_consts)",
+        "(layout, value.co_consts)",
+        (f"{CONTENTS}::test_functions_that_differ_have_different_digests",),
+    ),
+    Fault(
+        "contents-without-exception-tables",
+        "Functions that differ in which errors they catch have one digest.",
+        "training/contents.py",
+        "value.co_code, value.co_exceptiontable",
+        "value.co_code",
+        (f"{CONTENTS}::test_functions_that_differ_have_different_digests",),
+    ),
+    Fault(
+        "contents-with-names-of-modules",
+        "A module of your own is known by its name.",
+        "training/contents.py",
+        "[value.__name__.encode(), self._pairs(variables)]",
+        "[value.__name__.encode()]",
+        (f"{CONTENTS}::test_functions_that_differ_have_different_digests",),
+    ),
+    Fault(
+        "contents-as-pickled",
+        "Attributes that a class leaves out of its copies are in no digest.",
+        "training/contents.py",
+        'self._pairs(getattr(value, "__dict__", {}))',
+        "b''",
+        (f"{CONTENTS}::test_functions_that_differ_have_different_digests",),
     ),
     Fault(
         "contents-without-closures",

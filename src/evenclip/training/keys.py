@@ -19,7 +19,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from evenclip.data import Dataset, MapDataset, Streamed
 from evenclip.mechanism.settings import Settings
@@ -27,7 +28,9 @@ from evenclip.mechanism.words import KEY_BYTES, derive
 from evenclip.training.code import sources
 from evenclip.training.config import TrainConfig
 from evenclip.training.contents import NoDigest, contents
+from evenclip.training.libraries import library_of_class
 from evenclip.training.machine import machine
+from evenclip.training.patches import patches
 from evenclip.training.processes import Processes
 
 __all__ = [
@@ -82,18 +85,14 @@ def conditions(
         ValueError: a digest cannot be taken, or ranks compute different things; the message says
             what to do.
     """
-    if isinstance(data, MapDataset):
-        raise ValueError(
-            "With a seed, the noise is a function of all records, and data that are read item by "
-            "item are never read as a whole; leave seed out, or give the data as arrays, as a "
-            "Dataset or by evenclip.data.parquet."
-        )
+    _refuse_unread(data)
     objects = {
         "model": model,
         "loss": config.loss,
         "rule": settings.rule,
         "optimizer": config.optimizer,
         "scheduler": config.scheduler,
+        "patch of torch": patches(),
     }
     own = {
         "settings": _digest(settings.to_json()),
@@ -137,6 +136,27 @@ def _of_all(ranks: Sequence[dict[str, str]]) -> dict[str, str]:
             )
     together = {name: _digest([other[name] for other in ranks]) for name in _OWN}
     return first | together
+
+
+def _refuse_unread(data: Dataset | Streamed) -> None:
+    """Raise for data whose digest may not be that of the rows that training gets."""
+    if isinstance(data, MapDataset):
+        raise ValueError(
+            "With a seed, the noise is a function of all records, and data that are read item by "
+            "item are never read as a whole; leave seed out, or give the data as arrays, as a "
+            "Dataset or by evenclip.data.parquet."
+        )
+    columns = tree_leaves((data.x, data.y, data.group)) if isinstance(data, Dataset) else []
+    unknown = {type(column) for column in columns} - {type(None), Tensor, nn.Parameter}
+    if library_of_class(type(data)) != "evenclip":
+        unknown |= {type(data)}
+    if unknown:
+        name = sorted(kind.__name__ for kind in unknown)[0]
+        raise ValueError(
+            f"With a seed, the noise is a function of all records, and the class {name} of your "
+            "own may change them when they are read; leave seed out, or give the records as they "
+            "are trained on, as arrays or as a Dataset."
+        )
 
 
 def keyed(key: bytes, conditions: Mapping[str, str]) -> dict[str, str]:
