@@ -85,7 +85,7 @@ STATISTICS, METRICS, TERMS = (
     "audit/test_decomposition.py",
 )
 
-CONTENTS = "training/test_contents.py"
+CONTENTS, UNCHANGED = "training/test_contents.py", "training/test_unchanged.py"
 KEYED, BRANCHES = "training/test_keys.py", "training/test_branches.py"
 
 RULES = (
@@ -1878,6 +1878,41 @@ KEYS = (
         (f"{KEYED}::test_a_seed_is_refused_for_data_that_are_never_read_as_a_whole",),
     ),
     Fault(
+        "key-of-what-it-was",
+        "The loss of a run with a seed may change, and its noise does not.",
+        "training/run.py",
+        "            self._check_unchanged()\n            yield\n            self._check_unchanged()\n",
+        "            yield\n",
+        (
+            f"{UNCHANGED}::test_with_a_seed_a_change_before_the_first_step_is_refused",
+            f"{UNCHANGED}::test_an_observer_that_changes_the_loss_is_found",
+        ),
+    ),
+    Fault(
+        "data-of-what-they-were",
+        "The data of a run with a seed may change, and its noise does not.",
+        "training/unchanged.py",
+        '            now["data"] = digest(self._data)\n',
+        '            now["data"] = self._before["data"]\n',
+        (f"{UNCHANGED}::test_with_a_seed_a_change_before_the_first_step_is_refused",),
+    ),
+    Fault(
+        "steps-of-two-threads",
+        "Two threads take steps of one run, draw one batch twice and count it once.",
+        "training/inputs.py",
+        "    if threading.get_ident() != thread:\n",
+        "    if False:\n",
+        (f"{UNCHANGED}::test_another_thread_takes_no_step",),
+    ),
+    Fault(
+        "steps-under-autocast",
+        "A step is taken under autocast, where norms are too small.",
+        "training/inputs.py",
+        '    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):\n',
+        "    if False:\n",
+        (f"{UNCHANGED}::test_a_step_is_refused_under_autocast",),
+    ),
+    Fault(
         "key-for-rows-that-change",
         "A seed is accepted for a class of data that changes its rows.",
         "training/keys.py",
@@ -1962,8 +1997,8 @@ KEYS = (
         "contents-without-closures",
         "Two functions that differ in a variable of theirs have one digest.",
         "training/contents.py",
-        "parts.append(self.of(cell.cell_contents))",
-        "self.of(cell.cell_contents)",
+        "            *(self._cell(cell) for cell in value.__closure__ or ()),\n",
+        "",
         (f"{KEYED}::test_what_a_function_uses_is_in_its_digest",),
     ),
     Fault(

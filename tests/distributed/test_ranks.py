@@ -267,8 +267,9 @@ def test_ranks_that_resume_draw_from_one_new_key(two, tmp_path):
 def test_the_number_of_ranks_changes_the_key(two, four):
     """Sums in another order may differ in their last bits, and one noise must not hide both."""
     ids = [set(two(tasks.run_id)), set(four(tasks.run_id)), {tasks.run_id(None)}]
-    assert [len(each) for each in ids] == [1, 1, 1]
-    assert len(set.union(*ids)) == 3
+    ids.append(set(two(tasks.run_id, sharded=True)))
+    assert [len(each) for each in ids] == [1, 1, 1, 1]
+    assert len(set.union(*ids)) == 4
 
 
 def test_a_run_over_ranks_is_not_copied(two):

@@ -344,6 +344,7 @@ _BY_TYPE: dict[type, Any] = {
     types.FunctionType: _Contents._function,
     types.MethodType: lambda self, value: self._all("method", (value.__func__, value.__self__)),
     types.CodeType: _Contents._code,
+    types.UnionType: lambda self, value: self._all("union", value.__args__),
     weakref.ref: lambda self, value: self._all("reference", (value(),)),
     _CACHE: _Contents._cache,
     **{
