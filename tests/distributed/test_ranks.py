@@ -269,6 +269,7 @@ def test_the_number_of_ranks_changes_the_key(two, four):
     ids = [set(two(tasks.run_id)), set(four(tasks.run_id)), {tasks.run_id(None)}]
     ids.append(set(two(tasks.run_id, sharded=True)))
     assert [len(each) for each in ids] == [1, 1, 1, 1]
+    assert all(isinstance(run, str) for each in ids for run in each)
     assert len(set.union(*ids)) == 4
 
 

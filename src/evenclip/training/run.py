@@ -129,7 +129,8 @@ class Run:
         self._is_recording, self._in_use = False, threading.Lock()
         self._unchanged: Unchanged | None = None
         if self.conditions:
-            self._unchanged = Unchanged(self.model, data, digested, config, device)
+            whole = None if ranks.sharded else self.model  # pieces hold connections
+            self._unchanged = Unchanged(whole, data, digested, config, device)
 
     def _fix_blocks(self, *, compiled: bool) -> None:
         """Fix the size of the blocks that pass at once, and what the rounding of sums costs."""

@@ -24,7 +24,7 @@ class Unchanged:
     read again; neither is compared.
 
     Args:
-        model: the model in training.
+        model: the model in training; None: it is not compared.
         data: the training data of this process.
         digested: their digest, as the key depends on it.
         config: the settings of the training.
@@ -33,7 +33,7 @@ class Unchanged:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | None,
         data: Dataset | Streamed,
         digested: str,
         config: TrainConfig,
