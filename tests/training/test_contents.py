@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import collections
 import contextlib
+import dataclasses
 import enum
 import functools
 import hashlib
@@ -13,6 +14,7 @@ import itertools
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -211,6 +213,44 @@ def patched(k):
     return made()
 
 
+class Array(np.ndarray):
+    pass
+
+
+class ConstantCopy:
+    def __init__(self, by) -> None:
+        self.by = by
+
+    def __reduce__(self):
+        return ConstantCopy, (0,)
+
+
+def with_gradients(k):
+    class Multiplied(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * k
+
+    return lambda x: Multiplied.apply(x)
+
+
+def parametrised(k):
+    layer = method_of_one(1)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Net(k))
+    return layer
+
+
+def method_of_one(k):
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    layer.forward = types.MethodType(lambda self, x: x * k, layer)
+    return layer
+
+
 MADE = {
     "a function that wraps one of a library": wraps_a_library,
     "an object that wraps a function": lambda k: Scaled(half, k),
@@ -271,6 +311,13 @@ MADE = {
     "an enumeration": lambda k: enum.Enum("Made", {"BY": k}).BY,
     "a named tuple": lambda k: collections.namedtuple("Made", "a")(k),
     "a default dictionary": lambda k: collections.defaultdict(lambda: k),
+    "a class that a library made": lambda k: dataclasses.make_dataclass("Made", [("a", int, k)]),
+    "gradients of its own": with_gradients,
+    "a parametrised layer": parametrised,
+    "a method of one object": method_of_one,
+    "a pattern": lambda k: re.compile("a" * k),
+    "an array with an attribute": lambda k: with_attribute(np.ones(2).view(Array), k),
+    "a constant copy": ConstantCopy,
     "operators of torch": lambda k: with_globals(
         f"def f(x): return torch.ops.aten.{'relu' if k == 1 else 'gelu'}(x)"
     ),

@@ -10,9 +10,10 @@
                  in its place is not
 
 Two processes in which an object does the same get the same digest, wherever its files lie. Where
-code or values cannot be seen, there is no digest, and `NoDigest` says why: an open file, a generator,
-a function of an unknown C library, scripted code, environment variables, the random numbers of
-Python and numpy, and code that is found while it runs (`eval`, `exec`, `globals`, imports).
+code or values cannot be seen, there is no digest, and `NoDigest` says why: an open file, a
+generator, a function of an unknown C library, scripted code, environment variables, the random
+numbers of Python and numpy, and code that is found while it runs (`eval`, `exec`, `globals`,
+imports).
 
 Not followed are names that are computed (`getattr(x, name)`), files that are read, clocks, and
 results in a cache (`functools.lru_cache`), which are those of the function that it is for.
@@ -21,6 +22,7 @@ results in a cache (`functools.lru_cache`), which are those of the function that
 from __future__ import annotations
 
 import builtins
+import copyreg
 import functools
 import hashlib
 import os
@@ -55,7 +57,7 @@ _IGNORED = frozenset({
     "__abstractmethods__", "__annotate_func__", "__annotations__", "__annotations_cache__",
     "__dataclass_fields__", "__dataclass_params__", "__dict__", "__doc__", "__firstlineno__",
     "__match_args__", "__module__", "__parameters__", "__static_attributes__", "__weakref__",
-    "_abc_impl",
+    "_abc_impl", "_autograd_function_id",
 })  # fmt: skip
 # Of a module, without effect on what is in it.
 _PLACE = frozenset({
@@ -305,7 +307,7 @@ class _Contents:
             if library:
                 return self._named(value, value.__module__, library)
         try:
-            reduced = value.__reduce_ex__(4)
+            reduced = _reduced(value)
         except Exception as error:  # anything that a class may raise
             raise NoDigest(f"{type(value).__name__} has no copy ({_first_line(error)})") from error
         kept = (reduced,) if isinstance(reduced, str) else (*reduced, None, None, None)[:5]
@@ -382,6 +384,13 @@ def _state(module: nn.Module) -> Iterator[Any]:
         yield name
         is_numbered = name in _HOOKS and isinstance(value, dict)
         yield [(numbers.index(n), hook) for n, hook in value.items()] if is_numbered else value
+
+
+def _reduced(value: Any) -> Any:
+    """Return what pickle would keep of an object."""
+    registered = copyreg.dispatch_table.get(type(value))
+    reduced = None if registered is None else registered(value)
+    return reduced if isinstance(reduced, tuple) else value.__reduce_ex__(4)
 
 
 def _hooks(value: Tensor) -> Iterator[Any]:

@@ -66,13 +66,10 @@ def library_of_module(module: types.ModuleType) -> str:
 
 
 def library_of_class(value: type) -> str:
-    """Return the library of a class; `__module__` alone is what somebody may have set."""
+    """Return the library of a class, which holds it under its name."""
     library = library_of_name(value.__module__)
-    if not library or not value.__flags__ & _HEAP or found(value) is value:
-        return library
-    functions = [part for part in vars(value).values() if isinstance(part, types.FunctionType)]
-    made_there = functions and all(library_of(function.__globals__) for function in functions)
-    return library if made_there else ""
+    is_built_in = not value.__flags__ & _HEAP
+    return library if is_built_in or found(value) is value else ""
 
 
 def found(value: Any) -> Any:
