@@ -20,8 +20,8 @@ __all__ = ["Unchanged"]
 class Unchanged:
     """Digests of what the key of a run with a seed was derived from, to compare with later.
 
-    The numbers in the model change by training, and those of data that are not in memory are not
-    read again; neither is compared.
+    Not compared are the numbers in the model and the state of optimiser and schedule, which
+    training changes, and data that are not in memory.
 
     Args:
         model: the model in training; None: it is not compared.
@@ -66,8 +66,6 @@ class Unchanged:
         objects = {
             "loss": config.loss,
             "rule": config.rule,
-            "optimizer": config.optimizer,
-            "scheduler": config.scheduler,
             "functions of torch": patches(),
         }
         try:
