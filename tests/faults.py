@@ -85,6 +85,7 @@ STATISTICS, METRICS, TERMS = (
     "audit/test_decomposition.py",
 )
 
+CONTENTS, UNCHANGED = "training/test_contents.py", "training/test_unchanged.py"
 KEYED, BRANCHES = "training/test_keys.py", "training/test_branches.py"
 
 RULES = (
@@ -1958,10 +1959,10 @@ KEYS = (
                 ),
             ),
             (
-                "threads",
-                "the number of threads",
-                '        "threads": str(torch.get_num_threads()),\n',
-                "",
+                "machine",
+                "the processor or the number of threads",
+                "        **machine(device),\n",
+                '        **dict.fromkeys(_OWN, ""),\n',
                 (f"{KEYED}::test_the_machine_and_the_code_change_the_key",),
             ),
             (
@@ -1974,6 +1975,25 @@ KEYS = (
         )
     ),
     Fault(
+        "key-of-each-rank",
+        "Ranks with other threads draw other batches, so that a record may count twice.",
+        "training/keys.py",
+        "    return _of_all(ranks.each(own))\n",
+        "    return own\n",
+        (
+            "distributed/test_ranks.py::test_ranks_with_other_threads_draw_the_same_batches",
+            "distributed/test_ranks.py::test_ranks_that_compute_different_things_are_refused",
+        ),
+    ),
+    Fault(
+        "keys-of-ranks-not-compared",
+        "Ranks with different keys train.",
+        "training/run.py",
+        "        check_one_key(key, self.ranks)\n",
+        "",
+        ("distributed/test_ranks.py::test_ranks_with_different_keys_are_refused",),
+    ),
+    Fault(
         "key-for-rows-that-are-not-read",
         "A seed is accepted for data of which only a few rows are in the digest.",
         "training/keys.py",
@@ -1982,11 +2002,127 @@ KEYS = (
         (f"{KEYED}::test_a_seed_is_refused_for_data_that_are_never_read_as_a_whole",),
     ),
     Fault(
+        "key-of-what-it-was",
+        "The loss of a run with a seed may change, and its noise does not.",
+        "training/run.py",
+        "            self._check_unchanged()\n            yield\n            self._check_unchanged()\n",
+        "            yield\n",
+        (
+            f"{UNCHANGED}::test_with_a_seed_a_change_before_the_first_step_is_refused",
+            f"{UNCHANGED}::test_an_observer_that_changes_the_loss_is_found",
+        ),
+    ),
+    Fault(
+        "data-of-what-they-were",
+        "The data of a run with a seed may change, and its noise does not.",
+        "training/unchanged.py",
+        '            now["data"] = digest(self._data)\n',
+        '            now["data"] = self._before["data"]\n',
+        (f"{UNCHANGED}::test_with_a_seed_a_change_before_the_first_step_is_refused",),
+    ),
+    Fault(
+        "steps-of-two-threads",
+        "Two threads take steps of one run, draw one batch twice and count it once.",
+        "training/inputs.py",
+        "    if threading.get_ident() != thread:\n",
+        "    if False:\n",
+        (f"{UNCHANGED}::test_another_thread_takes_no_step",),
+    ),
+    Fault(
+        "steps-under-autocast",
+        "A step is taken under autocast, where norms are too small.",
+        "training/inputs.py",
+        '    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):\n',
+        "    if False:\n",
+        (f"{UNCHANGED}::test_a_step_is_refused_under_autocast",),
+    ),
+    Fault(
+        "key-for-rows-that-change",
+        "A seed is accepted for a class of data that changes its rows.",
+        "training/keys.py",
+        "        unknown |= {type(data)}\n",
+        "        pass\n",
+        (f"{KEYED}::test_a_seed_is_refused_for_data_that_change_their_rows",),
+    ),
+    Fault(
+        "key-without-patches",
+        "Runs share their noise although one has another function in torch.",
+        "training/keys.py",
+        '        "patch of torch": patches(),\n',
+        "",
+        (f"{KEYED}::test_a_function_that_was_put_into_torch_changes_the_key",),
+    ),
+    Fault(
+        "machine-without-switches",
+        "Runs share their noise although one flushes subnormal numbers.",
+        "training/machine.py",
+        """ | {"denormal": _keeps_subnormal_numbers()}""",
+        "",
+        (f"{KEYED}::test_a_switch_of_torch_changes_the_key",),
+    ),
+    Fault(
+        "library-by-the-name-of-a-function",
+        "A function that wraps one of a library has the digest of that one.",
+        "training/contents.py",
+        "        library = libraries.library_of(value.__globals__)\n"
+        "        if library and libraries.found(value) is value:\n",
+        "        library = libraries.library_of_name(value.__module__)\n        if library:\n",
+        (f"{CONTENTS}::test_functions_that_differ_have_different_digests",),
+    ),
+    Fault(
+        "library-by-the-name-of-a-file",
+        "A file with the name of a module of Python counts as that module.",
+        "training/libraries.py",
+        'return top if any(path.is_relative_to(folder) for folder in _standard()) else ""',
+        "return top",
+        (f"{CONTENTS}::test_a_file_with_the_name_of_a_library_is_none",),
+    ),
+    Fault(
+        "library-by-its-version",
+        "A package that was installed again with the same version has the digest it had.",
+        "training/libraries.py",
+        'yield f"{distribution.name} {distribution.version} {together}"',
+        'yield f"{distribution.name} {distribution.version}"',
+        (f"{CONTENTS}::test_a_package_that_changes_without_a_new_version_has_another_digest",),
+    ),
+    Fault(
+        "contents-without-names-of-arguments",
+        "Functions with the same arguments in another order have one digest.",
+        "training/contents.py",
+        "(layout, keywords, value.co_consts)",
+        "(layout, value.co_consts)",
+        (f"{CONTENTS}::test_functions_that_differ_have_different_digests",),
+    ),
+    Fault(
+        "contents-without-exception-tables",
+        "Functions that differ in which errors they catch have one digest.",
+        "training/contents.py",
+        "value.co_code, value.co_exceptiontable",
+        "value.co_code",
+        (f"{CONTENTS}::test_functions_that_differ_have_different_digests",),
+    ),
+    Fault(
+        "contents-with-names-of-modules",
+        "A module of your own is known by its name.",
+        "training/contents.py",
+        "[value.__name__.encode(), self._pairs(variables)]",
+        "[value.__name__.encode()]",
+        (f"{CONTENTS}::test_functions_that_differ_have_different_digests",),
+    ),
+    Fault(
+        "contents-as-pickled",
+        "Attributes that a class leaves out of its copies are in no digest.",
+        "training/contents.py",
+        'self._pairs(getattr(value, "__dict__", {}))',
+        "b''",
+        (f"{CONTENTS}::test_functions_that_differ_have_different_digests",),
+    ),
+    Fault(
         "contents-without-closures",
         "Two functions that differ in a variable of theirs have one digest.",
         "training/contents.py",
-        "parts.append(self.of(cell.cell_contents))",
-        "self.of(cell.cell_contents)",
+        "            *(self._cell(cell) for cell in value.__closure__ or ()),\n",
+        "",
         (f"{KEYED}::test_what_a_function_uses_is_in_its_digest",),
     ),
     Fault(

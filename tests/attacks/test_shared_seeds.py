@@ -9,6 +9,7 @@ A key must depend on everything that can change a sum; then the noise of two run
 
 from __future__ import annotations
 
+import functools
 import math
 from functools import partial
 
@@ -39,6 +40,23 @@ def model(activation=nn.Tanh, seed=0):
         return nn.Sequential(nn.Linear(D, 4), activation(), nn.Linear(4, 3)).double()
 
 
+class Scaled:
+    """A function with the name of another."""
+
+    def __init__(self, function, by) -> None:
+        functools.update_wrapper(self, function)
+        self.function, self.by = function, by
+
+    def __call__(self, *given, **named):
+        return self.by * self.function(*given, **named)
+
+
+def wrapped(output, y, reduction="mean"):
+    return 0.01 * cross_entropy(output, y, reduction=reduction)
+
+
+functools.update_wrapper(wrapped, cross_entropy)
+
 OTHERS = {
     "one record more": ((model(), data(N + 1)), {}),
     "one record less": ((model(), data(N - 1)), {}),
@@ -47,6 +65,8 @@ OTHERS = {
     "another parameter of the loss": (
         (model(), data()), {"loss": partial(cross_entropy, label_smoothing=0.1)},
     ),
+    "another loss with its name": ((model(), data()), {"loss": wrapped}),
+    "another multiple of the loss": ((model(), data()), {"loss": Scaled(cross_entropy, 0.01)}),
     "another activation": ((model(nn.ReLU), data()), {}),
     "another start": ((model(seed=1), data()), {}),
     "another rule": ((model(), data()), {"rule": DPSGD(C0=1.1, sigma=2.0)}),

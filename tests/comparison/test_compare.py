@@ -57,6 +57,14 @@ def found(splits, root, here):
     )
 
 
+def test_a_comparison_has_no_run_ids(found, root):
+    """Its seeds are known, so an id is a function of the data that anyone can compute."""
+    ids = {row["run"] for one in results(root) for row in one["result"]["ledger"]}
+    text = json.dumps(found.to_json())
+    assert ids
+    assert not [run for run in ids if run in text or run in page(json.loads(text))]
+
+
 def results(root, **wanted):
     """The stored results and specifications with those settings."""
     every = [

@@ -6,6 +6,7 @@ import copy
 import os
 import signal
 import threading
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -195,6 +196,50 @@ def run_id(ranks: Ranks | None) -> str:
     return evenclip.prepare(
         network("mlp"), data("mlp", 8), rule=RULES["dpsgd"], batch_size=4, seed=1, ranks=ranks
     ).run_id
+
+
+def first_batch(ranks: Ranks, seed: int | None = 1, **own: list[Any]) -> tuple[str, list[int]]:
+    """Return the name of a run and its first batch, as this rank draws it.
+
+    own: argument -> what each rank gives it; or the number of threads that each rank has.
+    """
+    given = {name: each[ranks.rank] for name, each in own.items()}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(given.pop("threads", threads))
+    try:
+        run = evenclip.prepare(
+            network("mlp"), data("mlp", 40), rule=RULES["dpsgd"], batch_size=8, seed=seed,
+            ranks=ranks, **given,
+        )  # fmt: skip
+    finally:
+        torch.set_num_threads(threads)
+    return run.run_id, run.batches.sampler.batch(0).tolist()
+
+
+def with_keys(ranks: Ranks, seed: int | None) -> None:
+    """Prepare a run, with a key of its own on each rank."""
+    of_the_rank = mock.Mock(return_value=bytes([ranks.rank]) * 32)
+    with (
+        mock.patch("evenclip.training.run.secret_key", of_the_rank),
+        mock.patch("evenclip.training.run.fresh_key", of_the_rank),
+    ):
+        first_batch(ranks, seed)
+
+
+def smooth(smoothing: float) -> Any:
+    """Return a cross entropy with smoothed labels."""
+    return partial(nn.functional.cross_entropy, label_smoothing=smoothing)
+
+
+class Faster:
+    """Construct an optimiser of a multiple of the learning rate."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __call__(self, parameters: Any, lr: float) -> torch.optim.Optimizer:
+        """Return the optimiser."""
+        return torch.optim.SGD(parameters, lr=lr * self.by)
 
 
 def copied(ranks: Ranks) -> None:

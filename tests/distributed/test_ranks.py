@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import tasks
@@ -267,8 +267,10 @@ def test_ranks_that_resume_draw_from_one_new_key(two, tmp_path):
 def test_the_number_of_ranks_changes_the_key(two, four):
     """Sums in another order may differ in their last bits, and one noise must not hide both."""
     ids = [set(two(tasks.run_id)), set(four(tasks.run_id)), {tasks.run_id(None)}]
-    assert [len(each) for each in ids] == [1, 1, 1]
-    assert len(set.union(*ids)) == 3
+    ids.append(set(two(tasks.run_id, sharded=True)))
+    assert [len(each) for each in ids] == [1, 1, 1, 1]
+    assert all(isinstance(run, str) for each in ids for run in each)
+    assert len(set.union(*ids)) == 4
 
 
 def test_a_run_over_ranks_is_not_copied(two):
@@ -375,6 +377,53 @@ def test_ranks_with_other_data_are_refused(two):
     assert [rank.message for rank in results] == [
         "Rank 1 was given other data than rank 0; give every rank the same data, or pass "
         "ranks=Ranks(local=True) if the ranks have different records."
+    ] * 2
+
+
+def test_ranks_with_other_threads_draw_the_same_batches(two):
+    """Otherwise a record may lie in the parts of both, and count twice."""
+    first, second = two(tasks.first_batch, threads=[1, 2])
+    assert first == second
+    others = [two(tasks.first_batch, threads=threads)[0] for threads in ([1, 1], [2, 1], [2, 2])]
+    assert len({name for name, _ in (first, *others)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("loss", [tasks.smooth(0.1), tasks.smooth(0.2)]),
+        ("optimizer", [tasks.Faster(1.0), tasks.Faster(2.0)]),
+        ("scheduler", [None, partial(torch.optim.lr_scheduler.StepLR, step_size=1)]),
+    ],
+)
+def test_ranks_that_compute_different_things_are_refused(two, name, own):
+    results = two(tasks.first_batch, **{name: own})
+    assert [(rank.kind, rank.message) for rank in results] == [
+        (
+            "ValueError",
+            f"Rank 1 has another {name} than rank 0, and all ranks train one model; give every "
+            "rank the same code and the same values.",
+        )
+    ] * 2
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_ranks_that_compute_in_other_chunks_are_refused(two, seed):
+    """They would round their sums differently, and so release them on two grids."""
+    performance = [evenclip.Performance(chunk=2), evenclip.Performance(chunk=3)]
+    results = two(tasks.first_batch, seed, performance=performance)
+    assert all(rank.message.startswith("Rank 1 was given performance ") for rank in results)
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_ranks_with_different_keys_are_refused(two, seed):
+    results = two(tasks.with_keys, seed)
+    assert [(rank.kind, rank.message) for rank in results] == [
+        (
+            "RuntimeError",
+            "The ranks have different keys, so they would draw different batches, and a record in "
+            "two of them would count twice; start all ranks again with the same arguments.",
+        )
     ] * 2
 
 

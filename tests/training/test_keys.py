@@ -156,6 +156,56 @@ def test_the_machine_and_the_code_change_the_key(toy, monkeypatch, what):
     assert prepare(toy.mlp(), toy.data(), **given()).key != before
 
 
+@pytest.mark.parametrize("place", [F, torch.Tensor, nn.Tanh])
+def test_a_function_that_was_put_into_torch_changes_the_key(toy, monkeypatch, place):
+    """Modules of torch would call it."""
+    before = prepare(toy.mlp(), toy.data(), **given()).key
+    name = {F: "linear", torch.Tensor: "tile", nn.Tanh: "forward"}[place]
+    ours = getattr(place, name)
+    monkeypatch.setattr(place, name, lambda *given: ours(*given))
+    assert prepare(toy.mlp(), toy.data(), **given()).key != before
+
+
+def flushing(on):
+    torch.set_flush_denormal(on)
+
+
+def less_precise(on):
+    torch.set_float32_matmul_precision("medium" if on else "highest")
+
+
+def without_mkldnn(on):
+    torch.backends.mkldnn.set_flags(not on)
+
+
+def repeatable(on):
+    torch.use_deterministic_algorithms(on)
+
+
+def doubled(on):
+    torch.set_default_dtype(torch.float64 if on else torch.float32)
+
+
+@pytest.mark.parametrize(
+    "switch", [flushing, less_precise, without_mkldnn, repeatable, doubled]
+)  # fmt: skip
+def test_a_switch_of_torch_changes_the_key(toy, switch):
+    switch(False)
+    before = prepare(toy.mlp(), toy.data(), **given()).key
+    try:
+        switch(True)
+        assert prepare(toy.mlp(), toy.data(), **given()).key != before
+    finally:
+        switch(False)
+    assert prepare(toy.mlp(), toy.data(), **given()).key == before
+
+
+def test_a_variable_that_libraries_read_changes_the_key(toy, monkeypatch):
+    before = prepare(toy.mlp(), toy.data(), **given()).key
+    monkeypatch.setenv("MKL_CBWR", "AVX2")
+    assert prepare(toy.mlp(), toy.data(), **given()).key != before
+
+
 def test_what_changes_no_sum_changes_no_key(toy):
     before = prepare(toy.mlp(), toy.data(), **given()).key
     assert prepare(toy.mlp(), toy.data(), **given(performance=Performance(readers=2))).key == before
@@ -214,6 +264,39 @@ def test_a_seed_is_refused_for_data_that_are_never_read_as_a_whole(toy):
         "evenclip.data.parquet."
     )
     prepare(toy.mlp(), data, **given(seed=None))
+
+
+class Augmented(Dataset):
+    """Data that are trained on otherwise than they are held."""
+
+    def take(self, indices):
+        rows = super().take(indices)
+        return rows._replace(x=rows.x * 2)
+
+
+class Halved(torch.Tensor):
+    """A tensor that is something else where its rows are read."""
+
+    def index_select(self, *given):
+        return torch.Tensor.index_select(self.as_subclass(torch.Tensor) / 2, *given)
+
+
+@pytest.mark.parametrize("kind", ["Augmented", "Halved"])
+def test_a_seed_is_refused_for_data_that_change_their_rows(toy, kind):
+    x, y, group = toy.data()
+    names = ("a", "b", "c")
+    own = {
+        "Augmented": Augmented(x, y, group, names),
+        "Halved": Dataset(x.as_subclass(Halved), y, group, names),
+    }
+    with pytest.raises(ValueError, match="seed") as caught:
+        prepare(toy.mlp(), own[kind], **given())
+    assert str(caught.value) == (
+        f"With a seed, the noise is a function of all records, and the class {kind} of your own "
+        "may change them when they are read; leave seed out, or give the records as they are "
+        "trained on, as arrays or as a Dataset."
+    )
+    prepare(toy.mlp(), own["Augmented"], **given(seed=None))
 
 
 LOCK = threading.Lock()

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import TensorDataset
 
-from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, fit
+from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, TrainConfig, fit, prepare
 from evenclip.data import Dataset, MapDataset
 from evenclip.mechanism.accounting import epsilon, epsilon_without_amplification
 from evenclip.mechanism.release import Entry, Ledger
@@ -352,6 +352,16 @@ def test_a_rule_that_claims_no_epsilon_gets_none_though_its_ledger_has_one(toy):
     for name in ("epsilon", "epsilon_rdp", "epsilon_without_amplification"):
         assert result.privacy[name] is None
     assert "has no valid ε" in " ".join(paragraph(result.privacy).split())
+
+
+def test_a_seed_is_not_printed(toy):
+    given = settings(DPSGD()) | {"seed": 123_456_789}
+    config = TrainConfig(rule=DPSGD(), seed=given["seed"])
+    result = fit(toy.mlp(), toy.data(), **given)
+    run = prepare(toy.mlp(), toy.data(), **given)
+    for value in (result, result.settings, run, run.settings, config):
+        assert "123456789" not in repr(value)
+    assert "123456789" not in json.dumps(result.privacy)
 
 
 def test_what_is_private_is_not_printed(toy):

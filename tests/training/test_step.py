@@ -488,7 +488,6 @@ def test_the_noise_is_for_the_bound_that_was_enforced(toy, chunk):
     given = {
         "batch_size": 8,
         "steps": 4,
-        "seed": 0,
         "performance": Performance(chunk=chunk),
         "observers": [seen.append],
     }
@@ -518,7 +517,7 @@ def test_a_step_that_is_interrupted_is_in_the_ledger(toy, private_rule, performa
 
     stop = []
     run = prepare(
-        toy.mlp(), toy.data(), loss=loss, rule=private_rule, q=0.9, batch_size=36, steps=5, seed=0,
+        toy.mlp(), toy.data(), loss=loss, rule=private_rule, q=0.9, batch_size=36, steps=5,
         performance=performance,
     )  # fmt: skip
     with run.listening():
@@ -627,7 +626,7 @@ def test_the_ledger_has_the_noise_that_is_added_whatever_the_rule_says(toy):
     noisy = mechanism.publish(torch.zeros(3), 1.0, 1.0, Release({"gradient": torch.ones(3)}))
     assert {"gradient": float(noisy[0])} == pytest.approx(mechanism.multipliers)
     SaysMore.reads.clear()
-    run = prepare(toy.mlp(), toy.data(), rule=SaysMore(), batch_size=8, steps=2, seed=0)
+    run = prepare(toy.mlp(), toy.data(), rule=SaysMore(), batch_size=8, steps=2)
     with run.listening():
         step = run.step()
     ((_, multiplier),) = run.ledger.entries[0].multipliers

@@ -133,15 +133,22 @@ def _rounded(values: NDArray[np.float64]) -> list[Any]:
     return rounded
 
 
+_LEDGER = ("ledger", "runs", "parents")
+
+
 def _statement(rule: Rule, result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the privacy statement of a run, without its ledger."""
+    """Return the privacy statement of a run, without its ledger and the ids in it.
+
+    The seeds of a comparison are known, so an id is a function of the data that anyone can compute
+    and compare with.
+    """
     from evenclip.mechanism import statement
 
     settings, ledger = _settings(rule, result), Ledger.from_json(result["ledger"])
     stored = result["facts"]
     facts = statement.Facts(**stored | {"uncovered": tuple(stored["uncovered"])})
     report = statement.report(settings, ledger, result["trace"], facts)
-    return {name: value for name, value in report.items() if name != "ledger"}
+    return {name: value for name, value in report.items() if name not in _LEDGER}
 
 
 def _epsilon(rule: Rule, results: Sequence[Mapping[str, Any]], accountant: str) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from evenclip.rules import Constants, Rule
@@ -29,7 +29,8 @@ class Settings:
         delta: δ.
         lr: learning rate.
         optimizer: name of the optimiser's class.
-        seed: the given seed; None if it was taken from the operating system and not kept.
+        seed: the given seed; None if the key came from the operating
+            system and was not kept. Secret; not printed.
         parameters: number of trainable parameters.
     """
 
@@ -43,7 +44,7 @@ class Settings:
     delta: float
     lr: float
     optimizer: str
-    seed: int | None
+    seed: int | None = field(repr=False)
     parameters: int
 
     def to_json(self) -> dict[str, Any]:

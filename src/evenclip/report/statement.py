@@ -21,7 +21,7 @@ _FIELDS = (
     ("bound_inflation", "noise added for the rounding of sums, as a share"),
     ("steps", "steps drawn"), ("declared_steps", "steps declared"),
     ("reserved_steps", "steps reserved"), ("steps_note", "steps that ε covers"),
-    ("runs", "run ids"), ("parents", "resumed from"), ("q", "sampling rate q"),
+    ("q", "sampling rate q"),
     ("expected_batch_size", "expected batch size B"), ("divisor", "sums are divided by"),
     ("poisson_sampling", "Poisson sampling"),
     ("group_labels_entered_training", "group labels entered training"),

@@ -6,10 +6,10 @@ import hashlib
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["sources"]
+__all__ = ["OTHERS", "sources"]
 
 # Packages that compute nothing that a run depends on.
-_OTHERS = ("cli", "report", "reproduction")
+OTHERS = ("cli", "report", "reproduction")
 
 
 @lru_cache(maxsize=1)
@@ -21,7 +21,7 @@ def sources() -> str:
     digest, root = hashlib.sha256(), Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
-        if name.parts[0] not in _OTHERS:
+        if name.parts[0] not in OTHERS:
             content = path.read_bytes()
             digest.update(f"{name.as_posix()} {len(content)}\n".encode() + content)
     return digest.hexdigest()

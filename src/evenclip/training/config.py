@@ -71,8 +71,8 @@ class TrainConfig:
         lr: learning rate of the optimiser.
         delta: δ; None: the largest power of ten below 1/(2n).
         seed: determines batches, noise and dropout, together with everything else that the training
-            computes with, so anyone who knows it can subtract the noise; None: they come from the
-            operating system.
+            computes with, so anyone who knows it can subtract the noise; it is not printed. None:
+            they come from the operating system.
         device: where to train; None: where the model is.
         optimizer: called as optimizer(parameters, lr=lr).
         scheduler: called as scheduler(optimizer); its `step()` is called after every epoch.
@@ -87,7 +87,7 @@ class TrainConfig:
     batch_size: int = 256
     lr: float = 0.1
     delta: float | None = None
-    seed: int | None = None
+    seed: int | None = field(default=None, repr=False)
     device: str | torch.device | None = None
     optimizer: Callable[..., Optimizer] = SGD
     scheduler: Callable[[Optimizer], Any] | None = None

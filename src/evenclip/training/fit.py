@@ -72,7 +72,7 @@ def fit(
             determines them, together with everything else that the training computes with: data,
             model, settings, code, versions, threads. Anyone who knows it can subtract the noise. It
             is refused for data that are read item by item, and for functions whose code cannot be
-            seen.
+            seen or that change during the training.
         device: where to train; by default where the model is.
         optimizer: called as optimizer(parameters, lr=lr). It gets noisy gradients only, so it costs
             no privacy.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,14 @@ from evenclip.rules import Rule
 from evenclip.training.config import Performance
 from evenclip.training.processes import Processes
 
-__all__ = ["check_data", "check_optimizer", "check_scheduler", "check_tape", "copy_to_device"]
+__all__ = [
+    "check_data",
+    "check_optimizer",
+    "check_place",
+    "check_scheduler",
+    "check_tape",
+    "copy_to_device",
+]
 
 
 def copy_to_device(
@@ -116,6 +124,21 @@ def check_tape(rule: Rule, performance: Performance, ranks: Processes) -> None:
     if type(rule).tape is not Rule.tape and ranks.world > 1:
         raise ValueError(
             f"{rule.name} needs the whole batch at once; train it in one process, without ranks."
+        )
+
+
+def check_place(thread: int) -> None:
+    """Raise unless this is the thread that entered `listening()`, without `torch.autocast`."""
+    if threading.get_ident() != thread:
+        raise RuntimeError(
+            "Take steps in the thread that entered `with run.listening():`; two threads would "
+            "draw one batch twice. Give each thread a run of its own."
+        )
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise RuntimeError(
+            "torch.autocast is on: its products have fewer bits than the parameters, so norms "
+            "would be too small. Leave it for run.step(), or convert the model itself "
+            "(model.bfloat16())."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,9 +28,21 @@ from evenclip.training.batches import BatchStream
 from evenclip.training.company import fix_company
 from evenclip.training.config import TrainConfig
 from evenclip.training.identity import digest
-from evenclip.training.inputs import check_optimizer, check_scheduler, check_tape
+from evenclip.training.inputs import (
+    check_optimizer,
+    check_place,
+    check_scheduler,
+    check_tape,
+)
 from evenclip.training.journal import Journal, Repeats
-from evenclip.training.keys import conditions, fresh_key, run_id, secret_key
+from evenclip.training.keys import (
+    check_one_key,
+    computed_with,
+    conditions,
+    fresh_key,
+    run_id,
+    secret_key,
+)
 from evenclip.training.passes import Chunk
 from evenclip.training.processes import Processes
 from evenclip.training.resume import restore, save
@@ -43,6 +56,7 @@ from evenclip.training.setup import (
 )
 from evenclip.training.step import Step, WeightedSums, step
 from evenclip.training.trace import Trace
+from evenclip.training.unchanged import Unchanged
 
 if TYPE_CHECKING:
     from evenclip.training.graph import Graph
@@ -54,8 +68,11 @@ __all__ = ["Run"]
 _BLOCK = 100
 # A copy has its own key, and what belongs to a key.
 _NOT_COPIED = frozenset(
-    ("key", "batches", "noise", "conditions", "_graph", "_journal", "_repeats", "_shares")
-)
+    (
+        "key", "batches", "noise", "conditions", "_graph", "_in_use", "_journal", "_repeats",
+        "_shares", "_unchanged",
+    )
+)  # fmt: skip
 
 
 class Run:
@@ -96,8 +113,9 @@ class Run:
         self.ledger, self.trace = Ledger(), Trace(self.mechanism, ranks)
         self.t = 0
         check_tape(rule, self.performance, ranks)
-        ranks.check_given(given(settings, model, data))
-        self.data_digest, self.conditions = ranks.digest(digest(data)), dict[str, str]()
+        ranks.check_given(given(settings, model, data) | computed_with(config))
+        digested, self.conditions = digest(data), dict[str, str]()
+        self.data_digest = ranks.digest(digested)
         if settings.seed is not None:
             self.conditions = conditions(
                 settings, config, model, data, self.data_digest, device, ranks
@@ -119,7 +137,11 @@ class Run:
             warn_of_rounding(self.mechanism.rounding)
         self._graph: Graph | None = None
         self._journal: Journal | None = None
-        self._is_recording = False
+        self._is_recording, self._in_use = False, threading.Lock()
+        self._unchanged: Unchanged | None = None
+        if self.conditions:
+            whole = None if ranks.sharded else self.model  # pieces hold connections
+            self._unchanged = Unchanged(whole, data, digested, config, device)
 
     def _fix_blocks(self, *, compiled: bool) -> None:
         """Fix the size of the blocks that pass at once, and what the rounding of sums costs."""
@@ -135,12 +157,13 @@ class Run:
     # --- key, ledger and branches ---
 
     def set_key(self, key: bytes, parent: Parent | None = None) -> None:
-        """Draw batches and noise from this secret key, from draw 0 on.
+        """Draw batches and noise from this secret key, from draw 0 on. Collective.
 
         Args:
             key: secret key, which has made no draw, or whose draws are repeated.
             parent: run and draw that this run branches off.
         """
+        check_one_key(key, self.ranks)
         self.key, self.parent, self._process = key, parent, os.getpid()
         self.run_id, self.drawn = run_id(key), 0
         places = (self.ranks, self.device)
@@ -171,7 +194,8 @@ class Run:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._graph = self._journal = None
+        self._graph = self._journal = self._unchanged = None
+        self._in_use = threading.Lock()
         self._branch()
 
     def write_ahead(self, folder: Path) -> None:
@@ -237,9 +261,14 @@ class Run:
 
     @contextmanager
     def listening(self) -> Iterator[Self]:
-        """Record forward passes, as steps need; restore torch's generator at the end."""
+        """Record forward passes, as steps need; restore torch's generator at the end.
+
+        Raises:
+            RuntimeError: inside `listening()`; or with a seed, if what the key was derived from
+                has changed since.
+        """
         devices = [self.device] if self.device.type == "cuda" else []
-        with precision(self.performance.tf32), torch.random.fork_rng(devices=devices):
+        with self._alone(), precision(self.performance.tf32), torch.random.fork_rng(devices):
             if self.performance.compile and self._graph is None:
                 self._graph = self._compiled(self.performance.compile)
             with self.tape.recording():
@@ -253,17 +282,40 @@ class Run:
                         if self._journal is not None and self.ranks.leads:
                             self._journal.close(self.run_id, self.drawn)
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads out, and check what the key was derived from, before and after."""
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError(
+                "The run is inside `with run.listening():` already; enter it once, and give each "
+                "thread a run of its own."
+            )
+        try:
+            self._thread = threading.get_ident()
+            self._check_unchanged()
+            yield
+            self._check_unchanged()
+        finally:
+            self._in_use.release()
+
+    def _check_unchanged(self) -> None:
+        """Raise if what the key of a run with a seed was derived from has changed since."""
+        if self._unchanged is not None and self.conditions:
+            self._unchanged.check()
+
     def step(self) -> Step:
         """Draw a batch, write the ledger, and compute one step of Algorithm 2.
 
         Raises:
-            RuntimeError: outside `listening()`, where no gradients are recorded.
+            RuntimeError: outside `listening()`, where no gradients are recorded; in another thread;
+                or under `torch.autocast`.
         """
         if not self._is_recording:
             raise RuntimeError(
                 "Take steps inside `with run.listening():`; outside of it no gradients are "
                 "recorded."
             )
+        check_place(self._thread)
         if os.getpid() != self._process:  # the process was forked
             self._branch()
         mechanism, index = self.mechanism.at(self.t), self.drawn
