@@ -2005,7 +2005,9 @@ KEYS = (
         "key-of-what-it-was",
         "The loss of a run with a seed may change, and its noise does not.",
         "training/run.py",
-        "            self._check_unchanged()\n            yield\n            self._check_unchanged()\n",
+        "            self._check_unchanged()\n"
+        "            yield\n"
+        "            self._check_unchanged()\n",
         "            yield\n",
         (
             f"{UNCHANGED}::test_with_a_seed_a_change_before_the_first_step_is_refused",

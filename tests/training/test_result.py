@@ -253,7 +253,7 @@ def test_the_report_states_everything(toy, rule):
     assert report["soundness"] == rule.soundness
     assert report["group_labels_entered_training"] == (rule.name == "dpsgd-f")
     assert report["accountant"]["library"] == "dp-accounting"
-    assert report["random_generator"].startswith("AES-256 in counter mode (noise, batches and")
+    assert report["random_generator"].startswith("AES-256 in counter mode (noise, batches, and")
     assert ("PCG64" in report["random_generator"]) == (not rule.poisson)
     assert re.fullmatch("[0-9a-f]{64}", report["specification"])
     for constant, value in vars(rule).items():

@@ -254,11 +254,11 @@ class _Contents:
 
     def _code(self, value: types.CodeType) -> bytes:
         """Return the digest of bytecode; names of local variables do not count."""
-        layout = (value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount,
-                  value.co_flags, value.co_names, value.co_code, value.co_exceptiontable)  # fmt: skip
+        counts = value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount
+        names_and_code = value.co_flags, value.co_names, value.co_code, value.co_exceptiontable
         end = value.co_argcount + value.co_kwonlyargcount
         keywords = value.co_varnames[value.co_posonlyargcount : end]
-        return self._all("code", (layout, keywords, value.co_consts))
+        return self._all("code", (counts, names_and_code, keywords, value.co_consts))
 
     def _module(self, value: types.ModuleType) -> bytes:
         """Return the digest of a module: of all its variables, if it is in no library."""
