@@ -28,7 +28,7 @@ from evenclip.training.company import fix_company
 from evenclip.training.config import TrainConfig
 from evenclip.training.identity import digest
 from evenclip.training.inputs import check_optimizer, check_scheduler, check_tape
-from evenclip.training.journal import Journal, Repeats
+from evenclip.training.journal import Journal, Repeats, check_place, made
 from evenclip.training.keys import conditions, fresh_key, run_id, secret_key
 from evenclip.training.processes import Processes
 from evenclip.training.resume import restore, save
@@ -73,6 +73,7 @@ class Run:
         conditions: digests of what the key depends on besides the seed; empty without a seed.
             Secret.
         data_digest: digest of the data of all ranks. Secret.
+        is_on_disk: whether every draw so far was on a disk before it was made.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Run:
         self._fix_blocks(compiled=bool(self.performance.compile))
         self._graph: Graph | None = None
         self._journal: Journal | None = None
-        self._is_recording = False
+        self.is_on_disk, self._is_recording = True, False
 
     def _fix_blocks(self, *, compiled: bool) -> None:
         """Fix the size of the blocks that pass at once, and what the rounding of sums costs."""
@@ -158,18 +159,43 @@ class Run:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._graph = self._journal = None
+        self.is_on_disk = not self.ledger.entries
         self._branch()
 
     def write_ahead(self, folder: Path) -> None:
         """Write every further draw into the journal of a folder before it is made."""
-        self._journal = Journal(folder)
+        self._journal = Journal(folder, writes=self.ranks.leads)
         if self.conditions:
             self._repeats = Repeats(folder, self.ranks.rank, self.key)
+            if self._is_noisy:
+                end = self.ledger.end_of(self.run_id)
+                self._repeats.check_held(self.drawn, made(folder, self.run_id), end)
+        self._journal.adopt(self.ledger)
+
+    def end_attempt(self) -> None:
+        """Write how far the run came; further draws, also repeated ones, are of another attempt."""
+        if self._repeats is not None:
+            self._repeats.flush()
+        if self._journal is not None:
+            if os.getpid() == self._process:  # not in a forked process
+                self._journal.close(self.run_id, self.drawn)
+            self._journal.renew()
 
     @property
     def durable(self) -> bool:
         """Whether every draw is on a disk before it is made, so that all attempts are counted."""
-        return self._journal is not None
+        return self._journal is not None and self.is_on_disk
+
+    def is_durable_in(self, folder: Path) -> bool:
+        """Return whether every draw is in the journal of this folder before it is made."""
+        return self._journal is not None and self.durable and self._journal.is_in(folder)
+
+    @property
+    def remaining(self) -> int:
+        """Number of declared steps that are neither taken nor reserved for this run."""
+        mine = [entry for entry in self.ledger.entries if entry.run == self.run_id]
+        reserved = sum(max(0, entry.end - max(entry.first, self.drawn)) for entry in mine)
+        return max(0, self.settings.steps - self.t - reserved)
 
     @property
     def reserved(self) -> list[Entry]:
@@ -179,14 +205,24 @@ class Run:
     def _write(self, mechanism: Mechanism) -> None:
         """Write the next draw, of a step by this mechanism, into the ledger, after the journal."""
         draw = self._entry(mechanism, 0)
-        if self._journal is not None and self.ranks.leads and not self._journal.covers(draw):
-            left = max(1, self.settings.steps - self.t)
-            block = min(left, max(self.settings.epoch, _BLOCK))
-            ahead = Ledger([replace(draw, steps=1 if self.mechanism.varies else block)])
-            for i in range(ahead.steps, block):
-                ahead.add(self._entry(self.mechanism.at(self.t + i), i))
-            self._journal.reserve(self.run_id, self.drawn, ahead.entries)
+        if self._journal is None:
+            self.is_on_disk = False
+        elif not self._journal.covers(draw):
+            self._reserve(self._journal, draw)
         self.ledger.add(draw)
+
+    def _reserve(self, journal: Journal, draw: Entry) -> None:
+        """Write the block that begins with this draw into the journal."""
+        check_place(self.ledger, draw)
+        left = max(1, self.settings.steps - self.t)
+        block = min(left, max(self.settings.epoch, _BLOCK))
+        ahead = Ledger([replace(draw, steps=1 if self.mechanism.varies else block)])
+        for i in range(ahead.steps, block):
+            if self.drawn + i >= self.ledger.end_of(self.run_id):  # others are in the journal
+                ahead.add(self._entry(self.mechanism.at(self.t + i), i))
+        if self._repeats is not None:
+            self._repeats.flush()
+        journal.reserve(self.run_id, self.drawn, ahead.entries)
 
     def _entry(self, mechanism: Mechanism, i: int) -> Entry:
         """Return the ledger's entry of the draw after i others."""
@@ -236,8 +272,7 @@ class Run:
                     self._is_recording = False
                     if os.getpid() == self._process:  # not in a forked process
                         self.batches.close()
-                        if self._journal is not None and self.ranks.leads:
-                            self._journal.close(self.run_id, self.drawn)
+                        self.end_attempt()
 
     def step(self) -> Step:
         """Draw a batch, write the ledger, and compute one step of Algorithm 2.
@@ -295,9 +330,12 @@ class Run:
 
     def _noise(self, index: int) -> dict[str, Values]:
         """Return the noise of draw `index`: name of a release -> N(0, I)."""
-        if not self.mechanism.varies and not any(self.mechanism.noise.values()):
-            return {}
-        return self.noise.of(index)
+        return self.noise.of(index) if self._is_noisy else {}
+
+    @property
+    def _is_noisy(self) -> bool:
+        """Whether steps have noise."""
+        return self.mechanism.varies or any(self.mechanism.noise.values())
 
     @cached_property
     def _shares(self) -> Mapping[str, Share]:
