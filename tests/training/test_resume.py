@@ -649,7 +649,7 @@ def test_nothing_is_unpickled(toy, tmp_path, rule):
     ]
     published = json.loads((path / "published.json").read_text())
     assert sorted(published) == [
-        "durable", "format", "journal", "ledger", "place", "reserved", "settings", "state",
+        "durable", "format", "journal", "ledger", "place", "remaining", "reserved", "settings", "state",
         "state_dtype", "t",
     ]  # fmt: skip
 

@@ -136,7 +136,7 @@ def _statement(rule: Rule, result: Mapping[str, Any]) -> dict[str, Any]:
     stored = result["facts"]
     facts = statement.Facts(**stored | {"uncovered": tuple(stored["uncovered"])})
     report = statement.report(settings, ledger, result["trace"], facts)
-    return {name: value for name, value in report.items() if name != "ledger"}
+    return {name: value for name, value in report.items() if name not in ("ledger", "remaining")}
 
 
 def _epsilon(rule: Rule, results: Sequence[Mapping[str, Any]], accountant: str) -> float | None:

@@ -41,6 +41,7 @@ def save(run: Run, folder: Path) -> None:
         "state_dtype": str(run.state.dtype).removeprefix("torch."),
         "ledger": run.ledger.to_json(),
         "reserved": [row(entry) for entry in run.reserved],
+        "remaining": run.remaining.to_json(),
         "durable": run.is_durable_in(folder),
         "journal": fingerprint(folder),
     }

@@ -191,11 +191,10 @@ class Run:
         return self._journal is not None and self.durable and self._journal.is_in(folder)
 
     @property
-    def remaining(self) -> int:
-        """Number of declared steps that are neither taken nor reserved for this run."""
-        mine = [entry for entry in self.ledger.entries if entry.run == self.run_id]
-        reserved = sum(max(0, entry.end - max(entry.first, self.drawn)) for entry in mine)
-        return max(0, self.settings.steps - self.t - reserved)
+    def remaining(self) -> Ledger:
+        """The declared steps that the run has not taken, at the places of their draws."""
+        left = self.settings.steps - self.t
+        return self._ahead(left) if left > 0 else Ledger()
 
     @property
     def reserved(self) -> list[Entry]:
@@ -216,13 +215,19 @@ class Run:
         check_place(self.ledger, draw)
         left = max(1, self.settings.steps - self.t)
         block = min(left, max(self.settings.epoch, _BLOCK))
-        ahead = Ledger([replace(draw, steps=1 if self.mechanism.varies else block)])
-        for i in range(ahead.steps, block):
-            if self.drawn + i >= self.ledger.end_of(self.run_id):  # others are in the journal
-                ahead.add(self._entry(self.mechanism.at(self.t + i), i))
+        ahead = Ledger.joined(Ledger([draw]), self._ahead(block))
         if self._repeats is not None:
             self._repeats.flush()
         journal.reserve(self.run_id, self.drawn, ahead.entries)
+
+    def _ahead(self, steps: int) -> Ledger:
+        """Return the next steps, one draw for each; of noise that varies, only unwritten draws."""
+        if not self.mechanism.varies:
+            return Ledger([replace(self._entry(self.mechanism.at(self.t), 0), steps=steps)])
+        ahead, written = Ledger(), self.ledger.end_of(self.run_id)
+        for i in range(max(0, written - self.drawn), steps):
+            ahead.add(self._entry(self.mechanism.at(self.t + i), i))
+        return ahead
 
     def _entry(self, mechanism: Mechanism, i: int) -> Entry:
         """Return the ledger's entry of the draw after i others."""
