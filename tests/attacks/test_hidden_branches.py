@@ -19,6 +19,7 @@ from scipy.stats import norm
 
 from evenclip import DPSGD, prepare
 from evenclip.mechanism import Entry, Ledger, accounting
+from evenclip.training.journal import Journal, journaled
 
 DELTA, SIGMA, SPLIT, END = 1e-5, 20.0, 60, 100
 
@@ -88,6 +89,30 @@ def test_a_branch_with_two_parents_is_refused():
 def test_steps_that_were_written_ahead_count_as_published():
     ahead = taken("b", 0, END - SPLIT, ("a", SPLIT), reserved=True)
     assert Ledger.union(BRANCHES[0], ahead, BRANCHES[2]).steps == PUBLISHED
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        [taken("a", SPLIT, END)],
+        [taken("a", 0, 1), taken("a", SPLIT, END)],
+        [taken("a", 0, END), taken("b", 1, END - SPLIT, ("a", SPLIT))],
+    ],
+)
+def test_a_ledger_that_hides_draws_of_a_run_is_not_whole(hidden):
+    """A run draws from 0 on, so what is missing was left out."""
+    with pytest.raises(ValueError, match="is missing, and later ones are there"):
+        Ledger.union(*hidden).check_whole()
+
+
+def test_a_short_attempt_does_not_hide_the_longer_one_before_it(tmp_path):
+    """Both repeat the draws of one key; the ledger is that of the folder's journal."""
+    for end in (END, SPLIT):
+        journal = Journal(tmp_path)
+        journal.reserve("a", 0, taken("a", 0, 2 * END).entries)
+        journal.close("a", end)
+    assert journaled(tmp_path).steps == END
+    assert possible_delta(epsilon(journaled(tmp_path)), END) <= DELTA
 
 
 def test_the_draws_of_a_run_are_in_its_ledger_at_their_places():

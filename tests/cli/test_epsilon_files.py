@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from evenclip import DPSGD, fit
+from evenclip import DPSGD, fit, prepare
 from evenclip.cli import main
 from evenclip.mechanism.accounting import epsilon
 from evenclip.mechanism.ledger import Entry, Ledger
+from evenclip.training.fit import result
 
 DELTA = 1e-5
 FIRST = Entry(0.05, (("gradient", 1.0),), 100, (("gradient", 50),), 1e-30, run="a" * 32)
@@ -73,7 +76,8 @@ def test_the_text_has_every_fact_and_fits_the_terminal(capsys, write):
     assert "steps 105, 5 of them reserved and perhaps not taken" in words
     assert "by PLD" in words
     assert "at δ = 1e-05" in words
-    assert "declares 200 steps and holds 105; if that run was stopped because of its" in words
+    assert "ε counts 95 more that were declared and not taken" in words
+    assert "declares 200 steps and holds 105; the steps that were not taken count too" in words
     assert all(len(line) <= 80 for line in out.splitlines() if str(path) not in line)
 
 
@@ -91,6 +95,134 @@ def test_the_files_of_a_real_training(capsys, tmp_path):
     assert facts["pld"] == pytest.approx(result.epsilon(), rel=1e-12)
     assert facts["delta"] == DELTA
     assert facts["notes"] == []
+
+
+# --- steps that are not in the ledger of a file ---------------------------------------------------
+
+
+def started(**given):
+    options = {"rule": DPSGD(), "batch_size": 8, "q": 1 / 60, "steps": 240, "delta": DELTA}
+    data = (torch.randn(40, 3), torch.arange(40) % 2)
+    return nn.Linear(3, 2), data, options | given
+
+
+def killed(folder, t):
+    """Train in a process that is killed in step t; draws are reserved in blocks of 100."""
+
+    def kill(step):
+        if step.t == t:
+            os._exit(9)
+
+    model, data, options = started()
+    child = os.fork()
+    if child == 0:
+        fit(model, data, checkpoint=folder, observers=[kill], **options)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+def loop(updates, draws=1, **given):
+    model, data, options = started(**given)
+    run = prepare(model, data, **options)
+    with run.listening():
+        for _ in range(updates):
+            for _ in range(draws):
+                step = run.step()
+            run.update(step)
+    return run
+
+
+def test_a_run_that_was_stopped_early_costs_what_its_report_states(capsys, tmp_path):
+    for draws in (1, 2):
+        report = result(loop(20, draws)).privacy
+        (path := tmp_path / "privacy.json").write_text(json.dumps(report))
+        facts = joint(capsys, path)
+        assert facts["pld"] == pytest.approx(report["epsilon"], rel=1e-12)
+        assert (facts["steps"], facts["remaining_steps"]) == (20 * draws, 220)
+
+
+def test_a_killed_run_is_counted_from_any_of_its_files(capsys, tmp_path):
+    killed(tmp_path, 110)  # after the checkpoint of step 60
+    checkpoint = tmp_path / "step-00000060"
+    whole = epsilon(Ledger([loop(240).ledger.entries[0]]), DELTA)
+    names = {
+        checkpoint / "published.json": (100, 140),
+        checkpoint: (200, 40),
+        tmp_path: (200, 40),
+        tmp_path / "journal.jsonl": (200, 0),
+    }
+    for path, (steps, left) in names.items():
+        facts = joint(capsys, path, "--delta", DELTA)
+        assert (facts["steps"], facts["remaining_steps"]) == (steps, left), path
+        if left:
+            assert facts["pld"] == pytest.approx(whole, rel=1e-12)
+    assert facts["pld"] < whole
+    shutil.rmtree(checkpoint)
+    assert joint(capsys, tmp_path, "--delta", DELTA)["steps"] == 200
+
+
+def test_a_folder_that_is_resumed_shows_how_its_checkpoints_went_on(capsys, tmp_path):
+    """The first attempt's declared steps are those of the second one."""
+    killed(tmp_path / "kept", 110)
+    shutil.copytree(tmp_path / "kept" / "step-00000060", tmp_path / "old")
+    saved = json.loads((tmp_path / "old" / "published.json").read_text())
+    branch = Entry(**{
+        **vars(Ledger.from_json(saved["ledger"]).entries[0]),
+        "run": "b" * 32, "steps": 180, "parent": tuple(saved["place"]),
+    })  # fmt: skip
+    ledger = Ledger.union(
+        Ledger.from_json(saved["ledger"]), Ledger.from_json(saved["reserved"]), Ledger([branch])
+    )
+    (report := tmp_path / "privacy.json").write_text(
+        json.dumps({"ledger": ledger.to_json(), "delta": DELTA, "declared_steps": 240})
+    )
+    facts = joint(capsys, tmp_path / "old" / "published.json", report)
+    assert (facts["steps"], facts["remaining_steps"], facts["notes"]) == (100 + 180, 0, [])
+
+
+def test_a_checkpoint_without_its_journal_is_noted(capsys, tmp_path):
+    killed(tmp_path, 70)
+    (tmp_path / "journal.jsonl").unlink()
+    assert "has lost its journal" in joint(capsys, tmp_path)["notes"][-1]
+
+
+def test_a_shortened_journal_is_refused(capsys, tmp_path):
+    killed(tmp_path, 70)
+    (tmp_path / "journal.jsonl").write_text("")
+    check_refused(capsys, [tmp_path], "it holds 0 bytes, and")
+
+
+def test_ledgers_that_lack_steps_are_refused(capsys, write):
+    late = replace(FIRST, first=90, steps=10)
+    check_refused(capsys, [write("a.json", late)], "Draw 0 of run " + "a" * 32 + " is missing")
+    assert joint(capsys, write("a.json", late), write("b.json", FIRST))["steps"] == 100
+    emptied = write("a.json", steps=100, declared_steps=100)
+    check_refused(capsys, [emptied], "The ledger holds 0 steps, and the file states 100; one of")
+    other = write("a.json", FIRST, steps=101)
+    check_refused(capsys, [other], "The ledger holds 100 steps, and the file states 101")
+    stored = write("a.json", settings={"steps": 100})
+    check_refused(capsys, [stored], "holds 0 steps, and the file is of a run with 100")
+    saved = write("a.json", FIRST, place=["a" * 32, 101])
+    check_refused(capsys, [saved], "holds 100 steps, and the file is of a run with 101")
+    short = write("a.json", FIRST, declared_steps=120, remaining=[])
+    check_refused(capsys, [short], "declares 120 steps, and holds 100 and 0 that remain")
+
+
+def test_a_ledger_with_a_cycle_is_refused(capsys, write):
+    path = write("a.json", replace(FIRST, parent=(FIRST.run, 0)))
+    check_refused(capsys, [path], "was resumed from itself, by way of its parents")
+
+
+@pytest.mark.parametrize("name", ["steps", "declared_steps"])
+@pytest.mark.parametrize("value", [-5, 1.5, True, "3"])
+def test_a_number_of_steps_is_a_whole_number(capsys, write, name, value):
+    path = write("a.json", FIRST, **{name: value})
+    check_refused(capsys, [path], f" = {value!r}; it must be a whole number of at least 0.")
+
+
+@pytest.mark.parametrize("place", [3, ["a"], ["a", -1], [1, 1], ["a", None]], ids=str)
+def test_a_damaged_place_is_refused(capsys, write, place):
+    check_refused(capsys, [write("a.json", FIRST, place=place)], "it must be a")
 
 
 def test_a_ledger_without_an_epsilon_has_none(capsys, write):

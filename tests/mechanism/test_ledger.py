@@ -151,6 +151,41 @@ def test_a_branch_without_its_beginning_is_refused():
     assert Ledger.union(Ledger([replace(STEPS, steps=60), branch])).steps == 160
 
 
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_runs_that_are_resumed_from_each_other_are_refused(length):
+    """Each would have its beginning, and none of them began."""
+    names = "abc"[:length]
+    entries = [
+        replace(STEPS, run=run, parent=(parent, 10))
+        for run, parent in zip(names, names[1:] + names[0], strict=True)
+    ]
+    with pytest.raises(ValueError, match=r"^Run [abc] was resumed from itself, by way of its par"):
+        Ledger.union(Ledger(entries))
+    grandchild = replace(STEPS, run="z", parent=("y", 10))
+    line = [STEPS, replace(STEPS, run="y", parent=("a", 10)), grandchild]
+    assert Ledger.union(Ledger(line)).steps == 300
+
+
+def test_a_whole_ledger_has_every_draw_from_the_first_one_on():
+    Ledger([STEPS, replace(STEPS, first=100), Entry(0.01, NOISE, 10)]).check_whole()
+    for entries, draw in (
+        ([replace(STEPS, first=90, steps=10)], 0),
+        ([STEPS, replace(STEPS, first=101)], 100),
+        ([STEPS, replace(STEPS, run="b", first=1, parent=("a", 4))], 0),
+    ):
+        with pytest.raises(ValueError, match=rf"^Draw {draw} of run [ab] is missing, and later "):
+            Ledger(entries).check_whole()
+        later = Ledger(entries)
+        assert Ledger.union(later) == later  # another ledger may hold the draw
+    with pytest.raises(ValueError, match="was resumed from draw 200 of run a"):
+        Ledger([STEPS, replace(STEPS, run="b", parent=("a", 200))]).check_whole()
+
+
+def test_joined_ledgers_may_lack_steps_that_are_elsewhere():
+    branch = Ledger([replace(STEPS, run="b", parent=("a", 60))])
+    assert Ledger.joined(branch, branch) == branch
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -213,6 +248,7 @@ DAMAGE = [
     ({"multipliers": {"a": math.nan}}, "has multiplier 'a' = nan; it must be a finite number"),
     ({"multipliers": {"a": None}}, "has multipliers['a'] = None; it must be a number."),
     ({"multipliers": {"a": 10**400}}, "it must be a number."),
+    ({"multipliers": {}}, "has multipliers = {}; it must be at least one release's."),
     ({"multipliers": [1.0]}, "has multipliers = [1.0]; it must be an object of names and numbers."),
     ({"steps": -5}, "has steps = -5; it must be a whole number of at least 0."),
     ({"steps": 1.5}, "has steps = 1.5; it must be a whole number"),

@@ -178,7 +178,9 @@ def test_equal_steps_in_a_row_are_one_entry():
 STEPS = st.tuples(
     st.none() | st.floats(0, 1, exclude_min=True),
     st.dictionaries(
-        st.sampled_from(["count", "gradient", "other"]), st.just(0.0) | st.floats(1e-3, 100)
+        st.sampled_from(["count", "gradient", "other"]),
+        st.just(0.0) | st.floats(1e-3, 100),
+        min_size=1,
     ),
 )
 

@@ -238,6 +238,34 @@ def test_a_loop_that_stops_early_states_the_declared_steps():
     assert whole.privacy["steps_note"] is None
 
 
+def stopped_after_two_draws_for_each_update(rule, updates, more=0):
+    data = (torch.randn(60, 3), torch.arange(60) % 2)
+    run = prepare(nn.Linear(3, 2), data, rule=rule, batch_size=12, epochs=4, delta=1e-4)
+    with run.listening():
+        for _ in range(updates):
+            run.step()
+            run.update(run.step())
+        for _ in range(more):
+            run.update(run.step())
+    return result(run)
+
+
+@pytest.mark.parametrize("rule", [DPSGD(), Decays()], ids=lambda rule: rule.name)
+def test_repeated_draws_do_not_stand_for_declared_steps(rule):
+    """A run that went on would have cost more, so stopping it costs as much."""
+    stopped = stopped_after_two_draws_for_each_update(rule, 10)
+    whole = stopped_after_two_draws_for_each_update(rule, 10, more=10)
+    assert (stopped.ledger.steps, whole.ledger.steps) == (20, 30)
+    assert stopped.epsilon() == pytest.approx(whole.epsilon(), rel=1e-12)
+    assert stopped.privacy["epsilon"] == stopped.epsilon()
+    assert stopped.privacy["steps_note"] == (
+        "20 steps were declared, 20 drawn (some were repeated or interrupted), and 10 not taken; ε "
+        "is that of all 30, because stopping early may depend on the results"
+    )
+    assert sum(row["steps"] for row in stopped.privacy["remaining"]) == 10
+    assert whole.privacy["remaining"] == []
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_only_a_ledger_on_disk_covers_all_attempts(kept, tmp_path):
     data = (torch.randn(60, 3), torch.arange(60) % 2)

@@ -446,6 +446,28 @@ def test_the_step_is_in_the_ledger_before_its_noise_is_drawn(monkeypatch):
     assert (entry.first, entry.steps) == (0, 2)  # the noise of the first one is spent
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_an_interrupt_at_the_ledger_leaves_no_gap(monkeypatch, after):
+    """Ctrl-C may come just before or just after the step is written."""
+    run = Private(ADAPT)
+    run.step(run.x, run.y)
+    write = Ledger.write
+
+    def interrupted(*given):
+        if after:
+            write(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Ledger, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.step(run.x, run.y)
+    monkeypatch.undo()
+    run.optimizer.noise_multiplier *= 2  # as a noise scheduler does
+    run.step(run.x, run.y)
+    run.ledger.check_whole()
+    assert run.ledger.steps == 2 + after
+
+
 def private_values(run):
     held = [
         getattr(p, name) for p in run.net.parameters() for name in ("grad_sample", "summed_grad")

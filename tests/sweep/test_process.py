@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-from evenclip.sweep import process
+from evenclip.sweep import Local, Store, carry_out, process
 from evenclip.sweep.bundle import make_task
+from evenclip.sweep.executor import Silent
 
 
 def test_a_worker_answers_line_by_line_and_ends_with_its_input(store, spec):
@@ -29,6 +30,19 @@ def test_a_worker_answers_line_by_line_and_ends_with_its_input(store, spec):
     process.end(worker, at_once=False)
     process.close(worker)
     assert worker.returncode == 0
+
+
+def test_the_threads_of_the_environment_change_no_result(store, spec, tmp_path, monkeypatch):
+    """The noise of a seed depends on the threads, and the name of a run does not."""
+    monkeypatch.setenv("EVENCLIP_THREADS", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    other = Store(tmp_path / "other")
+    carry_out([spec(0)], other, Silent(), Local(1))
+    monkeypatch.undo()
+    carry_out([spec(0)], store, Silent(), Local(1))
+    ours, theirs = (one.read(spec(0)) for one in (store, other))
+    assert ours["ledger"] == theirs["ledger"]
+    assert ours["trace"] == theirs["trace"]
 
 
 def test_a_worker_that_is_ended_at_once_is_gone():

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from evenclip import DPSGD, DPSGDF, Performance, fit, prepare
-from evenclip.mechanism import Ledger, accounting
+from evenclip.mechanism import Ledger, Mechanism, accounting
 from evenclip.mechanism.entry import Entry
 from evenclip.training.checkpoint import CheckpointError, latest
 from evenclip.training.fit import train
@@ -241,6 +241,259 @@ def test_an_exact_resume_counts_repeated_steps_once(toy, tmp_path):
     assert again.trace == whole.trace
 
 
+LONG = {"q": 1 / 60, "steps": 240}  # an epoch has 60 steps, a block 100
+
+
+def test_an_exact_attempt_that_ends_earlier_erases_no_step_of_the_one_before(toy, tmp_path):
+    """It makes the same draws again, and the first attempt has published more of them."""
+    killed(toy, tmp_path, 110, seed=9, **LONG)  # draws 100 to 199 are reserved
+    exact = {"checkpoint": tmp_path, "resume": "exact", **settings(seed=9, **LONG)}
+    with pytest.raises(Stop):
+        fit(toy.mlp(), toy.data(), observers=[at(65, stop)], **exact)
+    assert [(e.first, e.steps) for e in journaled(tmp_path).entries] == [(0, 200)]
+    again = resumed(toy, tmp_path, seed=9, **LONG).ledger
+    assert again.steps == 200 + (240 - 60)
+
+
+def test_going_back_exactly_within_a_process_erases_no_step(toy, tmp_path):
+    run = prepare(toy.mlp(), toy.data(), **settings(seed=9))
+    run.write_ahead(tmp_path)
+    with run.listening():
+        for t in range(8):
+            run.update(run.step())
+            if t == 1:
+                run.save(tmp_path)
+    run.restore(latest(tmp_path), exact=True)
+    with run.listening():
+        run.update(run.step())
+    assert (run.t, run.drawn) == (3, 3)
+    assert [(e.first, e.steps) for e in journaled(tmp_path).entries] == [(0, 8)]
+    assert run.ledger.steps == 8
+    assert Ledger.union(run.ledger, run.remaining).steps == T  # draws 3 to 7 are reserved
+
+
+def test_a_repeated_step_that_differs_erases_no_step(toy, tmp_path, monkeypatch):
+    killed(toy, tmp_path, 9, seed=9)
+    publish = Mechanism.publish
+    monkeypatch.setattr(
+        Mechanism, "publish", lambda self, total, *rest: publish(self, total * 1.5, *rest)
+    )
+    with pytest.raises(CheckpointError, match="did not come out"):
+        fit(
+            toy.mlp(), toy.data(), checkpoint=tmp_path, resume="exact", **settings(seed=9)
+        )  # fmt: skip
+    assert journaled(tmp_path).steps == T
+
+
+def test_a_draw_with_another_noise_than_it_had_is_not_made(toy, tmp_path):
+    """The first attempt took step 1 twice, and a second one does not."""
+    sigmas = [1.0 + t for t in range(T)]
+
+    def started():
+        run = prepare(toy.mlp(), toy.data(), **settings(seed=9))
+        run.mechanism = _Varying(run.mechanism, sigmas)
+        return run
+
+    run = started()
+    run.write_ahead(tmp_path)
+    with run.listening():
+        run.update(run.step())
+        run.save(tmp_path)
+        run.step()
+        run.update(run.step())
+        run.update(run.step())
+    other = started()
+    other.restore(latest(tmp_path), exact=True)
+    other.write_ahead(tmp_path)
+    with other.listening():
+        other.update(other.step())
+        with pytest.raises(CheckpointError, match="Draw 2 is another step than the one that an"):
+            other.step()
+    assert [(e.first, e.steps) for e in journaled(tmp_path).entries] == [(0, 1), (1, 2), (3, 1)]
+
+
+def test_new_noise_also_before_the_first_checkpoint(toy, tmp_path):
+    """The seed's noise may have been published already."""
+    killed(toy, tmp_path, 3, seed=9)
+    result, original = (
+        resumed(toy, tmp_path, seed=9),
+        fit(toy.mlp(), toy.data(), **settings(seed=9)),
+    )
+    assert result.ledger.steps == 2 * T
+    assert not toy.same(result.model, original.model)
+    assert set(runs(original.ledger)) < set(runs(result.ledger))
+    (tmp_path / "new").mkdir()  # without a step in the journal, the seed determines the noise
+    assert toy.same(resumed(toy, tmp_path / "new", seed=9).model, original.model)
+
+
+# --- "all attempts" -----------------------------------------------------------------------------
+
+
+def covers_all(result) -> bool:
+    return result.privacy["ledger_covers"].startswith("all attempts")
+
+
+def test_a_second_checkpoint_of_a_step_has_the_draws_since_the_first(toy, tmp_path):
+    run = prepare(toy.mlp(), toy.data(), **settings())
+    with run.listening():
+        run.update(run.step())
+        for _ in range(3):
+            run.save(tmp_path)
+        for _ in range(2):
+            run.step()
+            run.save(tmp_path)
+    names = [path.name for path in sorted(tmp_path.glob("step-*"))]
+    assert names == ["step-00000001-0001", "step-00000001-0002"]
+    result = resumed(toy, tmp_path)
+    assert result.ledger.steps == 3 + (T - 1)
+    assert result.ledger.entries[-1].parent in {(run.run_id, 3), None}
+    assert not covers_all(result)
+
+
+def test_a_branch_that_is_saved_before_it_draws_has_its_own_key(toy, tmp_path):
+    stopped(toy, tmp_path, 7)
+    run = prepare(toy.mlp(), toy.data(), **settings())
+    run.restore(latest(tmp_path))
+    run.save(tmp_path)
+    assert latest(tmp_path).name == "step-00000007-0001"
+    published = json.loads((latest(tmp_path) / "published.json").read_text())
+    assert published["place"] == [run.run_id, 0]
+
+
+def test_steps_without_a_journal_are_remembered(toy, tmp_path):
+    """Their number after the last checkpoint is unknown for ever."""
+    run = prepare(toy.mlp(), toy.data(), **settings())
+    with run.listening():
+        run.update(run.step())
+        run.save(tmp_path)
+        for _ in range(5):  # seen, and lost
+            run.update(run.step())
+    run.write_ahead(tmp_path)  # too late
+    assert not run.durable
+    first = resumed(toy, tmp_path, epochs=3)
+    assert not covers_all(first)
+    assert not covers_all(resumed(toy, tmp_path, epochs=4))
+
+
+def test_a_checkpoint_in_another_folder_than_its_journal_is_not_durable(toy, tmp_path):
+    run = prepare(toy.mlp(), toy.data(), **settings())
+    (tmp_path / "a").mkdir()
+    run.write_ahead(tmp_path / "a")
+    with run.listening():
+        run.update(run.step())
+        run.save(tmp_path / "a")
+        run.save(tmp_path / "b")
+    assert covers_all(resumed(toy, tmp_path / "a"))
+    assert not covers_all(resumed(toy, tmp_path / "b"))
+
+
+def test_steps_before_the_journal_are_written_into_it(toy, tmp_path):
+    run = prepare(toy.mlp(), toy.data(), **settings())
+    with run.listening():
+        for _ in range(3):
+            run.update(run.step())
+        run.write_ahead(tmp_path)
+        run.update(run.step())
+    assert [(e.first, e.steps) for e in journaled(tmp_path).entries] == [(0, 4)]
+    assert resumed(toy, tmp_path).ledger.steps == 4 + T
+
+
+# --- lost and shortened journals ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["older", "empty", "other"])
+def test_a_journal_that_lost_lines_is_refused(toy, tmp_path, how):
+    killed(toy, tmp_path, 110, **LONG)
+    path = tmp_path / "journal.jsonl"
+    stopped(toy, tmp_path, 112, resume=True, **LONG)
+    content = path.read_bytes()
+    shorter = {"older": content.partition(b"\n")[0] + b"\n", "empty": b""}
+    path.write_bytes(shorter.get(how, content.replace(b'"attempt": "', b'"attempt": "0')))
+    with pytest.raises(CheckpointError) as caught:
+        resumed(toy, tmp_path, **LONG)
+    kept = json.loads((latest(tmp_path) / "published.json").read_text())["journal"]["bytes"]
+    why = {
+        "older": f"it holds {len(shorter['older'])} bytes, and {kept} were written",
+        "empty": f"it holds 0 bytes, and {kept} were written",
+        "other": "its beginning differs",
+    }[how]
+    assert str(caught.value) == (
+        f"{path} is not the one that {latest(tmp_path).name} was saved with: {why}. Steps of "
+        "earlier attempts may be missing in it; bring the file back from a copy, or start again "
+        "in another folder."
+    )
+
+
+def test_without_its_journal_a_checkpoint_does_not_know_all_attempts(toy, tmp_path):
+    killed(toy, tmp_path, 7)
+    (tmp_path / "journal.jsonl").unlink()
+    result = resumed(toy, tmp_path)
+    assert result.ledger.steps == T + (T - 5)
+    assert not covers_all(result)
+
+
+def test_a_last_line_that_lost_its_end_counts(toy, tmp_path):
+    killed(toy, tmp_path, 3)
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="already holds the journal of a run"):
+        fit(toy.mlp(), toy.data(), checkpoint=tmp_path, **settings())
+    assert journaled(tmp_path).steps == T
+    assert resumed(toy, tmp_path).ledger.steps == 2 * T  # and it is not crossed out
+    assert journaled(tmp_path).steps == 2 * T
+
+
+def test_a_folder_with_an_unreadable_journal_is_not_taken_for_a_new_one(toy, tmp_path):
+    (tmp_path / "journal.jsonl").write_bytes(b'{"attempt": "')
+    with pytest.raises(CheckpointError, match="already holds the journal of a run"):
+        fit(toy.mlp(), toy.data(), checkpoint=tmp_path, **settings())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"first": -1}, {"run": "b"}, {"first": 3}, {"steps": -5}, {"steps": 0}, {"q": 2}, {"lam": -1}],
+    ids=str,
+)
+def test_a_line_with_impossible_values_is_damaged(tmp_path, change):
+    Journal(tmp_path).reserve("a", 0, [ENTRY])
+    (line,) = lines(tmp_path)
+    if "first" in change or "run" in change:
+        line |= change
+    else:
+        line["entries"][0] |= change
+    (tmp_path / "journal.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(CheckpointError, match=r"^Line 1 of .* is damaged"):
+        journaled(tmp_path)
+
+
+def test_attempts_that_contradict_each_other_are_refused(tmp_path):
+    other = replace(ENTRY, multipliers=(("gradient", 2.0),))
+    for entry in (ENTRY, other):
+        Journal(tmp_path).reserve("a", 0, [entry])
+    with pytest.raises(CheckpointError, match="contradicts itself, so the steps of earlier att"):
+        journaled(tmp_path)
+
+
+def test_a_run_whose_first_steps_are_missing_is_refused(toy, tmp_path):
+    Journal(tmp_path).reserve("a", 5, [replace(ENTRY, first=5)])
+    with pytest.raises(ValueError, match="Draw 0 of run a is missing, and later ones are there"):
+        resumed(toy, tmp_path)
+
+
+def test_every_new_folder_is_on_the_disk(toy, tmp_path, monkeypatch):
+    """Otherwise a power cut may take the journal with the folder above its own."""
+    flushed, flush = [], os.fsync
+
+    def watched(handle):
+        flushed.append(os.readlink(f"/proc/self/fd/{handle}"))
+        flush(handle)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    fit(toy.mlp(), toy.data(), checkpoint=tmp_path / "a" / "b" / "c", **settings(steps=1, epochs=1))
+    above = [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]
+    assert sorted(flushed[:3]) == above
+
+
 def test_a_checkpoint_that_was_copied_without_its_journal_knows_what_was_reserved(toy, tmp_path):
     killed(toy, tmp_path / "a", 7)
     (tmp_path / "b").mkdir()
@@ -280,7 +533,7 @@ def test_a_block_has_the_noise_of_each_of_its_steps(toy, tmp_path):
         run.step()  # draw 1, of step 1
         run.update(run.step())  # draw 2, of step 1 again: the block has the noise of step 2 there
     entries = journaled(tmp_path).entries
-    assert [(e.first, e.steps, e.multipliers[0][1]) for e in entries] == [(0, 2, 1.0), (2, 1, 1.0)]
+    assert [(e.first, e.steps, e.multipliers[0][1]) for e in entries] == [(0, 3, 1.0)]
     assert Ledger.union(run.ledger, journaled(tmp_path)).steps == 3
 
 
@@ -308,7 +561,7 @@ def test_a_line_that_was_being_written_is_no_line(tmp_path):
     """The process was killed before the line was flushed, so it drew nothing of it."""
     Journal(tmp_path).reserve("a", 0, [ENTRY])
     whole = (tmp_path / "journal.jsonl").read_bytes()
-    for cut in range(1, len(whole)):
+    for cut in range(1, len(whole) - 1):
         (tmp_path / "journal.jsonl").write_bytes(whole + whole[:cut].replace(b'"a"', b'"b"'))
         after = journaled(tmp_path).entries
         assert [(e.run, e.steps) for e in after] == [("a", 5)]

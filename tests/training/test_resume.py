@@ -230,6 +230,60 @@ def test_a_repeated_step_that_differs_is_stopped_before_anybody_sees_it(toy, tmp
     assert_identical(toy, resumed, fit(model, data, **given))
 
 
+@pytest.mark.parametrize("lost", ["file", "row"])
+def test_without_the_digests_no_step_is_repeated(toy, tmp_path, lost):
+    """Otherwise a step that differs would be published with the noise of the first."""
+    given = settings(DPSGD(), q=1 / 60, steps=240)
+    data, model, path = toy.data(), toy.mlp(), tmp_path / "digests-0.secret"
+    stopped(model, data, tmp_path, 110, **given)
+    shutil.rmtree(tmp_path / "step-00000110")  # steps 60 to 109 are repeated
+    content, size = path.read_bytes(), len(path.read_bytes()) // 110
+    if lost == "file":
+        path.unlink()
+    else:
+        path.write_bytes(content[: 65 * size])
+    with pytest.raises(CheckpointError) as caught:
+        fit(model, data, **given, checkpoint=tmp_path, resume="exact")
+    assert str(caught.value) == (
+        f"{path} has no digest of draw {60 if lost == 'file' else 65}, so it cannot be checked "
+        "that a repeated step publishes what it published before, and one noise must not hide two "
+        "sums. Bring the file back from a copy, or resume with resume=True, which draws new noise."
+    )
+    path.write_bytes(content)
+    again = fit(model, data, **given, checkpoint=tmp_path, resume="exact")
+    assert_identical(toy, again, fit(model, data, **given))
+
+
+def test_digests_are_on_the_disk_before_the_next_block(toy, tmp_path, monkeypatch):
+    flushed, flush = [], os.fsync
+
+    def watched(handle):
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        flush(handle)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    fit(toy.mlp(), toy.data(), **settings(DPSGD(), q=1 / 250, steps=200), checkpoint=tmp_path)
+    assert flushed.count("digests-0.secret") == 2  # when it is created, and at the end
+    flushed.clear()
+    more = {**settings(DPSGD()), "steps": 250, "checkpoint_every": 1000}
+    fit(toy.mlp(), toy.data(), **more, checkpoint=tmp_path / "more")
+    written = [name for name in flushed if name.startswith(("digests", "journal"))]
+    digests, journal = "digests-0.secret", "journal.jsonl"
+    assert written == [digests, journal, digests, journal, digests, journal, digests]
+
+
+def test_a_digest_that_cannot_be_written_stops_the_step(toy, tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda handle, b: 7 if len(b) == 40 else write(handle, b))
+    seen = []
+    with pytest.raises(CheckpointError, match=r"digests-0.secret cannot be written \(No space"):
+        fit(
+            toy.mlp(), toy.data(), **settings(DPSGD()), checkpoint=tmp_path,
+            observers=[seen.append],
+        )  # fmt: skip
+    assert seen == []
+
+
 # --- when checkpoints are written, and Ctrl-C ---------------------------------------------------
 
 
@@ -412,7 +466,7 @@ def test_one_of_another_format_is_refused(toy, folder):
     with pytest.raises(CheckpointError) as caught:
         resume(toy, folder)
     assert str(caught.value) == (
-        f"{path} has another format than this version reads (3); resume with the version that "
+        f"{path} has another format than this version reads (4); resume with the version that "
         "wrote it."
     )
 
@@ -551,10 +605,10 @@ def test_nothing_is_a_checkpoint_before_it_is_whole(toy, folder, monkeypatch):
     monkeypatch.setattr(os, "fsync", watched_synchronise)
     monkeypatch.setattr(os, "replace", watched_replace)
     resume(toy, folder)
-    # First the journal and its folder; then for each of two checkpoints: four files are
-    # synchronised, then renamed, then the folder.
-    assert len(seen) == 12
-    assert all(content == before for content in seen[:6])
+    # First the journal and its folder; then for each of two checkpoints: four files and their
+    # folder are synchronised, then renamed, then the folder above; at last the digests.
+    assert len(seen) == 2 + 2 * 6 + 1
+    assert all(content == before for content in seen[:7])
     assert written(folder) == [10, 15]
 
 
@@ -594,8 +648,10 @@ def test_nothing_is_unpickled(toy, tmp_path, rule):
         "trace",
     ]
     published = json.loads((path / "published.json").read_text())
-    names = ["format", "ledger", "reserved", "settings", "state", "state_dtype", "t"]
-    assert sorted(published) == names
+    assert sorted(published) == [
+        "durable", "format", "journal", "ledger", "place", "remaining", "reserved", "settings",
+        "state", "state_dtype", "t",
+    ]  # fmt: skip
 
 
 class Payload:

@@ -59,7 +59,7 @@ def epsilon(
     files: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Files with ledgers: privacy reports, published.json of checkpoints, stored "
+            help="Files with ledgers: privacy reports, folders of checkpoints, journals, stored "
             "results. Their joint ε is printed; steps that several files hold count once."
         ),
     ] = None,
@@ -104,15 +104,18 @@ def _of_files(
         )
     held = [ledgers.read(path) for path in files]
     ledger = Ledger.union(*(one.ledger for one in held))
+    ledger.check_whole()
+    covered = Ledger.joined(ledger, *ledgers.remaining(held))
     why = next((one.why for one in held if one.why is not None), None)
-    if why is None and not ledger.is_private:
+    if why is None and not covered.is_private:
         why = "a value was released in clear, or a batch was not a Poisson sample"
     delta = ledgers.delta_of(held) if delta is None else delta
     return {
-        **_epsilons(None if why else ledger, delta, with_curve=with_curve),
+        **_epsilons(None if why else covered, delta, with_curve=with_curve),
         "why_no_epsilon": why,
         "steps": ledger.steps,
         "reserved_steps": sum(entry.steps for entry in ledger.entries if entry.reserved),
+        "remaining_steps": covered.steps - ledger.steps,
         "runs": list(dict.fromkeys(entry.run for entry in ledger.entries if entry.run)),
         "files": [str(one.path) for one in held],
         "notes": ledgers.notes(held),
@@ -124,10 +127,12 @@ def _lines_of_files(facts: dict[str, Any]) -> list[str]:
     runs = ", ".join(run[:8] for run in facts["runs"]) or "without ids"
     reserved = facts["reserved_steps"]
     kept = f", {reserved} of them reserved and perhaps not taken" if reserved else ""
+    left = facts["remaining_steps"]
+    also = f"; ε counts {left} more that were declared and not taken" if left else ""
     why = facts["why_no_epsilon"]
     lines = [
         f"runs     {runs}",
-        f"steps    {facts['steps']}{kept}; steps that several files hold count once",
+        f"steps    {facts['steps']}{kept}; steps that several files hold count once{also}",
         f"ε        none: {why}" if why else _epsilon_line(facts),
         "unit     one record, added or removed; batches drawn by Poisson sampling",
         *(f"note     {note}" for note in facts["notes"]),

@@ -56,7 +56,10 @@ class ExecutorOptions:
         ),
     ] = None
     cpus_per_run: Annotated[
-        int | None, typer.Option(help="Processors per task or job.", rich_help_panel=_PANEL)
+        int | None,
+        typer.Option(
+            help="Processors per task or job; a run uses one thread.", rich_help_panel=_PANEL
+        ),
     ] = None
     gpus_per_run: Annotated[
         float | None,

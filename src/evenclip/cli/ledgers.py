@@ -1,20 +1,24 @@
-"""Ledgers in files: those of `evenclip epsilon A B`, and what is known about each."""
+"""Ledgers in files: those of `evenclip epsilon A B`, and what is known about each.
+
+A run that was stopped, also by a kill, may have been stopped because of its results. So the steps
+that its file declares and that were not taken count, unless another file shows how it went on.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from evenclip.mechanism.ledger import Ledger
 
-__all__ = ["Held", "delta_of", "notes", "read"]
+__all__ = ["Held", "delta_of", "notes", "read", "remaining"]
 
 _LARGEST = 2.0**53
-_EXPECTED = "give a privacy report, a checkpoint's published.json, a stored result or a ledger"
+_EXPECTED = "give a privacy report, a checkpoint, a journal.jsonl, a stored result or a ledger"
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,8 @@ class Held:
 
     Attributes:
         path: the file.
-        ledger: its ledger.
+        ledger: its ledger, with the steps that were written ahead.
+        remaining: the declared steps that its run has not taken.
         delta: its δ; None if it states none.
         declared: its number of declared steps; None if it states none.
         why: why its rule has no valid ε; None if that is not known to be so.
@@ -31,42 +36,155 @@ class Held:
 
     path: Path
     ledger: Ledger
-    delta: float | None
-    declared: int | None
-    why: str | None
+    remaining: Ledger
+    delta: float | None = None
+    declared: int | None = None
+    why: str | None = None
+    lacks_journal: bool = False
 
 
 def read(path: Path) -> Held:
-    """Read a privacy report, a checkpoint's published.json, a stored result, or a ledger.
+    """Read a privacy report, a checkpoint, a folder of checkpoints, a journal, or a ledger.
 
     Raises:
         ValueError: the file cannot be read, or holds no ledger; the message names it.
     """
-    from evenclip.mechanism.ledger import Ledger
+    from evenclip.training import checkpoint, journal
 
+    if path.suffix == ".jsonl":
+        _content(path)  # raises if there is none
+        return Held(path, journal.read_journal(path), _nothing())
+    if (path / "published.json").is_file():
+        return _read_checkpoint(path)
+    last = checkpoint.latest(path)
+    if last is not None:
+        return replace(_read_checkpoint(last), path=path)
+    if (path / journal.NAME).is_file():
+        return replace(read(path / journal.NAME), path=path)
+    return _read_json(path)
+
+
+def _read_checkpoint(path: Path) -> Held:
+    """Read a checkpoint's published.json, and the journal beside the checkpoint."""
+    from evenclip.mechanism.ledger import Ledger
+    from evenclip.training import journal
+
+    held = _read_json(path / "published.json")
+    kept = json.loads(_content(path / "published.json")).get("journal")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        is_there = journal.check_fingerprint(path, kept)
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path / 'published.json'} has journal = {kept!r}; it must be the length and digest "
+            "of a journal. Bring the file back from a copy."
+        ) from error
+    ahead = journal.journaled(path.parent)
+    known = {entry.run for entry in ahead.entries}  # how far they came is in the journal
+    own = [entry for entry in held.ledger.entries if not (entry.reserved and entry.run in known)]
+    ledger = Ledger.joined(Ledger(own), ahead)
+    return replace(held, path=path, ledger=ledger, lacks_journal=not is_there)
+
+
+def _content(path: Path) -> str:
+    """Return the content of a file."""
+    try:
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); {_EXPECTED}.") from error
-    except (ValueError, RecursionError) as error:
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not JSON ({error}); {_EXPECTED}.") from error
+
+
+def _read_json(path: Path) -> Held:
+    """Read a privacy report, a checkpoint's published.json, a stored result, or a ledger."""
+    try:
+        values = json.loads(_content(path))
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); {_EXPECTED}.") from error
     facts: dict[str, Any] = values if isinstance(values, dict) else {"ledger": values}
     if not isinstance(facts.get("ledger"), list):
         raise ValueError(f"{path} holds no ledger; {_EXPECTED}.")
-    try:
-        ledger = Ledger.from_json(facts["ledger"])
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     settings = facts["settings"] if isinstance(facts.get("settings"), dict) else {}
     delta = _number(facts.get("delta", settings.get("delta")))
-    declared = _number(facts.get("declared_steps", settings.get("steps")))
-    return Held(
-        path,
-        ledger,
-        delta if delta is not None and 0 < delta < 1 else None,
-        None if declared is None else int(declared),
-        _why(facts, settings),
-    )
+    try:
+        declared = _steps(facts.get("declared_steps", settings.get("steps")), "declared steps")
+        ledger = _ledger(facts, declared)
+        left = _remaining(facts, ledger, declared)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    delta = delta if delta is not None and 0 < delta < 1 else None
+    return Held(path, ledger, left, delta, declared, _why(facts, settings))
+
+
+def _ledger(facts: dict[str, Any], declared: int | None) -> Ledger:
+    """Return the ledger of a file and what was written ahead; raise if it lacks steps."""
+    from evenclip.mechanism.ledger import Ledger
+
+    ledger = Ledger.from_json(facts["ledger"])
+    stated = _steps(facts.get("steps"), "steps")
+    if stated is not None and stated != ledger.steps:
+        raise ValueError(
+            f"The ledger holds {ledger.steps} steps, and the file states {stated}; one of them is "
+            "damaged. Give the file as it was written."
+        )
+    run, drawn = _place(facts.get("place"))
+    if ledger.end_of(run) < drawn or (
+        stated is None and run == "" and declared and not ledger.steps
+    ):
+        raise ValueError(
+            f"The ledger holds {ledger.steps} steps, and the file is of a run with "
+            f"{drawn or declared}; it is damaged. Give the file as it was written."
+        )
+    return Ledger.joined(ledger, Ledger.from_json(facts.get("reserved", [])))
+
+
+def _remaining(facts: dict[str, Any], ledger: Ledger, declared: int | None) -> Ledger:
+    """Return the declared steps that were not taken; like the last one, if none is listed."""
+    from evenclip.mechanism.ledger import Ledger
+
+    missing = 0 if declared is None else max(0, declared - ledger.steps)
+    if "remaining" in facts:
+        left = Ledger.from_json(facts["remaining"])
+        if (
+            missing
+            and ledger.is_private
+            and Ledger.joined(ledger, left).steps < ledger.steps + missing
+        ):
+            raise ValueError(
+                f"The file declares {declared} steps, and holds {ledger.steps} and {left.steps} "
+                "that remain; it is damaged. Give the file as it was written."
+            )
+        return left
+    if not (missing and ledger.entries):
+        return Ledger()
+    last = ledger.entries[-1]
+    return Ledger([replace(last, first=last.end if last.run else 0, steps=missing)])
+
+
+def _nothing() -> Ledger:
+    from evenclip.mechanism.ledger import Ledger
+
+    return Ledger()
+
+
+def remaining(held: Sequence[Held]) -> list[Ledger]:
+    """Return for each file the declared steps that were not taken, which count too.
+
+    They do not count for a file if another one holds all its steps and more: that one shows how
+    the run went on, and has its own declared steps.
+    """
+    return [
+        _nothing() if any(_continues(other, one) for other in held) else one.remaining
+        for one in held
+    ]
+
+
+def _continues(other: Held, one: Held) -> bool:
+    """Return whether a file has all steps of another one, and more."""
+    from evenclip.mechanism.ledger import Ledger
+
+    both = Ledger.joined(one.ledger, other.ledger).steps
+    return one.ledger.steps < both == other.ledger.steps
 
 
 def delta_of(held: Sequence[Held]) -> float:
@@ -83,13 +201,15 @@ def delta_of(held: Sequence[Held]) -> float:
 def notes(held: Sequence[Held]) -> list[str]:
     """Return what a reader of the joint ε has to know about the files."""
     said = []
-    for one in held:
-        steps = one.ledger.steps
-        if one.declared is not None and steps < one.declared:
+    for one, left in zip(held, remaining(held), strict=True):
+        if left.entries:
             said.append(
-                f"{one.path} declares {one.declared} steps and holds {steps}; if that run was "
-                "stopped because of its results, it costs all declared steps, as its own report "
-                "states."
+                f"{one.path} declares {one.declared} steps and holds {one.ledger.steps}; the steps "
+                "that were not taken count too, because stopping may depend on the results."
+            )
+        if one.lacks_journal:
+            said.append(
+                f"{one.path} has lost its journal; steps after the checkpoint may be missing."
             )
         if any(not entry.run for entry in one.ledger.entries):
             said.append(
@@ -98,6 +218,25 @@ def notes(held: Sequence[Held]) -> list[str]:
         if any(not entry.sizes for entry in one.ledger.entries):
             said.append(f"{one.path} has steps without sizes; their noise is taken as Gaussian.")
     return said
+
+
+def _steps(value: Any, name: str) -> int | None:
+    """Return a number of steps; None if there is none."""
+    number = _number(value)
+    if value is not None and (number is None or number < 0 or number != int(number)):
+        raise ValueError(f"{name} = {value!r}; it must be a whole number of at least 0.")
+    return None if number is None else int(number)
+
+
+def _place(value: Any) -> tuple[str, int]:
+    """Return the run of a checkpoint and its number of draws."""
+    if value is None:
+        return "", 0
+    run, drawn = value if isinstance(value, list) and len(value) == 2 else (None, None)
+    drawn = _steps(drawn, "draws")
+    if not isinstance(run, str) or drawn is None:
+        raise ValueError(f"place = {value!r}; it must be a run id and a number of draws.")
+    return run, drawn
 
 
 def _number(value: Any) -> float | None:

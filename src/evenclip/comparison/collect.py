@@ -133,7 +133,7 @@ def _rounded(values: NDArray[np.float64]) -> list[Any]:
     return rounded
 
 
-_LEDGER = ("ledger", "runs", "parents")
+_LEDGER = ("ledger", "remaining", "runs", "parents")
 
 
 def _statement(rule: Rule, result: Mapping[str, Any]) -> dict[str, Any]:

@@ -172,6 +172,8 @@ def read(given: Any, place: str) -> Entry:
         raise _wrong(place, "reserved", reserved, "true or false")
     if not isinstance(run, str):
         raise _wrong(place, "run", run, "a text")
+    if not given["multipliers"]:
+        raise _wrong(place, "multipliers", given["multipliers"], "at least one release's")
     return Entry(
         None if q is None else _number(q, place, "q"),
         _pairs(given["multipliers"], place, "multipliers", _number),

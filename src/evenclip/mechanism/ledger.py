@@ -73,20 +73,20 @@ class Ledger:
         """
         entry = entry_of(q, multipliers, sizes=dict(sizes).items(), tau=tau, run=run, parent=parent)
         if run:
-            entry = replace(entry, first=self._following(run) if index is None else int(index))
+            entry = replace(entry, first=self.end_of(run) if index is None else int(index))
         self.add(entry)
 
     def add(self, entry: Entry) -> None:
         """Add the steps of an entry, as `write` does."""
-        if not entry.run or entry.first >= self._following(entry.run):
+        if not entry.run or entry.first >= self.end_of(entry.run):
             _append(self.entries, entry)
         else:
             others = [other for other in self.entries if other.run != entry.run]
             mine = [other for other in self.entries if other.run == entry.run]
             self.entries = [*others, *_joined([*mine, entry])]
 
-    def _following(self, run: str) -> int:
-        """Return the index after the last draw of a run."""
+    def end_of(self, run: str) -> int:
+        """Return the index after the last draw of a run; 0 if it has none."""
         if self.entries and self.entries[-1].run == run:  # entries of a run are in order
             return self.entries[-1].end
         return max((entry.end for entry in self.entries if entry.run == run), default=0)
@@ -105,8 +105,16 @@ class Ledger:
         150
 
         Raises:
-            ValueError: two ledgers contradict each other, or the steps before a branch are missing.
+            ValueError: two ledgers contradict each other, the steps before a branch are missing, or
+                two runs are resumed from each other.
         """
+        union = Ledger.joined(*ledgers)
+        _check_parents(union.entries)
+        return union
+
+    @staticmethod
+    def joined(*ledgers: Ledger) -> Ledger:
+        """Return every step of the ledgers once, as `union` does, also if others are missing."""
         by_run: dict[str, list[Entry]] = defaultdict(list)
         for ledger in ledgers:
             for entry in ledger.entries:
@@ -116,7 +124,6 @@ class Ledger:
             _append(joined, entry)
         for run in sorted(by_run):
             joined += _joined(by_run[run])
-        _check_parents(joined)
         return Ledger(joined)
 
     @property
@@ -133,6 +140,21 @@ class Ledger:
         """Raise a ValueError for a value that no step can have."""
         for number, entry in enumerate(self.entries, 1):
             check_entry(entry, f"Entry {number} of the ledger")
+
+    def check_whole(self) -> None:
+        """Raise a ValueError unless every run has its draws from 0 on, and its parent's.
+
+        A run draws without gaps, so a draw that is missing was left out.
+        """
+        _check_parents(self.entries)
+        held = _held(self.entries)
+        for entry in self.entries:
+            if entry.run and entry.end > held[entry.run]:
+                raise ValueError(
+                    f"Draw {held[entry.run]} of run {entry.run} is missing, and later ones are "
+                    "there. A run draws from 0 on without gaps; give the ledger that holds the "
+                    "draw too."
+                )
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the entries as plain values, without the fields that are at their defaults."""
@@ -198,16 +220,42 @@ def _common(entries: Sequence[Entry], left: int, right: int) -> Entry:
     return replace(one, first=left, steps=right - left, reserved=not taken)
 
 
-def _check_parents(entries: Sequence[Entry]) -> None:
-    """Raise if the steps that a branch started from are not all among the entries."""
-    held: dict[str, int] = defaultdict(int)  # run -> draws from 0 on without a gap
-    for entry in entries:  # of one run in order
+def _held(entries: Sequence[Entry]) -> dict[str, int]:
+    """Return run -> number of its draws from 0 on without a gap; entries of a run are in order."""
+    held: dict[str, int] = defaultdict(int)
+    for entry in entries:
         if entry.first <= held[entry.run]:
             held[entry.run] = max(held[entry.run], entry.end)
+    return held
+
+
+def _check_parents(entries: Sequence[Entry]) -> None:
+    """Raise unless all steps that a branch started from are there, and no run began with itself."""
+    held, parents = _held(entries), dict[str, set[str]]()
     for entry in entries:
-        if entry.parent is not None and held[entry.parent[0]] < entry.parent[1]:
-            run, index = entry.parent
+        if entry.parent is None:
+            continue
+        run, index = entry.parent
+        parents.setdefault(entry.run, set()).add(run)
+        if held[run] < index:
             raise ValueError(
                 f"Run {entry.run} was resumed from draw {index} of run {run}, and the ledgers "
                 f"hold only {held[run]} of those draws; give the ledger of run {run} too."
             )
+    for run in parents:
+        if run in _ancestors(run, parents):
+            raise ValueError(
+                f"Run {run} was resumed from itself, by way of its parents, and no run is; one of "
+                "the ledgers is damaged or forged."
+            )
+
+
+def _ancestors(run: str, parents: Mapping[str, set[str]]) -> set[str]:
+    """Return all runs that a run goes back to."""
+    known: set[str] = set()
+    waiting = [run]
+    while waiting:
+        new = parents.get(waiting.pop(), set()) - known
+        known |= new
+        waiting += new
+    return known

@@ -5,8 +5,9 @@ neighbouring relation, what is covered and what is not, ε and δ with their acc
 constant of the mechanism, and the soundness of the method; and those of the release itself: the
 generator, how far its noise may be from Gaussian noise, and what the rounding of sums adds.
 
-*Stopping early.* Whether a run is stopped may depend on its results. So ε is that of the steps that
-were declared before the run, taken or not, and of every further step that was drawn.
+*Stopping early.* Whether a run is stopped may depend on its results. So ε is that of all steps that
+were drawn, and of those that the run would have taken up to the declared number. Draws that were
+repeated, and those of other attempts, do not stand for declared steps.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import platform
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from evenclip.rules import NO_EPSILON, Rule, soundness
 if TYPE_CHECKING:
     from evenclip.mechanism.settings import Settings
 
-__all__ = ["Facts", "declared", "epsilon", "paragraph", "report", "span"]
+__all__ = ["Facts", "declared", "epsilon", "paragraph", "remaining", "report", "span"]
 
 UNIT = "one record with its labels; no guarantee for a person with several records"
 RELATION = (
@@ -65,6 +66,8 @@ class Facts:
         independence: whether a sample's numbers depend on the rest of its batch, as a sentence.
         rounding: ρ, by which the rounding of a sum exceeds the sensitivity; None if unknown.
         durable: whether each step was on disk in the ledger before it was taken.
+        remaining: ledger entries, as plain values, of the declared steps that the run has not
+            taken; None if they are not known.
     """
 
     tf32: bool = False
@@ -72,10 +75,15 @@ class Facts:
     independence: str | None = None
     rounding: float | None = None
     durable: bool = False
+    remaining: Sequence[Mapping[str, Any]] | None = None
 
 
 def epsilon(
-    settings: Settings, ledger: Ledger, accountant: str = "pld", delta: float | None = None
+    settings: Settings,
+    ledger: Ledger,
+    accountant: str = "pld",
+    delta: float | None = None,
+    facts: Facts | None = None,
 ) -> float | None:
     """Return ε of a run at δ, by default the δ of its settings.
 
@@ -87,21 +95,28 @@ def epsilon(
     if settings.rule.soundness == NO_EPSILON:
         return None
     at = settings.delta if delta is None else delta
-    return accounting.epsilon(declared(settings, ledger), at, accountant)
+    return accounting.epsilon(declared(settings, ledger, facts), at, accountant)
 
 
-def declared(settings: Settings, ledger: Ledger) -> Ledger:
-    """Return the ledger with the declared steps that were not taken, which ε covers too.
+def declared(settings: Settings, ledger: Ledger, facts: Facts | None = None) -> Ledger:
+    """Return the ledger with the declared steps that were not taken, which ε covers too."""
+    return Ledger.joined(ledger, remaining(settings, ledger, facts))
 
-    A ledger without a step, or without an ε, is returned unchanged.
+
+def remaining(settings: Settings, ledger: Ledger, facts: Facts | None = None) -> Ledger:
+    """Return the declared steps that were not taken; none for a ledger without steps or ε.
+
+    Without facts, every drawn step stands for a declared one.
     """
     if not (ledger.entries and ledger.is_private):
-        return ledger
+        return Ledger()
+    if facts is not None and facts.remaining is not None:
+        return Ledger.from_json(facts.remaining)
     last, missing = ledger.entries[-1], list[Entry]()
     for multipliers, steps in _missing(settings, ledger).items():
         entry = Entry(last.q, multipliers, steps, last.sizes, last.tau)
         missing.append(replace(entry, lam=last.lam, beta=last.beta))
-    return Ledger([*ledger.entries, *missing])
+    return Ledger(missing)
 
 
 def _missing(settings: Settings, ledger: Ledger) -> Counter[tuple[tuple[str, float], ...]]:
@@ -138,9 +153,9 @@ def report(
     clamped = sum(row["clamped"] for row in trace)
     return {
         **_scope(facts.uncovered),
-        **_epsilons(settings, ledger),
+        **_epsilons(settings, ledger, facts),
         **_method(settings.rule, clamped),
-        **_steps(settings, ledger),
+        **_steps(settings, ledger, facts),
         "q": settings.q,
         "n": settings.n,
         "expected_batch_size": settings.B,
@@ -192,16 +207,16 @@ def _scope(uncovered: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _epsilons(settings: Settings, ledger: Ledger) -> dict[str, Any]:
+def _epsilons(settings: Settings, ledger: Ledger, facts: Facts) -> dict[str, Any]:
     """Return ε and δ, the accountant that computed them, and what the sampler of the noise took."""
     from evenclip.mechanism import accounting
 
-    delta, covered = settings.delta, declared(settings, ledger)
+    delta, covered = settings.delta, declared(settings, ledger, facts)
     valid = settings.rule.soundness != NO_EPSILON
     real = accounting.real(covered, delta) if valid else None
     return {
         "epsilon": None if real is None else real.epsilon,
-        "epsilon_rdp": epsilon(settings, ledger, "rdp"),
+        "epsilon_rdp": epsilon(settings, ledger, "rdp", facts=facts),
         "epsilon_without_amplification": (
             accounting.epsilon_without_amplification(covered, delta) if valid else None
         ),
@@ -244,15 +259,17 @@ def _method(rule: Rule, clamped: int) -> dict[str, Any]:
     }
 
 
-def _steps(settings: Settings, ledger: Ledger) -> dict[str, Any]:
+def _steps(settings: Settings, ledger: Ledger, facts: Facts) -> dict[str, Any]:
     """Return the steps that were declared and drawn, and the runs that drew them."""
+    left = remaining(settings, ledger, facts)
     parents = dict.fromkeys(entry.parent for entry in ledger.entries if entry.parent is not None)
     return {
-        **_multipliers(declared(settings, ledger)),
+        **_multipliers(Ledger.joined(ledger, left)),
         "steps": ledger.steps,
         "declared_steps": settings.steps,
         "reserved_steps": sum(entry.steps for entry in ledger.entries if entry.reserved),
-        "steps_note": _steps_note(settings, ledger) if ledger.is_private else None,
+        "remaining": left.to_json(),
+        "steps_note": _steps_note(settings, ledger, left.steps) if ledger.is_private else None,
         "runs": list(dict.fromkeys(entry.run for entry in ledger.entries if entry.run)),
         "parents": [f"draw {index} of run {run}" for run, index in parents],
     }
@@ -290,9 +307,15 @@ def span(value: float | Sequence[float] | None, digits: int = 6) -> str:
     return " to ".join(f"{end:.{digits}g}" for end in ends)
 
 
-def _steps_note(settings: Settings, ledger: Ledger) -> str | None:
+def _steps_note(settings: Settings, ledger: Ledger, left: int) -> str | None:
     """Return which steps ε belongs to, if they are not exactly the declared ones."""
     drawn, planned = ledger.steps, settings.steps
+    if left and drawn + left > planned:
+        return (
+            f"{planned} steps were declared, {drawn} drawn (some were repeated or interrupted), "
+            f"and {left} not taken; ε is that of all {drawn + left}, because stopping early may depend "
+            "on the results"
+        )
     if drawn > planned:
         return (
             f"{planned} steps were declared and {drawn} drawn: the run was extended, or steps were "

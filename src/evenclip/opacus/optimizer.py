@@ -216,10 +216,15 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
         lengths = clipper.mechanism.statistics | {"gradient": sum(p.numel() for p in self.params)}
         sizes = {name: lengths[name] for name in clipper.multipliers}
         draws = self._source(sizes, self.params[0].device)
-        index = draws.take()
+        # A draw is taken when it is in the ledger. An interrupt between the two leaves a step that
+        # was not drawn, and the next draw follows it; the other order would leave a gap.
+        while draws.count < self.ledger.end_of(draws.run):
+            draws.take()
+        index = draws.count
         self.ledger.write(
             batches.q, clipper.multipliers, sizes, batches.tau, draws.run, index, draws.parent
         )
+        draws.take()
         return Release(draws.source.of(index))
 
     def _source(self, sizes: dict[str, int], device: torch.device) -> Draws[Noise]:

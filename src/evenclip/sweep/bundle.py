@@ -99,16 +99,17 @@ def compute_into(store: Store, todo: Mapping[int, Spec], say: Say) -> None:
         compute_all(mine, keep, say)
 
 
-def prepare_worker(threads: int) -> None:
-    """Prepare this process as a worker: set its threads and ignore warnings.
+def prepare_worker() -> None:
+    """Prepare this process as a worker: one thread, and no warnings.
 
-    The driver has already shown the warnings.
+    The noise of a seed depends on the number of threads, and the name of a run does not; so all
+    workers have one. The driver has already shown the warnings.
     """
     import warnings
 
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
 
 

@@ -49,7 +49,7 @@ class Ray:
         address: HOST:PORT of the cluster's head; this machine must be a node of the cluster. Unless
             given: RAY_ADDRESS, or a cluster that runs on this machine, or a temporary cluster
             started here.
-        cpus: processors and threads per task.
+        cpus: processors per task.
         gpus: GPUs per task; with 0.2, five tasks share one GPU.
     """
 
@@ -94,9 +94,7 @@ class Ray:
             task = ray.remote(_once).options(
                 num_cpus=self.cpus, num_gpus=self.gpus, max_retries=TRIES - 1, retry_exceptions=True
             )
-            running = {
-                task.remote(work, item, files, self.cpus): index for index, item in enumerate(items)
-            }
+            running = {task.remote(work, item, files): index for index, item in enumerate(items)}
             try:
                 while running:
                     (ended,), _ = ray.wait(list(running))
@@ -115,7 +113,7 @@ class Ray:
         pending = dict[Any, Assignment]()
 
         def submit(bundle: Sequence[Spec]) -> None:
-            reference = task.remote(make_task(bundle), files, self.cpus)
+            reference = task.remote(make_task(bundle), files)
             pending[reference] = Assignment(dict(enumerate(bundle)))
 
         try:
@@ -300,7 +298,7 @@ def _weights(packed: bytes) -> dict[str, Any]:
 # --- on a worker --------------------------------------------------------------------------------
 
 
-def _carry_out(task: Mapping[str, Any], files: Files, threads: int) -> Iterator[dict[str, Any]]:
+def _carry_out(task: Mapping[str, Any], files: Files) -> Iterator[dict[str, Any]]:
     """Carry out a bundle; yield its events, and {"event": "result", ...} with each result.
 
     A separate thread computes the runs, so that events are sent meanwhile.
@@ -312,7 +310,7 @@ def _carry_out(task: Mapping[str, Any], files: Files, threads: int) -> Iterator[
 
     def work() -> None:
         try:
-            _work(task, files, threads, say)
+            _work(task, files, say)
         finally:
             events.put(None)
 
@@ -321,7 +319,7 @@ def _carry_out(task: Mapping[str, Any], files: Files, threads: int) -> Iterator[
         yield event
 
 
-def _work(task: Mapping[str, Any], files: Files, threads: int, say: Callable[..., None]) -> None:
+def _work(task: Mapping[str, Any], files: Files, say: Callable[..., None]) -> None:
     from safetensors.torch import save
 
     def keep(i: int, spec: Spec, result: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
@@ -329,7 +327,7 @@ def _work(task: Mapping[str, Any], files: Files, threads: int, say: Callable[...
         packed = save({name: tensor.contiguous().cpu() for name, tensor in weights.items()})
         say(event="result", i=i, result=dict(result), weights=packed)
 
-    prepare_worker(threads)
+    prepare_worker()
     other = (
         "evenclip, torch, numpy, pandas or scikit-learn has another version on "
         f"{platform.node()}; install the same versions on every node of the Ray cluster"
@@ -339,9 +337,9 @@ def _work(task: Mapping[str, Any], files: Files, threads: int, say: Callable[...
         compute_all(todo, keep, say)
 
 
-def _once(work: Callable[[S], T], item: S, files: Files, threads: int) -> T:
+def _once(work: Callable[[S], T], item: S, files: Files) -> T:
     """Return work(item); if the item is a run, unpack its files first."""
-    prepare_worker(threads)
+    prepare_worker()
     with tempfile.TemporaryDirectory(prefix="evenclip-") as folder:
         local: Any = unpacked(item, _sent(files), Path(folder)) if isinstance(item, Spec) else item
         return work(local)

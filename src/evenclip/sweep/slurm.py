@@ -51,7 +51,7 @@ class Slurm:
     Attributes:
         partition, account: to submit to; the site's defaults unless given.
         minutes: time limit of a job.
-        cpus: processors and threads per job.
+        cpus: processors per job.
         gpus: GPUs per job.
         jobs: maximum number of jobs at a time, and of bundles per pair of data and model.
         cluster: submitit's name of the cluster; "local" runs jobs as processes of this machine.
@@ -97,7 +97,7 @@ class Slurm:
         if not items:
             return
         with _Site(self, default_root()) as site:
-            jobs = site.submit(_once, [(work, item, self.cpus) for item in items])
+            jobs = site.submit(_once, [(work, item) for item in items])
             pending = {job: index for index, job in enumerate(jobs)}
             failed = [0] * len(items)
             while pending:
@@ -109,7 +109,7 @@ class Slurm:
                     failed[index] += 1
                     if failed[index] == TRIES:
                         raise RuntimeError(job.why)
-                    (retry,) = site.submit(_once, [(work, items[index], self.cpus)])
+                    (retry,) = site.submit(_once, [(work, items[index])])
                     pending[retry] = index
             site.in_order = True
 
@@ -127,7 +127,7 @@ def _sweep(
             for bundle in bundles
         ]
         tasks = [
-            (make_task(bundle) | {"root": root}, str(log.path), site.config.cpus)
+            (make_task(bundle) | {"root": root}, str(log.path))
             for bundle, log in zip(bundles, logs, strict=True)
         ]
         pending.update(zip(site.submit(_carry_out, tasks), logs, strict=True))
@@ -326,9 +326,9 @@ def _executor(config: Slurm, folder: Path) -> Any:
 # --- in a job -----------------------------------------------------------------------------------
 
 
-def _carry_out(task: Mapping[str, Any], path: str, threads: int) -> None:
+def _carry_out(task: Mapping[str, Any], path: str) -> None:
     """Carry out a bundle; write results to the store and events to the file."""
-    prepare_worker(threads)
+    prepare_worker()
     other = (
         "evenclip, torch, numpy, pandas or scikit-learn has another version on "
         f"{platform.node()} than where the command was started; install the same versions"
@@ -342,6 +342,6 @@ def _carry_out(task: Mapping[str, Any], path: str, threads: int) -> None:
         compute_into(Store(task["root"]), read_task(task, say, other), say)
 
 
-def _once(work: Callable[[S], T], item: S, threads: int) -> T:
-    prepare_worker(threads)
+def _once(work: Callable[[S], T], item: S) -> T:
+    prepare_worker()
     return work(item)

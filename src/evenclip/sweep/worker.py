@@ -21,7 +21,7 @@ def main() -> None:
     os.dup2(2, 1)  # other output must not mix with the events
     from evenclip.sweep.bundle import prepare_worker
 
-    prepare_worker(int(os.environ.get("EVENCLIP_THREADS", "1")))
+    prepare_worker()
 
     def say(**event: Any) -> None:
         out.write(json.dumps(event) + "\n")

@@ -32,13 +32,15 @@ __all__ = [
     "check_conditions",
     "check_data",
     "check_settings",
+    "create",
     "latest",
     "load",
     "save",
     "synchronise",
 ]
 
-FORMAT = 3
+FORMAT = 4
+_IDENTITY = ("place", "ledger", "durable")  # which draws were made
 _FILES = ("model.pt", "published.json", "secret.pt")
 
 
@@ -62,11 +64,18 @@ class Checkpoint:
 
 
 def save(directory: Path, step: int, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint for this step; keep it and the previous one, remove older ones."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write a checkpoint for this step; keep it and the previous one, remove older ones.
+
+    If the step has a checkpoint already, nothing is written, unless the run has made other draws
+    since; then the new one is `step-00000120-0001`.
+    """
+    create(directory)
     target = directory / f"step-{step:08d}"
-    if target.exists():
-        return target
+    same = [path for path in _steps(directory) if path.name.startswith(target.name)]
+    if same and _is_saved(same[-1], checkpoint):
+        return same[-1]
+    if same:
+        target = _following(same[-1])
     for unfinished in directory.glob(".writing-*"):  # of a killed process; may hold secrets
         shutil.rmtree(unfinished, ignore_errors=True)
     scratch = directory / f".writing-{os.getpid()}-{step}"
@@ -84,6 +93,7 @@ def save(directory: Path, step: int, checkpoint: Checkpoint) -> Path:
     try:
         for name, content in contents.items():
             _write(scratch / name, content)
+        synchronise(scratch)
         os.replace(scratch, target)
     except BaseException:  # also on Ctrl-C: a partial checkpoint may hold secrets
         shutil.rmtree(scratch, ignore_errors=True)
@@ -92,6 +102,23 @@ def save(directory: Path, step: int, checkpoint: Checkpoint) -> Path:
     for old in _steps(directory)[:-2]:
         shutil.rmtree(old)
     return target
+
+
+def create(directory: Path) -> None:
+    """Create a folder for checkpoints, and wait until it and its new parents are on the disk.
+
+    Raises:
+        CheckpointError: it cannot be created.
+    """
+    new = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in new:
+            synchronise(path.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} cannot hold checkpoints ({error.strerror}); choose another folder."
+        ) from error
 
 
 def latest(directory: Path) -> Path | None:
@@ -185,6 +212,22 @@ def check_conditions(path: Path, differing: Sequence[str], *, same_key: bool) ->
     )
 
 
+def _following(path: Path) -> Path:
+    """Return the folder of a further checkpoint of the same step; the names are in order."""
+    _, step, *number = path.name.split("-")
+    return path.with_name(f"step-{step}-{int(number[0] if number else 0) + 1:04d}")
+
+
+def _is_saved(path: Path, checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint of the same draws, with the same ledger, is saved here."""
+    try:
+        saved = load(path)
+    except CheckpointError:
+        return False
+    ours = json.loads(json.dumps(checkpoint.published))
+    return all(saved.published.get(name) == ours.get(name) for name in _IDENTITY)
+
+
 def _manifest(path: Path) -> dict[str, dict[str, Any]]:
     """Return the size and checksum of each file."""
     content = _read(path, "manifest.json")
@@ -252,9 +295,9 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def synchronise(directory: Path) -> None:
-    """Wait until the names of the files in this folder are on the disk."""
-    handle = os.open(directory, os.O_RDONLY)
+def synchronise(path: Path) -> None:
+    """Wait until this file, or the names of the files in this folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

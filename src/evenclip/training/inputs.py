@@ -28,9 +28,9 @@ from evenclip.training.processes import Processes
 __all__ = [
     "check_data",
     "check_optimizer",
-    "check_place",
     "check_scheduler",
     "check_tape",
+    "check_thread",
     "copy_to_device",
 ]
 
@@ -127,7 +127,7 @@ def check_tape(rule: Rule, performance: Performance, ranks: Processes) -> None:
         )
 
 
-def check_place(thread: int) -> None:
+def check_thread(thread: int) -> None:
     """Raise unless this is the thread that entered `listening()`, without `torch.autocast`."""
     if threading.get_ident() != thread:
         raise RuntimeError(

@@ -9,8 +9,10 @@ training is resumed; the reserved steps that it did not take are counted too. A 
 order, also by Ctrl-C or by an exception, writes how far it came, and the rest of its block is free
 again. Nothing is flushed between two blocks, so that this takes no noticeable time.
 
-A line of the journal replaces what the earlier lines of its run say about its first draw and all
-later ones; at the time of writing, none of these is made.
+A line replaces what the earlier lines *of its attempt* say about its first draw and all later ones;
+at the time of writing, the attempt has made none of these. An attempt never replaces the lines of
+another one: with `resume="exact"` both make the same draws, and the other one may have come further
+(or may still be training). The journal holds every step of every attempt once.
 """
 
 from __future__ import annotations
@@ -22,21 +24,25 @@ import os
 import struct
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from torch import Tensor
 
 from evenclip.mechanism import Ledger
-from evenclip.mechanism.entry import Entry, read, row
+from evenclip.mechanism.entry import Entry, check_entry, read, row
 from evenclip.mechanism.words import derive
 from evenclip.training.checkpoint import CheckpointError, synchronise
 
-__all__ = ["Journal", "Repeats", "journaled"]
+__all__ = [
+    "NAME", "Journal", "Repeats", "check_fingerprint", "check_place", "fingerprint", "journaled",
+    "made", "read_journal",
+]  # fmt: skip
 
-_NAME = "journal.jsonl"
+NAME = "journal.jsonl"
 _VOID = b"~"  # ends a line that a process was writing when it was killed
 
 
@@ -44,39 +50,146 @@ def journaled(folder: Path) -> Ledger:
     """Return the draws of all runs in the journal of a folder, as reserved steps.
 
     Raises:
-        CheckpointError: a line is damaged.
+        CheckpointError: a line is damaged, or two lines contradict each other.
     """
-    path = folder / _NAME
+    return read_journal(folder / NAME)
+
+
+def read_journal(path: Path) -> Ledger:
+    """Return the draws of all runs in a journal, as `journaled` does."""
+    attempts: dict[tuple[str, str], list[Entry]] = defaultdict(list)
+    for line in _lines(path):
+        attempts[line.place] = [*_before(line.first, attempts[line.place]), *line.entries]
     try:
-        content = path.read_bytes()
+        return Ledger.joined(*map(Ledger, attempts.values()))
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} contradicts itself, so the steps of earlier attempts cannot be counted: "
+            f"{error} Bring the file back from a copy, or start again in another folder."
+        ) from error
+
+
+def made(folder: Path, run: str) -> int:
+    """Return how many draws of a run were made for certain: those before its last block.
+
+    Raises:
+        CheckpointError: a line of the journal is damaged.
+    """
+    blocks = [line.first for line in _lines(folder / NAME) if line.run == run and line.entries]
+    return max(blocks, default=0)
+
+
+def fingerprint(folder: Path) -> dict[str, Any] | None:
+    """Return length and digest of a folder's journal; None if there is none."""
+    content = _read(folder / NAME)
+    return None if content is None else _fingerprint(content)
+
+
+def check_fingerprint(path: Path, kept: dict[str, Any] | None) -> bool:
+    """Return whether a checkpoint's journal lies beside it, with all that it held.
+
+    Args:
+        path: folder of the checkpoint.
+        kept: fingerprint of the journal when the checkpoint was saved; None: there was none.
+
+    Raises:
+        CheckpointError: the journal is shorter, or its beginning is another one.
+    """
+    journal = path.parent / NAME
+    content = _read(journal)
+    if kept is None or content is None:
+        return kept is None
+    if _fingerprint(content[: kept["bytes"]]) != kept:
+        held = f"it holds {len(content)} bytes, and {kept['bytes']} were written"
+        raise CheckpointError(
+            f"{journal} is not the one that {path.name} was saved with: "
+            f"{held if len(content) < kept['bytes'] else 'its beginning differs'}. Steps of "
+            "earlier attempts may be missing in it; bring the file back from a copy, or start "
+            "again in another folder."
+        )
+    return True
+
+
+def _fingerprint(content: bytes) -> dict[str, Any]:
+    """Return length and digest of a journal's content."""
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _read(path: Path) -> bytes | None:
+    """Return the content of a journal; None if there is none."""
+    try:
+        return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        return Ledger()
+        return None
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror}), so the steps of earlier attempts cannot be "
             "counted; make it readable, or start again in another folder."
         ) from error
-    runs: dict[str, list[Entry]] = defaultdict(list)
-    for number, line in enumerate(content.split(b"\n")[:-1], 1):
-        if line.endswith(_VOID):  # it was never complete, so none of its draws was made
-            continue
-        run, first, entries = _line(path, number, line)
-        runs[run] = [*_before(first, runs[run]), *entries]
-    return Ledger([entry for entries in runs.values() for entry in entries])
 
 
-def _line(path: Path, number: int, line: bytes) -> tuple[str, int, list[Entry]]:
-    """Return a line's run, its first draw and its entries."""
+@dataclass(frozen=True)
+class _Line:
+    """One line: what an attempt says about a run from draw `first` on."""
+
+    attempt: str
+    run: str
+    first: int
+    entries: list[Entry]
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The attempt and the run, whose lines replace one another."""
+        return self.attempt, self.run
+
+
+def _lines(path: Path) -> Iterator[_Line]:
+    """Yield the complete lines of a journal.
+
+    A last line without its end is complete if it can be read. A line that a process was writing
+    when it was killed cannot, and none of its draws was made.
+    """
+    *lines, last = (_read(path) or b"").split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line.endswith(_VOID):
+            yield _line(path, number, line)
+    if _is_complete(last):
+        yield _line(path, len(lines) + 1, last)
+
+
+def _is_complete(line: bytes) -> bool:
+    """Return whether a line without its end is JSON."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _line(path: Path, number: int, line: bytes) -> _Line:
+    """Return a line; raise if it is damaged."""
     place = f"Line {number} of {path}"
     try:
         plain = json.loads(line)
         entries = [read(entry, place) for entry in plain["entries"]]
-        return str(plain["run"]), int(plain["first"]), entries
+        one = _Line(str(plain["attempt"]), str(plain["run"]), int(plain["first"]), entries)
+        _check(one, place)
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{place} is damaged, so the steps of earlier attempts cannot be counted; bring the "
             "file back from a copy, or start again in another folder."
         ) from error
+    return one
+
+
+def _check(line: _Line, place: str) -> None:
+    """Raise a ValueError if no run writes such a line."""
+    for entry in line.entries:
+        check_entry(entry, place)
+        if entry.run != line.run or entry.first < line.first or not entry.steps:
+            raise ValueError(f"{place} has an entry of other draws.")
+    if line.first < 0:
+        raise ValueError(f"{place} begins at draw {line.first}.")
 
 
 def _before(first: int, entries: Sequence[Entry]) -> Iterator[Entry]:
@@ -86,16 +199,38 @@ def _before(first: int, entries: Sequence[Entry]) -> Iterator[Entry]:
             yield replace(entry, steps=min(entry.steps, first - entry.first))
 
 
+def check_place(ledger: Ledger, draw: Entry) -> None:
+    """Raise a CheckpointError if a ledger holds another step in the place of a draw."""
+    try:
+        Ledger.joined(ledger, Ledger([draw]))
+    except ValueError as error:
+        raise CheckpointError(
+            f"Draw {draw.first} is another step than the one that an earlier attempt made or "
+            "reserved there, and one noise must not hide two sums, so it is not made. Resume with "
+            "resume=True, which draws new noise."
+        ) from error
+
+
 class Journal:
-    """The journal that a run writes before it draws.
+    """The journal that an attempt of a run writes before it draws.
+
+    Args:
+        folder: folder of the checkpoints.
+        writes: whether this process writes it, and not another rank.
 
     Attributes:
+        folder: folder of the checkpoints.
         reserved: the entries of the current block.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / _NAME
+    def __init__(self, folder: Path, *, writes: bool = True) -> None:
+        self.folder, self._path, self._writes = folder, folder / NAME, writes
         self.reserved: list[Entry] = []
+        self._attempt = os.urandom(8).hex()
+
+    def is_in(self, folder: Path) -> bool:
+        """Return whether this is the journal of a folder."""
+        return self.folder.resolve() == folder.resolve()
 
     def covers(self, draw: Entry) -> bool:
         """Return whether this draw is reserved on the disk."""
@@ -106,26 +241,44 @@ class Journal:
             for entry in self.reserved
         )
 
+    def adopt(self, ledger: Ledger) -> None:
+        """Write the steps of a ledger that are not in the journal: they were taken without it."""
+        if not self._writes:
+            return
+        held = read_journal(self._path)
+        if Ledger.joined(held, ledger).steps > held.steps:
+            for run in dict.fromkeys(entry.run for entry in ledger.entries):
+                self._write(run, 0, [entry for entry in ledger.entries if entry.run == run])
+            self.renew()
+
     def reserve(self, run: str, first: int, entries: Sequence[Entry]) -> None:
         """Write entries from draw `first` of a run on, and wait until they are on the disk."""
-        entries = [replace(entry, reserved=True) for entry in entries]
-        plain = {"run": run, "first": first, "entries": [row(entry) for entry in entries]}
-        self._append(json.dumps(plain).encode() + b"\n")
-        self.reserved = entries
+        self.reserved = self._write(run, first, entries)
 
     def close(self, run: str, drawn: int) -> None:
         """Write that a run ended after `drawn` draws; the rest of its block is free again."""
         if any(entry.run == run and entry.end > drawn for entry in self.reserved):
             self.reserve(run, drawn, [])
 
+    def renew(self) -> None:
+        """Begin another attempt, whose draws may be those of this one again."""
+        self.reserved, self._attempt = [], os.urandom(8).hex()
+
+    def _write(self, run: str, first: int, entries: Sequence[Entry]) -> list[Entry]:
+        """Write a line, and return its entries."""
+        entries = [replace(entry, reserved=True) for entry in entries]
+        rows = [row(entry) for entry in entries]
+        plain = {"attempt": self._attempt, "run": run, "first": first, "entries": rows}
+        if self._writes:
+            self._append(json.dumps(plain).encode() + b"\n")
+        return entries
+
     def _append(self, line: bytes) -> None:
         """Write a line, and wait until it is on the disk."""
         try:
             handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
             try:
-                size = os.fstat(handle).st_size
-                if size and os.pread(handle, 1, size - 1) != b"\n":
-                    line = _VOID + b"\n" + line
+                line = self._end(handle) + line
                 if os.write(handle, line) < len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(handle)
@@ -137,6 +290,14 @@ class Journal:
                 f"{self._path} cannot be written ({error.strerror}), and no step is taken before "
                 "it is in the journal; make room, or choose another folder."
             ) from error
+
+    def _end(self, handle: int) -> bytes:
+        """Return what ends the last line, if a process was killed while it wrote it."""
+        size = os.fstat(handle).st_size
+        if not size or os.pread(handle, 1, size - 1) == b"\n":
+            return b""
+        last = self._path.read_bytes().rpartition(b"\n")[2]
+        return b"\n" if _is_complete(last) else _VOID + b"\n"
 
 
 class Repeats:
@@ -155,19 +316,49 @@ class Repeats:
     _AT_ONCE = 2**30  # bytes; the cipher takes less than 2³¹
 
     def __init__(self, folder: Path, rank: int, key: bytes) -> None:
-        self._path, self._cipher = (
-            folder / f"digests-{rank}.secret",
-            AESGCM(derive(key, "published")),
-        )
+        self._path = folder / f"digests-{rank}.secret"
+        self._cipher = AESGCM(derive(key, "published"))
         self._run = derive(key, "repeats")[:16]
+        self._is_flushed = True
         self._seen: dict[int, bytes] = {}
-        if self._path.exists():
-            content = self._path.read_bytes()
-            whole = len(content) - len(content) % self._ROW.size
-            os.truncate(self._path, whole)
-            for run, draw, seen in self._ROW.iter_unpack(content[:whole]):
-                if run == self._run:
-                    self._seen[draw] = seen
+        self._exists = self._path.exists()
+        if self._exists:
+            self._load()
+
+    def _load(self) -> None:
+        """Read the digests of this run, and cut off a row that was being written."""
+        content = self._path.read_bytes()
+        whole = len(content) - len(content) % self._ROW.size
+        os.truncate(self._path, whole)
+        for run, draw, seen in self._ROW.iter_unpack(content[:whole]):
+            if run == self._run:
+                self._seen[draw] = seen
+
+    def check_held(self, drawn: int, blocks: int, end: int) -> None:
+        """Raise unless the digests of repeated draws are there; then create the file.
+
+        Args:
+            drawn: the draw that the run repeats first.
+            blocks: the draws before this one were made for certain, and their digests flushed.
+            end: the draws before this one may have been made.
+
+        Raises:
+            CheckpointError: the file or a digest is missing.
+        """
+        lost = next((draw for draw in range(drawn, blocks) if draw not in self._seen), None)
+        if lost is None and drawn < end and not self._exists:
+            lost = drawn
+        if lost is not None:
+            raise CheckpointError(
+                f"{self._path} has no digest of draw {lost}, so it cannot be checked that a "
+                "repeated step publishes what it published before, and one noise must not hide "
+                "two sums. Bring the file back from a copy, or resume with resume=True, which "
+                "draws new noise."
+            )
+        if not self._exists:  # from here on, a file that is missing was removed
+            self._append(b"")
+            self.flush()
+            synchronise(self._path.parent)
 
     def check(self, draw: int, published: Sequence[Tensor]) -> None:
         """Compare what a draw published with what it published before, or keep its digest.
@@ -177,17 +368,36 @@ class Repeats:
         """
         digest = self._digest(draw, published)
         if draw not in self._seen:
-            handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            try:
-                os.write(handle, self._ROW.pack(self._run, draw, digest))
-            finally:
-                os.close(handle)
+            self._append(self._ROW.pack(self._run, draw, digest))
+            self._seen[draw] = digest
         elif self._seen[draw] != digest:
             raise CheckpointError(
                 f"Draw {draw} did not come out as when this run first made it, and one noise must "
                 "not hide two sums, so nothing of it is returned. Resume with resume=True, which "
                 "draws new noise."
             )
+
+    def flush(self) -> None:
+        """Wait until all digests are on the disk; a no-op if they are."""
+        if not self._is_flushed:
+            synchronise(self._path)
+            self._is_flushed = True
+
+    def _append(self, content: bytes) -> None:
+        """Write a row; `flush` waits until it is on the disk."""
+        try:
+            handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                if os.write(handle, content) < len(content):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._path} cannot be written ({error.strerror}), and nothing of a step is "
+                "returned before its digest is there; make room, or choose another folder."
+            ) from error
+        self._is_flushed = False
 
     def _digest(self, draw: int, published: Sequence[Tensor]) -> bytes:
         """Return the digest of the bits; GMAC takes a twentieth of the time of BLAKE2b."""

@@ -57,7 +57,7 @@ class Result:
 
         A run that was stopped early has the ε of all declared steps.
         """
-        return statement.epsilon(self.settings, self.ledger, accountant, delta)
+        return statement.epsilon(self.settings, self.ledger, accountant, delta, self.facts)
 
     @cached_property
     def privacy(self) -> dict[str, Any]:
@@ -82,6 +82,7 @@ def result(run: Run, records: Sequence[Record] = ()) -> Result:
         independence=run.company,
         rounding=run.mechanism.rounding,
         durable=run.durable,
+        remaining=run.remaining.to_json(),
     )
     return Result(
         run.model,

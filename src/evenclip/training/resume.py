@@ -19,13 +19,13 @@ from evenclip.mechanism.entry import row
 from evenclip.training import checkpoint
 from evenclip.training.checkpoint import Checkpoint, CheckpointError
 from evenclip.training.identity import mark
-from evenclip.training.journal import journaled
+from evenclip.training.journal import check_fingerprint, fingerprint, journaled
 from evenclip.training.keys import different, fresh_key, keyed, run_id
 
 if TYPE_CHECKING:
     from evenclip.training.run import Run
 
-__all__ = ["earlier", "restore", "save"]
+__all__ = ["begin", "is_used", "restore", "save"]
 
 
 def save(run: Run, folder: Path) -> None:
@@ -36,10 +36,14 @@ def save(run: Run, folder: Path) -> None:
     published = {
         "settings": run.settings.to_json(),
         "t": run.t,
+        "place": [run.run_id, run.drawn],
         "state": run.state.tolist(),
         "state_dtype": str(run.state.dtype).removeprefix("torch."),
         "ledger": run.ledger.to_json(),
         "reserved": [row(entry) for entry in run.reserved],
+        "remaining": run.remaining.to_json(),
+        "durable": run.is_durable_in(folder),
+        "journal": fingerprint(folder),
     }
     secret = {
         "key": run.key,
@@ -60,7 +64,11 @@ def restore(run: Run, path: Path, *, exact: bool) -> None:
     published, secret = saved.published, saved.secret
     key: bytes = secret["key"]
     _check(run, path, saved, exact=exact)
+    run.end_attempt()
     ledger = Ledger.union(run.ledger, *_ledgers(run, path, published))
+    ledger.check_whole()
+    whole = check_fingerprint(path, published["journal"]) if run.ranks.leads else None
+    run.is_on_disk &= bool(run.ranks.first(whole)) and published["durable"]
     try:
         run.set_update_state(saved.model, secret["optimizer"])
     except RuntimeError as error:
@@ -85,7 +93,32 @@ def restore(run: Run, path: Path, *, exact: bool) -> None:
     run.trace.set_state(secret["trace"])
 
 
-def earlier(run: Run, folder: Path) -> Ledger:
+def begin(run: Run, folder: Path, *, exact: bool) -> None:
+    """Start a run in a folder without a checkpoint, and count the steps in its journal.
+
+    Args:
+        run: before its first step.
+        folder: created if it does not exist.
+        exact: whether to repeat the steps of a run that ended before its first checkpoint.
+            Otherwise a run with a seed has new noise, because the journal may have its draws.
+    """
+    run.ledger = Ledger.union(_earlier(run, folder))
+    run.ledger.check_whole()
+    if run.ledger.entries and not exact:
+        run.conditions = {}
+        run.set_key(fresh_key(run.ranks))
+    if run.ranks.leads:
+        checkpoint.create(folder)
+    run.ranks.first(None)  # the folder exists from here on
+
+
+def is_used(run: Run, folder: Path) -> bool:
+    """Return whether a folder has a journal, as the leading rank finds it; it may be damaged."""
+    used = fingerprint(folder) is not None if run.ranks.leads else None
+    return bool(run.ranks.first(used))
+
+
+def _earlier(run: Run, folder: Path) -> Ledger:
     """Return what the journal of a folder holds, as the leading rank reads it."""
     ledger: Ledger = run.ranks.first(journaled(folder) if run.ranks.leads else None)
     return ledger
@@ -110,7 +143,7 @@ def _ledgers(run: Run, path: Path, published: dict[str, Any]) -> list[Ledger]:
 
     The journal knows more about a run than a checkpoint: how far it came.
     """
-    journal = earlier(run, path.parent)
+    journal = _earlier(run, path.parent)
     known = {entry.run for entry in journal.entries}
     reserved = Ledger.from_json(published["reserved"])
     reserved.entries = [entry for entry in reserved.entries if entry.run not in known]

@@ -30,11 +30,11 @@ from evenclip.training.config import TrainConfig
 from evenclip.training.identity import digest
 from evenclip.training.inputs import (
     check_optimizer,
-    check_place,
     check_scheduler,
     check_tape,
+    check_thread,
 )
-from evenclip.training.journal import Journal, Repeats
+from evenclip.training.journal import Journal, Repeats, check_place, made
 from evenclip.training.keys import (
     check_one_key,
     computed_with,
@@ -99,6 +99,7 @@ class Run:
         conditions: digests of what the key depends on besides the seed; empty without a seed.
             Secret.
         data_digest: digest of the data of all ranks. Secret.
+        is_on_disk: whether every draw so far was on a disk before it was made.
     """
 
     def __init__(
@@ -137,7 +138,8 @@ class Run:
             warn_of_rounding(self.mechanism.rounding)
         self._graph: Graph | None = None
         self._journal: Journal | None = None
-        self._is_recording, self._in_use = False, threading.Lock()
+        self.is_on_disk, self._is_recording = True, False
+        self._in_use = threading.Lock()
         self._unchanged: Unchanged | None = None
         if self.conditions:
             whole = None if ranks.sharded else self.model  # pieces hold connections
@@ -196,18 +198,42 @@ class Run:
         vars(self).update(state)
         self._graph = self._journal = self._unchanged = None
         self._in_use = threading.Lock()
+        self.is_on_disk = not self.ledger.entries
         self._branch()
 
     def write_ahead(self, folder: Path) -> None:
         """Write every further draw into the journal of a folder before it is made."""
-        self._journal = Journal(folder)
+        self._journal = Journal(folder, writes=self.ranks.leads)
         if self.conditions:
             self._repeats = Repeats(folder, self.ranks.rank, self.key)
+            if self._is_noisy:
+                end = self.ledger.end_of(self.run_id)
+                self._repeats.check_held(self.drawn, made(folder, self.run_id), end)
+        self._journal.adopt(self.ledger)
+
+    def end_attempt(self) -> None:
+        """Write how far the run came; further draws, also repeated ones, are of another attempt."""
+        if self._repeats is not None:
+            self._repeats.flush()
+        if self._journal is not None:
+            if os.getpid() == self._process:  # not in a forked process
+                self._journal.close(self.run_id, self.drawn)
+            self._journal.renew()
 
     @property
     def durable(self) -> bool:
         """Whether every draw is on a disk before it is made, so that all attempts are counted."""
-        return self._journal is not None
+        return self._journal is not None and self.is_on_disk
+
+    def is_durable_in(self, folder: Path) -> bool:
+        """Return whether every draw is in the journal of this folder before it is made."""
+        return self._journal is not None and self.durable and self._journal.is_in(folder)
+
+    @property
+    def remaining(self) -> Ledger:
+        """The declared steps that the run has not taken, at the places of their draws."""
+        left = self.settings.steps - self.t
+        return self._ahead(left) if left > 0 else Ledger()
 
     @property
     def reserved(self) -> list[Entry]:
@@ -217,14 +243,30 @@ class Run:
     def _write(self, mechanism: Mechanism) -> None:
         """Write the next draw, of a step by this mechanism, into the ledger, after the journal."""
         draw = self._entry(mechanism, 0)
-        if self._journal is not None and self.ranks.leads and not self._journal.covers(draw):
-            left = max(1, self.settings.steps - self.t)
-            block = min(left, max(self.settings.epoch, _BLOCK))
-            ahead = Ledger([replace(draw, steps=1 if self.mechanism.varies else block)])
-            for i in range(ahead.steps, block):
-                ahead.add(self._entry(self.mechanism.at(self.t + i), i))
-            self._journal.reserve(self.run_id, self.drawn, ahead.entries)
+        if self._journal is None:
+            self.is_on_disk = False
+        elif not self._journal.covers(draw):
+            self._reserve(self._journal, draw)
         self.ledger.add(draw)
+
+    def _reserve(self, journal: Journal, draw: Entry) -> None:
+        """Write the block that begins with this draw into the journal."""
+        check_place(self.ledger, draw)
+        left = max(1, self.settings.steps - self.t)
+        block = min(left, max(self.settings.epoch, _BLOCK))
+        ahead = Ledger.joined(Ledger([draw]), self._ahead(block))
+        if self._repeats is not None:
+            self._repeats.flush()
+        journal.reserve(self.run_id, self.drawn, ahead.entries)
+
+    def _ahead(self, steps: int) -> Ledger:
+        """Return the next steps, one draw for each; of noise that varies, only unwritten draws."""
+        if not self.mechanism.varies:
+            return Ledger([replace(self._entry(self.mechanism.at(self.t), 0), steps=steps)])
+        ahead, written = Ledger(), self.ledger.end_of(self.run_id)
+        for i in range(max(0, written - self.drawn), steps):
+            ahead.add(self._entry(self.mechanism.at(self.t + i), i))
+        return ahead
 
     def _entry(self, mechanism: Mechanism, i: int) -> Entry:
         """Return the ledger's entry of the draw after i others."""
@@ -279,8 +321,7 @@ class Run:
                     self._is_recording = False
                     if os.getpid() == self._process:  # not in a forked process
                         self.batches.close()
-                        if self._journal is not None and self.ranks.leads:
-                            self._journal.close(self.run_id, self.drawn)
+                        self.end_attempt()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -315,7 +356,7 @@ class Run:
                 "Take steps inside `with run.listening():`; outside of it no gradients are "
                 "recorded."
             )
-        check_place(self._thread)
+        check_thread(self._thread)
         if os.getpid() != self._process:  # the process was forked
             self._branch()
         mechanism, index = self.mechanism.at(self.t), self.drawn
@@ -361,9 +402,12 @@ class Run:
 
     def _noise(self, index: int) -> dict[str, Values]:
         """Return the noise of draw `index`: name of a release -> N(0, I)."""
-        if not self.mechanism.varies and not any(self.mechanism.noise.values()):
-            return {}
-        return self.noise.of(index)
+        return self.noise.of(index) if self._is_noisy else {}
+
+    @property
+    def _is_noisy(self) -> bool:
+        """Whether steps have noise."""
+        return self.mechanism.varies or any(self.mechanism.noise.values())
 
     @cached_property
     def _shares(self) -> Mapping[str, Share]:

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from evenclip import check
-from evenclip.mechanism import Ledger
 from evenclip.training import checkpoint as checkpoints
 from evenclip.training.checkpoint import CheckpointError
 from evenclip.training.logs.log import Log, flat
 from evenclip.training.progress import Interrupt, Progress
 from evenclip.training.result import Result
-from evenclip.training.resume import earlier
+from evenclip.training.resume import begin, is_used
 from evenclip.training.run import Run
 from evenclip.training.step import Step
 
@@ -56,8 +55,8 @@ class Session:
 def start(run: Run, folder: Path | None, resume: Resume) -> None:
     """Restore the last checkpoint in the folder, if `resume` allows it, and write ahead there.
 
-    If an attempt ended before its first checkpoint, the run starts from the beginning, and the
-    steps in the folder's journal are counted.
+    If an attempt ended before its first checkpoint, the run starts from the beginning, with new
+    noise unless `resume` is "exact", and the steps in the folder's journal are counted.
     """
     if resume == "exact" and run.settings.seed is None:
         raise ValueError(
@@ -70,20 +69,17 @@ def start(run: Run, folder: Path | None, resume: Resume) -> None:
                 f"resume={resume!r} needs the folder with the checkpoint; pass checkpoint=DIR too."
             )
         return
-    last, journal = run.ranks.first(checkpoints.latest(folder)), earlier(run, folder)
-    if not resume and (last is not None or journal.entries):
+    last = run.ranks.first(checkpoints.latest(folder))
+    if not resume and (last is not None or is_used(run, folder)):
         held = "the journal of a run" if last is None else f"a checkpoint ({last.name})"
         raise CheckpointError(
             f"{folder} already holds {held}; pass resume=True to continue from it, or choose "
             "another folder."
         )
-    if last is not None:
-        run.restore(last, exact=resume == "exact")
+    if last is None:
+        begin(run, folder, exact=resume == "exact")
     else:
-        run.ledger = Ledger.union(journal)
-        if run.ranks.leads:
-            _create(folder)
-        run.ranks.first(None)  # the folder exists from here on
+        run.restore(last, exact=resume == "exact")
     run.write_ahead(folder)
 
 
@@ -139,16 +135,6 @@ class AfterStep:
             if run.ranks.leads:
                 _print_stopped(self._folder, t, settings.steps)
             raise KeyboardInterrupt
-
-
-def _create(folder: Path) -> None:
-    """Create the folder for checkpoints now, so that errors surface before the first epoch."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder} cannot hold checkpoints ({error.strerror}); choose another folder."
-        ) from error
 
 
 def _print_stopped(folder: Path | None, t: int, steps: int) -> None:
