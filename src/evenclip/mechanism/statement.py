@@ -313,8 +313,8 @@ def _steps_note(settings: Settings, ledger: Ledger, left: int) -> str | None:
     if left and drawn + left > planned:
         return (
             f"{planned} steps were declared, {drawn} drawn (some were repeated or interrupted), "
-            f"and {left} not taken; ε is that of all {drawn + left}, because stopping early may depend "
-            "on the results"
+            f"and {left} not taken; ε is that of all {drawn + left}, because stopping early may "
+            "depend on the results"
         )
     if drawn > planned:
         return (
