@@ -2006,9 +2006,9 @@ KEYS = (
         "key-of-what-it-was",
         "The loss of a run with a seed may change, and its noise does not.",
         "training/run.py",
-        "            self._check_unchanged()\n"
+        "            self._check_unchanged(after_steps=False)\n"
         "            yield\n"
-        "            self._check_unchanged()\n",
+        "            self._check_unchanged(after_steps=True)\n",
         "            yield\n",
         (
             f"{UNCHANGED}::test_with_a_seed_a_change_before_the_first_step_is_refused",

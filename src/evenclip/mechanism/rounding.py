@@ -99,7 +99,7 @@ def summed_at_once(records: int, most: int, *, ranks: int = 1) -> int:
     Fewer records make ρ smaller, and the products less efficient.
 
     >>> summed_at_once(465, 288), summed_at_once(4500, 4160)
-    (288, 130)
+    (288, 65)
     """
     # Above √N, larger blocks have more roundings; below it, sums of blocks have.
     few = max(_FEW, math.isqrt(records))

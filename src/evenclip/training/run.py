@@ -333,16 +333,16 @@ class Run:
             )
         try:
             self._thread = threading.get_ident()
-            self._check_unchanged()
+            self._check_unchanged(after_steps=False)
             yield
-            self._check_unchanged()
+            self._check_unchanged(after_steps=True)
         finally:
             self._in_use.release()
 
-    def _check_unchanged(self) -> None:
+    def _check_unchanged(self, *, after_steps: bool) -> None:
         """Raise if what the key of a run with a seed was derived from has changed since."""
         if self._unchanged is not None and self.conditions:
-            self._unchanged.check()
+            self._unchanged.check(after_steps=after_steps)
 
     def step(self) -> Step:
         """Draw a batch, write the ledger, and compute one step of Algorithm 2.

@@ -42,13 +42,21 @@ class Unchanged:
         self._model, self._data, self._config, self._device = model, data, config, device
         self._before = {"data": digested, **dict(self._objects())}
 
-    def check(self) -> None:
+    def check(self, *, after_steps: bool) -> None:
         """Raise if something has changed since.
+
+        What the model's own passes changed in it belongs to the steps, so after steps the model is
+        not compared, and is taken as it is from then on.
+
+        Args:
+            after_steps: whether steps have been taken since the last check.
 
         Raises:
             RuntimeError: something has changed; the message says what.
         """
         now = dict(self._objects())
+        if after_steps:
+            self._before["model"] = now["model"]
         if isinstance(self._data, Dataset):
             now["data"] = digest(self._data)
         differing = [name for name in now if now[name] != self._before[name]]
