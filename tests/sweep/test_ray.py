@@ -198,7 +198,8 @@ def test_a_run_that_kills_its_process_does_not_cost_the_others_of_its_bundle(
     path.write_text(RULE)
     from evenclip.sweep.describe import describe_file
 
-    rule = {"class": "Deadly", "options": {"tries": str(tries)}, **describe_file(path)}
+    kind = {"name": "deadly", "class": "Deadly", "options": {"tries": str(tries)}}
+    rule = {**kind, **describe_file(path)}
     specs = [spec(0), spec(1, rule), spec(2), spec(3)]
     with pytest.raises(RunsError, match="seed 1: its process on the Ray cluster died") as raised:
         carry_out(specs, store, progress, Ray(cluster, cpus=2))  # one slot, so one bundle
