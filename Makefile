@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test evidence faults scale lint docs browser bench format clean
+.PHONY: demo test evidence faults scale wheel lint docs browser bench format clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -35,6 +35,17 @@ browser: $(READY)  ## the report in a real browser; needs Chromium and npm
 scale: $(READY)  ## sweeps on a Ray cluster of two nodes, and as Slurm's jobs
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray,slurm]'
 	$(BIN)/python -m pytest tests/sweep/test_executor.py tests/sweep/test_ray.py
+
+EMPTY := build/empty
+wheel: $(READY)  ## build it, install the wheel with every extra into an empty environment, and use it
+	$(BIN)/python -m pip install --quiet -c constraints.txt build
+	rm -rf $(EMPTY) build/dist
+	$(BIN)/python -m build --outdir build/dist .
+	$(PYTHON) -m venv $(EMPTY)
+	$(EMPTY)/bin/python -m pip install --quiet -c constraints.txt torch
+	$(EMPTY)/bin/python -m pip install --quiet -c constraints.txt "$$(echo build/dist/*.whl)[all,dev]"
+	cd $(EMPTY) && bin/evenclip compare toy --seeds 1 --epochs 1 --out report && test -s report/report.html
+	$(EMPTY)/bin/python -m pytest tests/training/logs
 
 docs: $(READY)  ## the documentation as a site, in build/docs; a warning is an error
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'

@@ -1125,7 +1125,7 @@ NOISE = (
         "mechanism/noise.py",
         "if self._rows is None or self._rows[0] != first:",
         "if self._rows is None:",
-        (f"{NOISES}::test_a_draw_has_its_values_whatever_was_drawn_before",),
+        (f"{NOISES}::test_a_draw_has_its_values_in_any_order_of_draws",),
     ),
     Fault(
         "noise-half-circle",
@@ -1712,7 +1712,7 @@ CORE = (
         MECHANISM,
         'return self.noise if self.rule.bounded else self.noise | {"gradient": 0.0}',
         "return self.rule.multipliers(self.t)",
-        (f"{STEP}::test_the_ledger_has_the_noise_that_is_added_whatever_the_rule_says",),
+        (f"{STEP}::test_the_ledger_has_the_noise_that_is_added_for_any_answer_of_the_rule",),
     ),
     Fault(
         "mechanism-releases-an-unknown-count",
@@ -1780,7 +1780,7 @@ CORE = (
         "training/run.py",
         "self.batches.draw(index, self.state)",
         "self.batches.draw(self.t, self.state)",
-        (f"{DRAWS}::test_every_call_has_its_own_batch_whatever_the_step",),
+        (f"{DRAWS}::test_every_call_has_its_own_batch_in_any_step",),
     ),
     Fault(
         "run-one-mask-for-all-chunks",

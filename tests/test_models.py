@@ -61,7 +61,7 @@ def test_a_seed_does_not_give_the_numbers_that_torch_draws_from_it():
     assert not torch.equal(plain.weight, sigmoid_then_softmax(seed=0)[0].weight)
 
 
-def test_models_are_made_on_the_cpu_whatever_the_default_device():
+def test_models_are_made_on_the_cpu_for_any_default_device():
     with torch.device("meta"):
         model = mlp()
     assert torch.equal(parameters(model), parameters(mlp()))

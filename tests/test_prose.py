@@ -1,4 +1,4 @@
-"""Lines of prose are at most 100 characters long: in pages, docstrings and comments.
+"""Lines of prose are at most 100 characters long: in pages, notebooks, docstrings and comments.
 
 Ruff checks the lines of code.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import tokenize
 from collections.abc import Iterator
 
@@ -19,6 +20,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *(path for folder in ("docs", "examples") for path in sorted((ROOT / folder).glob("*.md"))),
 ]
+NOTEBOOKS = sorted((ROOT / "docs").glob("*.ipynb"))
 FOLDERS = ("src", "tests", "benchmarks", "examples", "docs")
 MODULES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
@@ -55,6 +57,15 @@ def long_lines_of_a_module(source: str) -> Iterator[int]:
 def test_prose_of_a_page_is_wrapped(page):
     long = list(long_lines_of_a_page(page.read_text(encoding="utf-8")))
     assert not long, f"lines {long} of {page.name} have more than 100 characters; wrap them"
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.name)
+def test_prose_of_a_notebook_is_wrapped(notebook):
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    prose = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    assert prose
+    for text in prose:
+        assert not list(long_lines_of_a_page(text)), text
 
 
 def test_docstrings_and_comments_are_wrapped():

@@ -1,7 +1,7 @@
 """The attacker finds the dropout masks of a run.
 
-Whoever knows the masks knows every record's place in the batch and what is left of it, and ε holds
-only for masks that nobody knows. Of a seed, torch's generator on a CPU keeps 32 bits, which can be
+An attacker who knows the masks knows every record's place in the batch and what is left of it, and
+ε holds only for secret masks. Of a seed, torch's generator on a CPU keeps 32 bits, which can be
 tried one after the other. So the whole state of the generator is filled from a key; and inside an
 Opacus loop a seed that was set before does not count. A generator with a seed is planted.
 """

@@ -70,7 +70,7 @@ def taken(run):
     return sum(entry.steps for entry in run.ledger.entries if not entry.reserved)
 
 
-def test_every_call_has_its_own_batch_whatever_the_step(run):
+def test_every_call_has_its_own_batch_in_any_step(run):
     with run.listening():
         batches = [run.step().losses.tolist() for _ in range(6)]
     assert len(set(map(tuple, batches))) == 6

@@ -233,7 +233,7 @@ def test_a_ledger_without_an_epsilon_has_none(capsys, write):
     assert "ε        none: a value was released in clear, or a batch was not a" in out
 
 
-def test_a_rule_without_an_epsilon_has_none_whatever_its_ledger(capsys, write):
+def test_a_rule_without_an_epsilon_has_none_with_any_ledger(capsys, write):
     """The ledger of FairLens as published looks private, and is not."""
     path = write("a.json", FIRST, soundness="no valid ε", why_no_epsilon="its loss ties samples")
     assert joint(capsys, path)["pld"] is None

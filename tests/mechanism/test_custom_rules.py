@@ -66,7 +66,9 @@ class ShrinksItsBound(Custom):
 
 @pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize("kind", [Custom, Shrinks, ShrinksLater, ShrinksItsBound])
-def test_noise_is_for_the_bound_that_was_enforced_whatever_the_rule_changes_in_place(kind, chunk):
+def test_noise_is_for_the_bound_that_was_enforced_if_the_rule_changes_its_state_in_place(
+    kind, chunk
+):
     run = run_of(kind(), performance=Performance(chunk=chunk))
     with run.listening():
         for _ in range(3):

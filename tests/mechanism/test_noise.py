@@ -380,7 +380,7 @@ def test_a_value_is_a_function_of_its_key_draw_and_place(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_draw_has_its_values_whatever_was_drawn_before(size):
+def test_a_draw_has_its_values_in_any_order_of_draws(size):
     one = NormalStream(KEY, size)
     expected = {index: one.of(index)[0:size].clone() for index in (*INDICES, 2, 3)}
     for order in ((3, 2**40, 2, 5, 0, 1, 1000), (1000, 0, 1, 2, 3, 5, 2**40)):

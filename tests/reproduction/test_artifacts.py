@@ -12,7 +12,7 @@ from evenclip.comparison.presets import PUBLISHED
 from evenclip.reproduction import figures, observed
 from evenclip.reproduction.artifacts import Artifacts
 from evenclip.reproduction.figures import FIGURES, bound_rows
-from evenclip.reproduction.observed import GroupGradients, Watch
+from evenclip.reproduction.observed import GroupGradients, ObservedRun
 
 
 def filled(folder, kept, seen):
@@ -20,7 +20,7 @@ def filled(folder, kept, seen):
     artifacts.keep(kept())
     artifacts.observed.mkdir(parents=True)
     for method in PUBLISHED["adult"].methods:
-        path = artifacts.observed / f"{Watch('adult', method.name).name}.json"
+        path = artifacts.observed / f"{ObservedRun('adult', method.name).name}.json"
         path.write_text(json.dumps(seen(method.name)))
     (artifacts.observed / "adult-published-dpsgd-eigenvalues.json").write_text(
         json.dumps(seen("dpsgd"))
@@ -76,7 +76,7 @@ def test_the_index_links_every_table_and_figure(drawn):
     [
         ({}, "One seed, so without errors."),
         ({"n": 7920}, "Partial: 7,920 training records; one seed, so without errors."),
-        ({"watch": {"epochs": 1}}, "A quick look; one seed, so without errors."),
+        ({"watch": {"epochs": 1}}, "A quick run; one seed, so without errors."),
     ],
     ids=["whole", "partial", "quick"],
 )
@@ -89,7 +89,7 @@ def test_a_figure_that_is_not_the_papers_is_marked(change, says, tmp_path, kept,
     assert caption in artifacts.index().read_text()
     text = drawing.read_text()
     assert says[1:-1] in text
-    assert ("partial" in text, "quick look" in text) == ("Partial" in says, "quick" in says)
+    assert ("partial" in text, "quick run" in text) == ("Partial" in says, "quick" in says)
 
 
 def test_figures_lack_nothing_of_the_paper():
@@ -140,8 +140,8 @@ def test_a_watched_run_is_the_run_of_the_table():
     from evenclip.sweep.describe import load_data, make_model
     from evenclip.training.fit import fit
 
-    given = Watch("adult", "dpsgd-global-adapt", epochs=1, every=40, sample=64, probes=4)
-    seen = observed.watch(given)
+    given = ObservedRun("adult", "dpsgd-global-adapt", epochs=1, every=40, sample=64, probes=4)
+    seen = observed.observe_run(given)
     loaded = load_data({"name": "adult"}, 0).splits.train
     method = given.method
     plain = fit(
@@ -211,14 +211,14 @@ def test_images_and_quick_runs_have_one_seed():
 
 def test_norms_of_a_run_are_by_its_own_epochs():
     """Adult's seed 3 has 93 shuffled batches an epoch, not the published 92."""
-    given = Watch("adult", "non-private", seed=3, epochs=2, every=180, sample=32, probes=0)
-    measured = observed.watch(given)
+    given = ObservedRun("adult", "non-private", seed=3, epochs=2, every=180, sample=32, probes=0)
+    measured = observed.observe_run(given)
     assert measured["steps"] == 2 * 93
     assert len(measured["norm"]) == len(measured["loss"]) == 2
 
 
 def test_what_was_watched_is_not_watched_again(tmp_path, here):
-    given = Watch("adult", "dpsgd", epochs=1, every=90, sample=32, probes=2, rows=600)
+    given = ObservedRun("adult", "dpsgd", epochs=1, every=90, sample=32, probes=2, rows=600)
     first = list(observed.carry_out([given], tmp_path, on=here))
     assert len(first) == 1
 
@@ -233,8 +233,8 @@ def test_what_was_watched_is_not_watched_again(tmp_path, here):
 
 def test_matched_runs_have_the_same_largest_step():
     for name in ("dpsgd", "dpsgd-global", "dpsgd-global-adapt"):
-        assert Watch("adult", name, match=True).method.lr == pytest.approx(0.2)
-    assert Watch("adult", "dpsgd").method.lr == 0.01
+        assert ObservedRun("adult", name, match=True).method.lr == pytest.approx(0.2)
+    assert ObservedRun("adult", "dpsgd").method.lr == 0.01
 
 
 # --- commands -----------------------------------------------------------------------------------

@@ -111,4 +111,4 @@ def test_the_table_is_drawn_from_its_record():
         in text
     )
     assert "| direction | 0.01 | 1 | 95.0 | 96.8 | 95.0 | 84.1 | 0.100 | 0.076 |" in text
-    assert "quick look" in draw({**record, "quick": True})
+    assert "quick run" in draw({**record, "quick": True})

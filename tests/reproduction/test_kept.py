@@ -141,7 +141,7 @@ def steps_of_dpsgd_f(dataset):
     sensitivities = {
         protocol: [
             measured["sensitivity"]
-            for path in sorted((KEPT / "watched").glob(f"{dataset}-{protocol}-dpsgd-f*.json"))
+            for path in sorted((KEPT / "observed").glob(f"{dataset}-{protocol}-dpsgd-f*.json"))
             for measured in json.loads(path.read_text())["risk"]
         ]
         for protocol in ("matched", "published")

@@ -116,8 +116,8 @@ def test_a_drawn_table_says_what_it_must(kept):
     assert "| dpsgd | 3.408 | 3.104 | 3.41 |" in text
     assert "p is never below 0.0312" in text
     assert "A note." in text
-    assert "quick look" not in text
-    assert "**A quick look" in draw(kept(quick=True))
+    assert "quick run" not in text
+    assert "**A quick run" in draw(kept(quick=True))
 
 
 def test_a_table_of_a_part_of_the_data_says_so(kept):
@@ -181,4 +181,4 @@ def test_a_table_is_made_of_a_comparison(tmp_path, here):
     assert cells(made)["dpsgd"]["accuracy"][0].mean == pytest.approx(
         float(found["dpsgd"].metrics["accuracy"][:, found.groups.index("Male")].mean()), abs=1e-4
     )
-    assert "quick look" in draw(made)
+    assert "quick run" in draw(made)

@@ -20,7 +20,7 @@ from evenclip.sweep.transfer import contents, unpacked
 FAILED = {"event": "failed", "i": 0, "why": "a sentence", "trace": "Traceback"}
 
 
-def test_a_run_is_tried_so_many_times_by_itself_and_then_reported(store, spec, progress):
+def test_a_run_is_tried_three_times_by_itself_and_then_reported(store, spec, progress):
     tries, run, other = Tries(store, progress, most=3), spec(0), spec(1)
     assignment = Assignment({0: run, 1: other})
     assert tries.process_event(assignment, {"event": "step", "i": 0, "t": 1}) == []

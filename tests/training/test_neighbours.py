@@ -103,7 +103,7 @@ def public_sensitivity(rule, released, step_releases) -> float:
     return rule.C0 * (1 + (max(shares) / mean if mean else 0.0))
 
 
-def test_the_update_is_the_release_over_B_whatever_the_batch(toy, spy, private_rule, neighbours):
+def test_the_update_is_the_release_over_B_for_any_batch(toy, spy, private_rule, neighbours):
     sizes = set()
     for data in neighbours:
         result, seen, releases = trained(toy, spy, private_rule, data)

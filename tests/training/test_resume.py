@@ -305,7 +305,7 @@ def test_one_is_written_after_every_epoch_and_the_one_before_is_kept(toy, tmp_pa
     assert written(tmp_path) == [10, 15]
 
 
-def test_one_is_written_every_so_many_steps(toy, tmp_path):
+def test_one_is_written_after_each_interval_of_steps(toy, tmp_path):
     given, history = settings(DPSGD(), steps=8), []
     observers = [lambda _: history.append(written(tmp_path)[-1:])]
     fit(

@@ -620,7 +620,7 @@ class SaysMore(Rule):
         return (1.0 / norm).clamp(max=1.0)
 
 
-def test_the_ledger_has_the_noise_that_is_added_whatever_the_rule_says(toy):
+def test_the_ledger_has_the_noise_that_is_added_for_any_answer_of_the_rule(toy):
     SaysMore.reads.clear()
     mechanism = Mechanism(SaysMore())
     noisy = mechanism.publish(torch.zeros(3), 1.0, 1.0, Release({"gradient": torch.ones(3)}))

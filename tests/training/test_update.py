@@ -147,7 +147,7 @@ def test_frozen_parameters_are_not_moved(toy):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_optimiser_takes_a_model_of_any_dtype(name, dtype, toy):
-    """A released gradient is in float32 or wider, whatever the parameters are in."""
+    """A released gradient is in float32 or wider for any dtype of the parameters."""
     x, y, group = toy.data()
     model, before = toy.mlp().to(dtype), toy.vector(toy.mlp().to(dtype))
     result = evenclip.fit(

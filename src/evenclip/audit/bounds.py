@@ -9,8 +9,8 @@ The bounds use slopes and norms only. They bound differences of the terms of
   prints ‖g_B‖ without the square. It holds under the same conditions.
 - `unconditional_bound`: R_dir_a − R_dir_b without either condition, from the extreme eigenvalues of
   H^a − H^b. It always holds.
-- `clipping_bound`: R_clip_a − R_clip_b for two groups, from norms only, as in Theorem 3 of Tran et
-  al. 2021. It holds in expectation under the conditions of the first.
+- `clipping_bound`: R_clip_a − R_clip_b for two groups, from norms only. We derived it along the
+  proof of Theorem 3 of Tran et al. 2021. It holds in expectation under the conditions of the first.
 
 The paper states the bound for convex losses and plots it for networks that are not convex. So the
 conditions are checked, not assumed: λ_min ≥ 0 up to rounding and η λ_max ≤ 1, for both groups

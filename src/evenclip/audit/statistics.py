@@ -228,8 +228,9 @@ class Paired:
         se: standard error of the mean; None with fewer than two pairs.
         low: lower end of Student's 95 % interval, `t_interval`; None with fewer than three pairs.
         high: upper end.
-        p: two-sided paired t test, of which the verdict is made; None with fewer than two pairs.
-        p_rank: one-sided `wilcoxon`, against "a is smaller"; never below `smallest_p(n)`.
+        p: two-sided paired t test, of which the verdict is made; None with fewer than five pairs.
+        p_rank: one-sided `wilcoxon`, against "a is smaller"; never below `smallest_p(n)`. None with
+            fewer than five pairs.
         reads: the verdict in words.
     """
 
@@ -247,9 +248,9 @@ def paired(a: Values, b: Values) -> Paired:
     """Compare a with b pair by pair: interval, p and verdict in words.
 
     The verdict is "smaller by x (low to high)" or "larger by" if p is at most 0.05, and otherwise
-    "no difference shown". With fewer than five pairs there is no verdict, only the interval. With a
-    run that diverged it reads "not finite in k of n seeds". For several comparisons, `corrected`
-    gives the verdicts.
+    "no difference shown". With fewer than five pairs there is no verdict and no p, only the
+    interval. With a run that diverged it reads "not finite in k of n seeds". For several
+    comparisons, `corrected` gives the verdicts.
 
     >>> paired([1.0, 2.0, 3.0, 2.0, 2.5], [5.0, 6.5, 6.5, 6.0, 6.5]).reads
     'smaller by 4 (3.56 to 4.44)'
@@ -276,7 +277,8 @@ def paired(a: Values, b: Values) -> Paired:
     d = first[both] - second[both]
     mean, se = mean_se(d)
     low, high = (t_interval(d) if n >= _LEAST else None) or (None, None)
-    pair = Paired(n, mean, se, low, high, _t_test(mean, se, n), wilcoxon(d, "less"), "")
+    p, p_rank = (_t_test(mean, se, n), wilcoxon(d, "less")) if n >= LEAST_SEEDS else (None, None)
+    pair = Paired(n, mean, se, low, high, p, p_rank, "")
     return replace(pair, reads=_words(pair))
 
 

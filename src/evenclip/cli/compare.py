@@ -116,12 +116,12 @@ def compare(
     if out is not None:
         _check_writable(out)
     from evenclip.comparison.compare import compare as run_comparison
-    from evenclip.report.live import watching
+    from evenclip.report.live import live_progress
     from evenclip.report.page import page
     from evenclip.report.terminal import table
 
     prepared, executor = _options(options, allow_partial), runs.executor()
-    with kept(), watching() as show:
+    with kept(), live_progress() as show:
         outcome = run_comparison(
             data,
             **given,

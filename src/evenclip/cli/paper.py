@@ -211,7 +211,7 @@ def _all_of_dataset(
 
 def _table(artifacts: Artifacts, name: str, how: Training) -> Path:
     """Train, store and draw a table; return its path."""
-    from evenclip.report.live import watching
+    from evenclip.report.live import live_progress
     from evenclip.reproduction import tables
     from evenclip.reproduction.artifacts import MADE
 
@@ -223,7 +223,7 @@ def _table(artifacts: Artifacts, name: str, how: Training) -> Path:
         raise ValueError(
             f"Table {name} is not made with --tf32; leave it out, or choose a table of a dataset."
         )
-    with watching() as show:
+    with live_progress() as show:
         seeds = min(how.seeds, 2) if how.quick else how.seeds
         how = replace(how, seeds=seeds, store=artifacts.root / "runs", show=show)
         made = MADE[name].make(how) if name in MADE else tables.make(tables.TABLES[name], how)

@@ -240,9 +240,9 @@ class Ranks(Processes):
             )
         return " ".join(digests)
 
-    def stops(self, asked: bool, t: int) -> bool:
-        """Return whether to stop after step t: in every eighth step, if any rank was asked to."""
-        return t % self._STOP_EVERY == 0 and any(self.each(asked))
+    def stops(self, requested: bool, t: int) -> bool:
+        """Return whether to stop after step t: in every eighth step, if any rank requests it."""
+        return t % self._STOP_EVERY == 0 and any(self.each(requested))
 
     def update(self, tape: AnyTape, make: Callable[..., Optimizer], lr: float) -> Update | Sharded:
         """Return the update of the whole parameters, or of this rank's piece of them."""

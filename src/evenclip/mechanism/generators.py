@@ -2,8 +2,9 @@
 
 A seed would not do: on a CPU, torch keeps 32 bits of it, and an attacker who finds them knows every
 mask of a run. So the state of the Mersenne Twister, 624 words of 32 bits, is filled with words of
-AES-256. The masks that it makes are not those of a cipher, because its output shows its state to
-those who see enough of it. On a GPU the generator has a key of 64 bits, all of which are filled.
+AES-256. The masks that it makes are not those of a cipher, because an attacker who sees enough of
+its output can compute its state. On a GPU the generator has a key of 64 bits, all of which are
+filled.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Grid(NamedTuple):
 def inflation(rounding: float) -> float:
     """Return the most that (S_fl + h√d)/S − 1 can be: ρ + 2⁻¹⁶.
 
-    By that share, the noise is larger than σS.
+    The noise exceeds σS by at most this share.
 
     Args:
         rounding: ρ.

@@ -118,7 +118,7 @@ class NormalStream:
         """
         radius = radius >> np.uint64(1)
         u = self._tensor(radius).mul_(2.0**-63)
-        draw, pair = np.nonzero(radius < _SHORT)
+        draw, pair = np.divmod(np.flatnonzero(radius < _SHORT), radius.shape[1])
         if len(draw):
             counters = np.stack([draw + index, pair + start], axis=1).astype(np.uint64)
             further = (self._further.at(counters).astype(np.float64) + 0.5) * 2.0**-127

@@ -205,7 +205,7 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
     def _fill_generators(self) -> None:
         """Fill torch's generators, which dropout uses, with words of the operating system.
 
-        Whoever knows the masks of a batch sees one record move the masks of all others.
+        An attacker who knows the masks of a batch sees one record move the masks of all others.
         """
         cuda = bool(self.params) and self.params[0].is_cuda
         fill_generators(os.urandom(KEY_BYTES), cuda=cuda)

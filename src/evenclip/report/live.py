@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from evenclip.sweep.executor import Failure
     from evenclip.sweep.spec import Spec
 
-__all__ = ["Lines", "Live", "watching"]
+__all__ = ["Lines", "Live", "live_progress"]
 
 
-def watching() -> Live | Lines:
+def live_progress() -> Live | Lines:
     """Return the display that suits the error stream."""
     return Live() if sys.stderr.isatty() else Lines()
 

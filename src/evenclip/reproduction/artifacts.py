@@ -1,7 +1,7 @@
 """The output folder of `evenclip paper`.
 
     tables/NAME.json, NAME.md       the record of a table, and the table
-    watched/RUN.json                the measurements of an observed run
+    observed/RUN.json               the measurements of an observed run
     figures/NAME.svg, NAME.png      the figures
     index.html                      one page with all tables and figures
 
@@ -30,7 +30,7 @@ from evenclip.reproduction import (
 )
 from evenclip.reproduction.drawings import DRAWINGS
 from evenclip.reproduction.figures import CLOSER, FIGURES, PaperFigure
-from evenclip.reproduction.observed import Watch
+from evenclip.reproduction.observed import ObservedRun
 from evenclip.reproduction.tables import REFERENCE, TABLES
 from evenclip.rules import DPSGD
 
@@ -53,7 +53,7 @@ class Artifacts:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
         self.tables, self.figures, self.observed = (
-            self.root / name for name in ("tables", "figures", "watched")
+            self.root / name for name in ("tables", "figures", "observed")
         )
 
     def keep(self, record: Mapping[str, Any]) -> Path:
@@ -85,11 +85,11 @@ class Artifacts:
         rules = [DPSGD.name] if closer else [method.name for method in methods]
         runs: dict[str, list[dict[str, Any]]] = {rule: [] for rule in rules}
         for seed in range(SETTINGS[figure.dataset].figure_seeds):
-            watches = [
-                Watch(figure.dataset, rule, figure.match, seed, eigenvalues=closer)
+            observed = [
+                ObservedRun(figure.dataset, rule, figure.match, seed, eigenvalues=closer)
                 for rule in rules
             ]
-            paths = [self.observed / f"{watch.name}.json" for watch in watches]
+            paths = [self.observed / f"{run.name}.json" for run in observed]
             if all(path.is_file() for path in paths):
                 for rule, path in zip(rules, paths, strict=True):
                     runs[rule].append(json.loads(path.read_text()))

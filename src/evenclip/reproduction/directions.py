@@ -201,7 +201,7 @@ def draw(record: Mapping[str, Any]) -> str:
     lines = [f"## {TITLE}", ""]
     if record["quick"]:
         lines += [
-            "**A quick look: fewer epochs and records than ours. These are not the numbers.**",
+            "**A quick run: fewer epochs and records than ours. These are not the numbers.**",
             "",
         ]
     lines += [

@@ -117,7 +117,7 @@ def mark(figure: PaperFigure, observed: Observed) -> str:
     n = published.batch_size * (published.batches or 1)
     facts = []
     if runs[0]["watch"].get("epochs") is not None:
-        facts.append("a quick look")
+        facts.append("a quick run")
     elif runs[0]["n"] < 0.95 * n:
         facts.append(f"partial: {runs[0]['n']:,} training records")
     if len(runs) == 1:

@@ -47,7 +47,7 @@ def draw(record: Mapping[str, Any]) -> str:
     lines = [f"## {table.title}", ""]
     if record["quick"]:
         lines += [
-            "**A quick look: fewer epochs, and of images fewer records, than the paper's. These "
+            "**A quick run: fewer epochs, and of images fewer records, than the paper's. These "
             "are not its numbers.**",
             "",
         ]
@@ -58,14 +58,17 @@ def draw(record: Mapping[str, Any]) -> str:
             "as published. No number can be compared with the printed table.**",
             "",
         ]
+    other = _other_steps(record, table)
+    says = record["says"]
+    if other:
+        says = says.replace("every private rule", f"every private rule but {' and '.join(other)}")
     lines += [
-        f"{seeds} seed{'s' if seeds > 1 else ''}, {' to '.join(n)} training records. "
-        f"{record['says']}",
+        f"{seeds} seed{'s' if seeds > 1 else ''}, {' to '.join(n)} training records. {says}",
         "",
     ]
     for column, heading in _HEADINGS.items():
         lines += _block(columns, column, heading, printed, beside and column != "test_loss")
-    lines += _privacy(record, printed, beside) + _steps(record, table) + _claims(record, table)
+    lines += _privacy(record, printed, beside) + _steps(other) + _claims(record, table)
     if beside:
         lines += [
             "‡ not explained by two standard errors of the difference and the rounding of what is "
@@ -151,25 +154,33 @@ def _privacy(record: Mapping[str, Any], printed: PublishedTable, beside: bool) -
     ]
 
 
-def _steps(record: Mapping[str, Any], table: Table) -> list[str]:
-    """Return a sentence for each rule of a matched table that was trained at another step."""
+def _other_steps(record: Mapping[str, Any], table: Table) -> dict[str, float]:
+    """Return the expected largest step of each rule of a matched table that has another one."""
     if not table.match:
-        return []
+        return {}
     published = PUBLISHED[table.dataset]
     constants = Constants(groups=len(record["groups"]), B=float(published.batch_size))
-    lines = []
+    other = {}
     for method in published.methods:
         if not (method.rule.sigma and method.rule.bounded):
             continue
         S = expected_sensitivity(method.rule, constants)
         step = S * record["rules"][method.name]["lr"][0]
         if abs(step - STEP) > 0.01 * STEP:
-            lines += [
-                f"{method.name} was trained at an expected largest step of {step:.3g}, and not "
-                f"{STEP:g}: an earlier version took its typical sensitivity to be smaller. It has "
-                "not been run again.",
-                "",
-            ]
+            other[method.name] = step
+    return other
+
+
+def _steps(other: Mapping[str, float]) -> list[str]:
+    """Return a sentence for each rule with another expected largest step."""
+    lines = []
+    for rule, step in other.items():
+        lines += [
+            f"{rule} was trained at an expected largest step of {step:.3g}, and not {STEP:g}: an "
+            "earlier version took its typical sensitivity to be smaller. It has not been run "
+            "again.",
+            "",
+        ]
     return lines
 
 

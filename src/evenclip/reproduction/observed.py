@@ -33,11 +33,11 @@ from evenclip.sweep.spec import code
 from evenclip.training.fit import fit
 from evenclip.training.step import Step
 
-__all__ = ["GroupGradients", "Watch", "carry_out", "plan", "watch"]
+__all__ = ["GroupGradients", "ObservedRun", "carry_out", "observe_run", "plan"]
 
 
 @dataclass(frozen=True)
-class Watch:
+class ObservedRun:
     """A run to observe.
 
     Attributes:
@@ -156,7 +156,7 @@ class GroupGradients:
         self._steps = []
 
 
-def watch(given: Watch, data_dir: str | None = None) -> dict[str, Any]:
+def observe_run(given: ObservedRun, data_dir: str | None = None) -> dict[str, Any]:
     """Train and observe a run; return its measurements."""
     settings, method, splits = given.settings, given.method, _splits(given, data_dir)
     train = splits.train.to(given.device)
@@ -197,7 +197,7 @@ def watch(given: Watch, data_dir: str | None = None) -> dict[str, Any]:
     }
 
 
-def _splits(given: Watch, data_dir: str | None) -> Splits:
+def _splits(given: ObservedRun, data_dir: str | None) -> Splits:
     """Load the data of a run."""
     described: dict[str, Any] = {"name": given.dataset, "options": SETTINGS[given.dataset].options}
     if given.rows is not None:
@@ -218,7 +218,7 @@ def _batches(rule: Rule, settings: Protocol, n: int) -> int:
     return published if rule.poisson and close else own
 
 
-def _risk_terms(given: Watch, train: Dataset, groups: Sequence[int]) -> RiskTerms:
+def _risk_terms(given: ObservedRun, train: Dataset, groups: Sequence[int]) -> RiskTerms:
     """Return the observer of the terms of the risk."""
     assert given.method.lr is not None
     return RiskTerms(
@@ -248,7 +248,7 @@ def plan(
     quick: bool = False,
     device: str = "cpu",
     reference_lr: Sequence[float] = (),
-) -> list[Watch]:
+) -> list[ObservedRun]:
     """Return the runs to observe for the figures of a dataset: the seeds of each method.
 
     On Adult there are further runs of DPSGD with eigenvalues. They need dozens of Hessian-vector
@@ -260,13 +260,13 @@ def plan(
         match: whether to use the matched protocol.
         quick: whether to train for one epoch on few records, with few probes.
         device: device to train on.
-        reference_lr: learning rate of the non-private run by seed; see `Watch.lr`.
+        reference_lr: learning rate of the non-private run by seed; see `ObservedRun.lr`.
     """
     setting, image = SETTINGS[dataset], PUBLISHED[dataset].model["name"] == "cnn"
     fewer: dict[str, Any] = {"norms": 5, "probes": 30} if image else {}
     runs = []
     for seed in range(1 if quick else setting.figure_seeds):
-        base = Watch(dataset, DPSGD.name, match, seed, every=setting.every, device=device)
+        base = ObservedRun(dataset, DPSGD.name, match, seed, every=setting.every, device=device)
         if setting.eigenvalues:
             closer: dict[str, Any] = {"every": 4 * setting.every, "probes": 0, "eigenvalues": True}
             runs.append(replace(base, **closer))
@@ -285,28 +285,28 @@ def plan(
 
 
 def carry_out(
-    watches: Sequence[Watch],
+    runs: Sequence[ObservedRun],
     folder: Path,
     *,
     data_dir: Path | None = None,
     on: Executor | None = None,
-) -> Iterator[tuple[Watch, dict[str, Any]]]:
+) -> Iterator[tuple[ObservedRun, dict[str, Any]]]:
     """Yield each run with its measurements, as they finish; stored runs are not repeated."""
     folder.mkdir(parents=True, exist_ok=True)
     todo = []
-    for given in watches:
+    for given in runs:
         stored = read(folder, given)
         if stored is None:
             todo.append(given)
         else:
             yield given, stored
-    directory = None if data_dir is None else str(data_dir)
-    for i, measured in (on or Local()).map_processes(partial(watch, data_dir=directory), todo):
+    observe = partial(observe_run, data_dir=None if data_dir is None else str(data_dir))
+    for i, measured in (on or Local()).map_processes(observe, todo):
         write_whole(folder / f"{todo[i].name}.json", json.dumps(measured) + "\n")
         yield todo[i], measured
 
 
-def read(folder: Path, given: Watch) -> dict[str, Any] | None:
+def read(folder: Path, given: ObservedRun) -> dict[str, Any] | None:
     """Return the stored measurements of a run; None if there are none of the same fingerprint."""
     path = folder / f"{given.name}.json"
     if not path.is_file():

@@ -93,7 +93,7 @@ def draw(record: Mapping[str, Any]) -> str:
     """Draw a record as Markdown."""
     lines = [f"## {TITLE}", ""]
     if record["quick"]:
-        lines += ["**A quick look: fewer epochs than the paper's. These are not its numbers.**", ""]
+        lines += ["**A quick run: fewer epochs than the paper's. These are not its numbers.**", ""]
     lines += [
         f"{len(record['seeds'])} seeds. Accuracy on test rows in %; the gap is that of the privacy "
         "cost, |π_a − π_b| of each seed, in points. The verdict compares a rule's gaps with "

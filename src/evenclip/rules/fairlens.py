@@ -159,7 +159,7 @@ class _Shifted(PerSample):
         return self._gradients.weighted_sum(weights) + shift
 
     def masked(self, keep: Tensor) -> PerSample:
-        """Mask samples; their weights must be 0, so that the shift does not count for them."""
+        """Mask samples; their weights must be 0, because the shift is not masked."""
         return _Shifted(self._gradients.masked(keep), self._shift)
 
 

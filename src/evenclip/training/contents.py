@@ -59,7 +59,7 @@ _IGNORED = frozenset({
     "__match_args__", "__module__", "__parameters__", "__static_attributes__", "__weakref__",
     "_abc_impl", "_autograd_function_id",
 })  # fmt: skip
-# Of a module, without effect on what is in it.
+# Attributes of a module that do not affect its contents.
 _PLACE = frozenset({
     "__annotations__", "__builtins__", "__cached__", "__doc__", "__file__", "__loader__",
     "__name__", "__package__", "__path__", "__spec__",
@@ -192,7 +192,7 @@ class _Contents:
     def _function(self, value: types.FunctionType) -> bytes:
         """Return the digest of a function, with all variables that it uses."""
         library = libraries.library_of(value.__globals__)
-        if library and libraries.found(value) is value:
+        if library and libraries.object_named(value) is value:
             return self._named(value, value.__module__, library)
         parts = [
             self.of(value.__code__),
@@ -281,7 +281,7 @@ class _Contents:
         ])  # fmt: skip
 
     def _cache(self, value: Any) -> bytes:
-        """Return the digest of the function that a cache is for."""
+        """Return the digest of the function that a cache wraps."""
         parts = (value.__wrapped__, tuple(value.cache_parameters().items()), vars(value))
         return self._all("cache", parts)
 
@@ -302,7 +302,7 @@ class _Contents:
             raise NoDigest(_drawn(type(value).__name__))
         if isinstance(value, os._Environ):
             raise NoDigest("it reads environment variables")
-        if callable(value) and libraries.found(value) is value:  # such as a ufunc
+        if callable(value) and libraries.object_named(value) is value:  # such as a ufunc
             library = libraries.library_of_name(value.__module__)
             if library:
                 return self._named(value, value.__module__, library)

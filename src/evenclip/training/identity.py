@@ -21,7 +21,7 @@ def mark(data: Dataset | Streamed, ranks: Processes, digested: str, key: bytes) 
     """Return the data fingerprint for checkpoints: BLAKE2b over all bits, under a secret key.
 
     Without the key, it says nothing about the data. With a plain digest, an attacker who guesses a
-    record can test whether it is among them. The result is None if ranks hold different records,
+    record can test whether the data contain it. The result is None if ranks hold different records,
     because the digest then depends on how they are divided.
     """
     if ranks.local:

@@ -86,7 +86,7 @@ def fingerprint(folder: Path) -> dict[str, Any] | None:
 
 
 def check_fingerprint(path: Path, kept: dict[str, Any] | None) -> bool:
-    """Return whether a checkpoint's journal lies beside it, with all that it held.
+    """Return whether a checkpoint's journal exists and still has every line that it had.
 
     Args:
         path: folder of the checkpoint.
@@ -261,7 +261,7 @@ class Journal:
             self.reserve(run, drawn, [])
 
     def renew(self) -> None:
-        """Begin another attempt, whose draws may be those of this one again."""
+        """Begin another attempt, which may repeat the draws of this one."""
         self.reserved, self._attempt = [], os.urandom(8).hex()
 
     def _write(self, run: str, first: int, entries: Sequence[Entry]) -> list[Entry]:
@@ -304,7 +304,7 @@ class Repeats:
     """Keyed digests of what each step of a run published, to compare repeated steps with.
 
     A run that is resumed with `resume="exact"` repeats the steps after its checkpoint with the same
-    noise. If one of them came out otherwise, one noise would hide two sums.
+    noise. If a repeated step published another value, one draw of noise would cover two sums.
 
     Args:
         folder: folder of the checkpoints.

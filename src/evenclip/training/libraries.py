@@ -2,7 +2,7 @@
 
 A library is known by its name and version; its code is not read. So only what cannot change under
 that name counts: Python's own modules, torch, this package, and installed packages whose files are
-those of their installation (`RECORD`). Where the file lies decides, and not the name: a file
+those of their installation (`RECORD`). The location of the file decides, not its name: a file
 `statistics.py` of your own is no library, nor is an editable installation.
 """
 
@@ -26,7 +26,7 @@ from torch._ops import _OpNamespace
 
 from evenclip.training.code import OTHERS
 
-__all__ = ["found", "library_of", "library_of_class", "library_of_module", "library_of_name"]
+__all__ = ["library_of", "library_of_class", "library_of_module", "library_of_name", "object_named"]
 
 _PACKAGES = {"torch": Path(torch.__file__).parent, "evenclip": Path(__file__).parents[1]}
 _PACKAGE_FOLDERS = {"site-packages", "dist-packages"}  # they lie among Python's own modules
@@ -69,10 +69,10 @@ def library_of_class(value: type) -> str:
     """Return the library of a class, which holds it under its name."""
     library = library_of_name(value.__module__)
     is_built_in = not value.__flags__ & _HEAP
-    return library if is_built_in or found(value) is value else ""
+    return library if is_built_in or object_named(value) is value else ""
 
 
-def found(value: Any) -> Any:
+def object_named(value: Any) -> Any:
     """Return what a module holds under the name of a class or a function; None if nothing."""
     held = sys.modules.get(getattr(value, "__module__", None) or "")
     for part in getattr(value, "__qualname__", "").split("."):

@@ -118,8 +118,8 @@ class Processes(ABC):
         """
 
     @abstractmethod
-    def stops(self, asked: bool, t: int) -> bool:
-        """Return whether all processes stop after step t, if some were asked to."""
+    def stops(self, requested: bool, t: int) -> bool:
+        """Return whether all processes stop after step t, if some process requests it."""
 
     @abstractmethod
     def update(self, tape: AnyTape, make: Callable[..., Optimizer], lr: float) -> AnyUpdate:
@@ -172,10 +172,10 @@ class SingleProcess(Processes):
         """Return the digest."""
         return own
 
-    def stops(self, asked: bool, t: int) -> bool:
-        """Return whether this process was asked to stop."""
+    def stops(self, requested: bool, t: int) -> bool:
+        """Return whether this process is requested to stop."""
         del t
-        return asked
+        return requested
 
     def update(self, tape: AnyTape, make: Callable[..., Optimizer], lr: float) -> Update:
         """Return an update of all parameters."""

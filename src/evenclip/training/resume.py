@@ -141,7 +141,7 @@ def _check(run: Run, path: Path, saved: Checkpoint, *, exact: bool) -> None:
 def _ledgers(run: Run, path: Path, published: dict[str, Any]) -> list[Ledger]:
     """Return the ledger of a checkpoint, that of its folder's journal, and what it had reserved.
 
-    The journal knows more about a run than a checkpoint: how far it came.
+    The journal also records how far the run came, which a checkpoint does not.
     """
     journal = _earlier(run, path.parent)
     known = {entry.run for entry in journal.entries}

@@ -439,7 +439,7 @@ class Run:
             self._fix_blocks(compiled=False)
             warn_of_rounding(self.mechanism.rounding)
             warnings.warn(
-                f"The step is not compiled: {why}. The run is computed without.", stacklevel=4
+                f"The step is not compiled: {why}. The run takes plain steps.", stacklevel=4
             )
             return None
 

@@ -45,8 +45,8 @@ class Unchanged:
     def check(self, *, after_steps: bool) -> None:
         """Raise if something has changed since.
 
-        What the model's own passes changed in it belongs to the steps, so after steps the model is
-        not compared, and is taken as it is from then on.
+        The model's own passes may change it, which belongs to the steps. So after steps the model
+        is not compared, and later checks compare with the model as the steps left it.
 
         Args:
             after_steps: whether steps have been taken since the last check.

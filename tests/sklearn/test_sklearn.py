@@ -37,7 +37,7 @@ from evenclip.mechanism.sampling import drawn_rate
 from evenclip.rules import RULES, Rule
 from evenclip.sklearn import EXPECTED_FAILED_CHECKS, PrivateClassifier, TuningWarning
 
-DOCS = Path(__file__).parents[1] / "docs" / "sklearn.md"
+DOCS = Path(__file__).parents[2] / "docs" / "sklearn.md"
 ENCODED = (
     "the encoder (kinds, categories, means, deviations and gaps of the columns), fitted on the "
     "training rows"
