@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from evenclip.gradients import Tape, WholeTape, plan
 from evenclip.gradients.layers import FORMULAS
+from evenclip.gradients.tape import Independence
 
 N, BAD, CLASSES = 5, (1, 3), 3
 
@@ -118,13 +119,13 @@ def test_every_layer_with_a_formula_is_here():
 def planned(made, numbers, tokens):
     """`planned(name)`: a model with that layer, its tape (planned on ordinary numbers), x and y."""
 
-    def build(name):
+    def build(name, independence=None):
         make, shape = LAYERS[name]
         layer = made(0, make)
         x, y = numbers(1, N, *shape), tokens(2, CLASSES, N)
         width = layer(x).flatten(1).shape[1]
         model = nn.Sequential(layer, nn.Flatten(), made(3, lambda: nn.Linear(width, CLASSES)))
-        return plan(model, F.cross_entropy, x, y), x, y
+        return plan(model, F.cross_entropy, x, y, independence), x, y
 
     return build
 
@@ -189,5 +190,6 @@ def test_a_model_can_be_planned_on_samples_of_which_one_is_not_finite(
 
 
 def test_the_kinds_of_tape_are_those_meant(planned):
-    assert isinstance(planned("own layer")[0], Tape)
-    assert isinstance(planned("as a whole")[0], WholeTape)
+    assert isinstance(planned("own layer", "tested")[0], Tape)
+    assert isinstance(planned("as a whole", "tested")[0], WholeTape)
+    assert planned("own layer")[0].independence is Independence.CONSTRUCTION

@@ -119,8 +119,8 @@ def tokens_then(make):
 
 
 mixes = (
-    r"The samples of a batch influence each other in {}: changing one sample changed "
-    r"another's loss\. Private"
+    r"The samples of a batch influence each other in {}: a sample's numbers depend on the other "
+    r"samples of its batch\. Private"
 )
 REFUSED = {  # how the model is made, its input, its loss, what the error says
     "BatchNorm1d": (
@@ -227,8 +227,7 @@ REFUSED = {  # how the model is made, its input, its loss, what the error says
         lambda: Wrapped(NextSample()),
         "row",
         F.cross_entropy,
-        r"The per-sample gradients of Wrapped could not be verified against autograd on three "
-        r"samples",
+        mixes.format(r"inside \(NextSample\)"),
     ),
     "a loss that counts classes": (
         lambda: nn.Linear(D, CLASSES),
@@ -252,15 +251,14 @@ REFUSED = {  # how the model is made, its input, its loss, what the error says
         lambda: Wrapped(parametrizations.spectral_norm(nn.Linear(D, D))),
         "row",
         F.cross_entropy,
-        r"The forward pass changes the buffer 'inside\.parametrizations\.weight\.0\._u': the "
-        r"buffer would publish data without noise",
+        r"A pass through the model changes 'inside\.parametrizations\.weight\.0\._u'\. What a "
+        r"batch leaves there would be published without noise",
     ),
     "a buffer that counts": (
         lambda: Wrapped(Counting()),
         "row",
         F.cross_entropy,
-        r"The forward pass changes the "
-        r"buffer 'inside\.seen'",
+        r"A pass through the model changes 'inside\.seen'",
     ),
     "random from elsewhere": (
         lambda: Wrapped(OwnDice()),

@@ -439,13 +439,17 @@ def case(numbers, tokens, made):
     return build
 
 
+WAYS = [None, "tested"]  # each sample by itself where that is possible, or all samples at once
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_each_sample_alone(name, case, alone, same):
-    """A batch and a batch of one are correct, with the named kind of tape."""
+@pytest.mark.parametrize("independence", WAYS, ids=str)
+def test_gradients_are_those_of_each_sample_alone(independence, name, case, alone, same):
+    """A batch and a batch of one are correct; at once, with the named kind of tape."""
     for n in (N, 1):
         model, x, y, kind = case(name, n=n)
-        tape = plan(model, F.cross_entropy, x, y)
-        assert isinstance(tape, kind)
+        tape = plan(model, F.cross_entropy, x, y, independence)
+        assert independence is None or isinstance(tape, kind)
         with tape.recording():
             same(tape(x, y), alone(model, F.cross_entropy, x, y))
 
@@ -466,9 +470,10 @@ def test_float32_agrees_with_float64_to_rounding(name, case, alone, same):
 @pytest.mark.parametrize(
     "name", ["LSTM", "own layer", "convolutions", "positions", "tied embedding, behind its back"]
 )
-def test_one_plan_serves_batches_of_any_size(name, case, alone, same):
+@pytest.mark.parametrize("independence", WAYS, ids=str)
+def test_one_plan_serves_batches_of_any_size(independence, name, case, alone, same):
     model, x, y, _ = case(name, n=7)
-    with plan(model, F.cross_entropy, x, y).recording() as tape:
+    with plan(model, F.cross_entropy, x, y, independence).recording() as tape:
         for n in (1, 2, 7):
             same(tape(x[:n], y[:n]), alone(model, F.cross_entropy, x[:n], y[:n]))
 
@@ -477,12 +482,15 @@ def test_one_plan_serves_batches_of_any_size(name, case, alone, same):
     "name", ["LSTM", "positions", "positions, with an axis of one", "attention", "own layer"]
 )
 @pytest.mark.parametrize("length", [1, 8])
-def test_one_plan_serves_sequences_of_any_length(name, length, case, made, numbers, alone, same):
+@pytest.mark.parametrize("independence", WAYS, ids=str)
+def test_one_plan_serves_sequences_of_any_length(
+    independence, name, length, case, made, numbers, alone, same
+):
     model, x, y, _ = case(name)
     if "positions" in name:
         model.positions = made(0, lambda: nn.Embedding(8, D))
     longer = numbers(7, N, *(() if name == "own layer" else (length,)), D)
-    with plan(model, F.cross_entropy, x, y).recording() as tape:
+    with plan(model, F.cross_entropy, x, y, independence).recording() as tape:
         same(tape(longer, y), alone(model, F.cross_entropy, longer, y))
 
 
@@ -526,7 +534,7 @@ class Selected(nn.Module):
 def test_a_batch_unlike_the_one_of_the_plan_is_an_error_and_not_a_mistake(made, numbers, tokens):
     model, x, y = made(0, Selected), numbers(1, N, T, D), tokens(2, CLASSES, N)
     mask = torch.ones(N, T, dtype=torch.bool)
-    with plan(model, F.cross_entropy, (x, mask), y).recording() as tape:
+    with plan(model, F.cross_entropy, (x, mask), y, "tested").recording() as tape:
         mask = mask.clone()
         mask[0, 0] = False
         with pytest.raises(
@@ -610,7 +618,7 @@ def test_dropout_inside_a_unit_is_differentiated_with_the_masks_of_its_losses(
     name, numbers, tokens, made
 ):
     model, x, y = made(0, RANDOM[name]), numbers(1, N, T, D), tokens(2, 3, N)
-    tape = plan(model, F.cross_entropy, x, y)
+    tape = plan(model, F.cross_entropy, x, y, "tested")
     assert isinstance(tape, WholeTape)
     with torch.random.fork_rng(devices=[]), tape.recording():
         along = numbers(3, tape.layout.size)
@@ -652,7 +660,10 @@ def test_a_layer_that_was_skipped_in_the_plan_does_not_go_untrained_in_silence(
     numbers, tokens, made
 ):
     model, x, y = made(0, SometimesSkipped), numbers(1, N, D), tokens(2, CLASSES, N)
-    with torch.random.fork_rng(devices=[]), plan(model, F.cross_entropy, x, y).recording() as tape:
+    with (
+        torch.random.fork_rng(devices=[]),
+        plan(model, F.cross_entropy, x, y, "tested").recording() as tape,
+    ):
         torch.manual_seed(0)
         tape(x, y)
         torch.manual_seed(1)
@@ -686,8 +697,8 @@ def test_a_layer_whose_formula_is_wrong_is_taken_as_a_whole(
     place, made, numbers, alone, same, monkeypatch
 ):
     model, x, y = made(0, lambda: nn.Linear(3, 3)), numbers(1, 4, 5, 3), numbers(2, 4, 5, 3)
-    assert isinstance(plan(model, F.mse_loss, x, y), Tape)
+    assert isinstance(plan(model, F.mse_loss, x, y, "tested"), Tape)
     monkeypatch.setattr(*place)
-    taken = plan(model, F.mse_loss, x, y)
+    taken = plan(model, F.mse_loss, x, y, "tested")
     assert isinstance(taken, WholeTape)
     same(taken(x, y), alone(model, F.mse_loss, x, y))

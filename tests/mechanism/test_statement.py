@@ -176,12 +176,17 @@ def test_what_the_sampler_takes_is_of_all_declared_steps():
 
 
 def test_the_facts_of_the_run_are_in_the_text():
-    facts = Facts(independence="samples pass in blocks of 64", rounding=1e-4, durable=True)
+    facts = Facts(
+        independence="tested: no test saw it",
+        company="samples pass in blocks of 64",
+        rounding=1e-4,
+        durable=True,
+    )
     made = report(settings_of(DPSGD()), ledger_of(DPSGD(), T), [], facts)
     assert made["bound_inflation"] == pytest.approx(1e-4 + 2.0**-16)
     text = " ".join(paragraph(made).split())
     assert "The noise is enlarged by at most 0.012 % for the rounding of sums." in text
-    assert "Samples pass in blocks of 64." in text
+    assert "Tested: no test saw it. Samples pass in blocks of 64." in text
     assert "The ledger covers all attempts: every step was on disk" in text
     assert "AES-256 in counter mode" in text
     assert "computational: against anyone who does not know the key" in text

@@ -101,7 +101,7 @@ CASES = {
         math.nan,
     ),
     "custom module": Spoilt(Scaled, math.nan),
-    "whole model": Spoilt(BehindTheBack, math.nan, WholeTape),
+    "whole model": Spoilt(BehindTheBack, math.nan),
 }
 
 

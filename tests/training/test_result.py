@@ -229,7 +229,7 @@ FIELDS = {  # what a report must state -> the fields that state it
         "parents",
         "ledger_covers",
     ],
-    "rounding, and the rest of the batch": ["bound_inflation", "independence"],
+    "rounding, and the rest of the batch": ["bound_inflation", "independence", "company"],
     "soundness": ["method", "soundness", "reference"],
     "code version, specification, ledger": ["versions", "specification", "ledger"],
 }

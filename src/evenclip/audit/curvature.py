@@ -30,8 +30,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from evenclip.audit import taylor
 from evenclip.gradients import Layout
+from evenclip.gradients.calls import count
 from evenclip.gradients.losses import Loss, per_sample
-from evenclip.gradients.tape import LossOf, count
+from evenclip.gradients.tape import LossOf
 
 __all__ = ["Curvature", "Estimate", "signs"]
 

@@ -42,7 +42,7 @@ from torch.nn import functional as F
 
 from evenclip import check
 from evenclip.data import Dataset, MapDataset
-from evenclip.gradients.tape import call
+from evenclip.gradients.calls import call
 
 __all__ = ["NAMES", "by_group", "overall", "predictions", "scores", "worst"]
 

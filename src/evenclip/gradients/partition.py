@@ -1,6 +1,9 @@
-"""Split a model into units, and determine the sample axes of their inputs and outputs.
+"""Split a model into units, and find the ways in which its gradients can be computed.
 
-The sample axis is the axis whose size differs between a batch of three samples and a batch of two.
+Where each sample passes by itself, a unit is a layer with a formula that the model calls; all other
+parameters are differentiated directly. Where samples pass at once, a unit may also be a module with
+own parameters, and the sample axes of its inputs and outputs are needed: the axis whose size
+differs between a batch of three samples and a batch of two.
 """
 
 from __future__ import annotations
@@ -17,26 +20,84 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from evenclip.gradients.anylayer import Mode
 from evenclip.gradients.axis import Axis
+from evenclip.gradients.calls import call
 from evenclip.gradients.layers import formula
 from evenclip.gradients.losses import Loss
-from evenclip.gradients.tape import Tape, WholeTape, call
+from evenclip.gradients.tape import Independence, Tape, WholeTape
 from evenclip.gradients.trial import first_two, same_draws
 from evenclip.gradients.units import Unit
 
-__all__ = ["candidates"]
+__all__ = ["alone", "at_once", "mapped"]
 
 
-def candidates(model: nn.Module, loss: Loss, x: Any, y: Any) -> Iterator[Tape | WholeTape]:
-    """Yield the possible tapes for the model, fastest first."""
+def mapped(model: nn.Module, loss: Loss, x: Any) -> Iterator[Tape]:
+    """Yield the tapes in which each sample passes by itself, fastest first."""
+    units = _called(model, tree_map(_first_sample, x))
+    for chosen in (units, []) if units else ([],):
+        yield Tape(model, loss, _with_rest(model, chosen), Independence.CONSTRUCTION)
+
+
+def at_once(model: nn.Module, loss: Loss, x: Any, independence: Independence) -> Iterator[Tape]:
+    """Yield the tapes in which the samples of a block pass at once, fastest first."""
     # Keyed by identity: a module may occur twice in the model.
     units = {id(unit.module): unit for unit in _partition(model, "")}
-    located = _located(model, list(units.values()), x, y)
+    located = _located(model, list(units.values()), x)
     if located is not None:
         opaque = [unit for unit in located if unit.formula is None and unit.outputs]
         for mode in Mode if opaque else (Mode.SHARED,):
-            yield Tape(model, loss, [replace(unit, mode=mode) for unit in located])
-    for mode in Mode:
+            chosen = [replace(unit, mode=mode) for unit in located]
+            yield Tape(model, loss, chosen, independence)
+
+
+def alone(model: nn.Module, loss: Loss, x: Any, y: Any, *, maps: bool) -> Iterator[WholeTape]:
+    """Yield the tapes in which each sample passes by itself, with its own parameters or in a loop.
+
+    They are for models that neither can be mapped otherwise nor split into units.
+
+    Args:
+        model: the model.
+        loss: a loss per sample.
+        x: inputs of a few samples.
+        y: their targets.
+        maps: whether passes may be mapped.
+    """
+    for mode in (Mode.COPIES, Mode.LOOP) if maps else (Mode.LOOP,):
         yield WholeTape(model, loss, len(tree_leaves((x, y))), mode)
+
+
+def _called(model: nn.Module, x: Any) -> list[Unit]:
+    """Return the layers with a formula that the model calls for one sample."""
+    first = {id(p): name for name, p in reversed(list(model.named_parameters()))}
+    found: dict[int, Unit] = {}
+    for path, module in model.named_modules():
+        known = None if hasattr(module, "parametrizations") else formula(module)
+        own = {name: first[id(p)] for name, p in module.named_parameters() if p.requires_grad}
+        if known is not None and own:
+            found[id(module)] = Unit(path, module, known, own)
+    shapes = _Shapes(model, list(found.values())).of(x)
+    pairs = zip(found.values(), shapes, strict=True)
+    return [replace(unit, numbers=_numbers(calls, 1)) for unit, calls in pairs if calls]
+
+
+def _with_rest(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """Return the units, and one of all other parameters; a parameter in both is in the rest.
+
+    A parameter in two units stays there: their gradients are added before they are measured.
+    """
+    own = {name for unit in units for name in unit.parameters.values()}
+    rest = {n: n for n, p in model.named_parameters() if p.requires_grad and n not in own}
+    return [*units, Unit("", model, None, rest)] if rest else list(units)
+
+
+def _first_sample(value: Any) -> Any:
+    """Return the first sample as a batch of one; return values without samples unchanged."""
+    return value[:1] if isinstance(value, Tensor) and value.ndim else value
+
+
+def _numbers(calls: Sequence[Any], samples: int) -> int:
+    """Return the size of the largest input or output for one sample."""
+    shapes = [shape for inputs, outputs, _ in calls for shape in (*inputs, *outputs)]
+    return max((math.prod(shape) // samples for shape in shapes), default=0)
 
 
 def _partition(module: nn.Module, path: str) -> list[Unit]:
@@ -55,7 +116,7 @@ def _partition(module: nn.Module, path: str) -> list[Unit]:
     return [Unit(path, module, known, parameters)] if names else []
 
 
-def _located(model: nn.Module, units: Sequence[Unit], x: Any, y: Any) -> list[Unit] | None:
+def _located(model: nn.Module, units: Sequence[Unit], x: Any) -> list[Unit] | None:
     """Return the units with their sample axes and with one name per parameter.
 
     Return None if the axes cannot be determined.
@@ -74,8 +135,7 @@ def _located(model: nn.Module, units: Sequence[Unit], x: Any, y: Any) -> list[Un
                 return None
             if unit.formula is not None and (not inputs or len(outputs) != 1):
                 return None
-            shapes = [shape for given, out, _ in calls for shape in (*given, *out)]
-            numbers = max((math.prod(shape) // 3 for shape in shapes), default=0)
+            numbers = _numbers(calls, 3)
             located.append(
                 replace(unit, inputs=inputs, outputs=outputs, picks=picks, numbers=numbers)
             )

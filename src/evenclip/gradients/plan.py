@@ -2,60 +2,61 @@
 
 Before training, `plan` runs a few samples through the model. It determines and checks:
 
-1. the units: layers with a formula, and other modules with their own parameters, which go through
-   `torch.func`;
-2. the sample axis of each unit's inputs and outputs: the axis that differs between a batch of
-   three samples and a batch of two;
-3. that no sample influences another: changing one sample must not change another sample's loss;
+1. why the samples are independent: by the types of layers and loss; by construction, because each
+   sample passes by itself, mapped over the batch; or as far as a test shows, for models that cannot
+   be mapped;
+2. the units: layers with a formula; other parameters are differentiated directly;
+3. that a sample's numbers are the same alone and in company (`evenclip.gradients.mixing`). A model
+   of which each sample passes by itself would be private without that, but it would not be the
+   model that its author meant;
 4. that the per-sample gradients equal those of autograd. If they do not (for example if a parameter
-   is used outside its layer), the whole model goes through `torch.func`. If that fails too, the
-   model is refused.
+   is used outside its layer), the next way is tried. If all fail, the model is refused.
 
 The error message names the module and says what to do instead.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from evenclip.gradients.calls import call, count
+from evenclip.gradients.errors import ModelError
+from evenclip.gradients.foreign import foreign_operator
+from evenclip.gradients.known_layers import independent_by_layers
 from evenclip.gradients.layout import Layout
 from evenclip.gradients.losses import Loss, per_sample
-from evenclip.gradients.partition import candidates
+from evenclip.gradients.mixing import mixing_module
+from evenclip.gradients.partition import alone, at_once, mapped
 from evenclip.gradients.precision import precision
-from evenclip.gradients.tape import Tape, WholeTape, call, count
+from evenclip.gradients.state import ModelState
+from evenclip.gradients.tape import Independence, Tape, WholeTape
 from evenclip.gradients.trial import (
-    change_first,
-    change_first_target,
     generator_states,
-    same,
+    repeated,
     same_draws,
     three_samples,
     undisturbed,
+    varied,
 )
 
 __all__ = ["ModelError", "check_plan", "plan"]
 
-
-class ModelError(ValueError):
-    """A model that cannot be trained privately; the message says why and what to do.
-
-    Attributes:
-        unverified: whether no way to compute its gradients agreed with autograd on some samples;
-            on others one may.
-    """
-
-    unverified = False
+# Samples that pass together in the test that they are independent, and how many pass alone if each
+# of them will pass by itself. A model may behave in another way above 64.
+_COMPANY, _ALONE = 66, 3
 
 
-def plan(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tape | WholeTape:
+def plan(
+    model: nn.Module, loss: Loss, x: Any, y: Any, independence: str | None = None
+) -> Tape | WholeTape:
     """Choose the tape for this model and loss, and check it on a few samples.
 
     Args:
@@ -64,6 +65,9 @@ def plan(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tape | WholeTape:
         x: inputs of at least one sample. Three samples are used. With more to choose from, it is
             more likely that exchanging two of them changes the loss.
         y: their targets.
+        independence: "tested" passes the samples of a block at once, and tests that they do not
+            influence each other; by default they pass by themselves wherever that is possible,
+            unless the types of the layers show that they are independent.
     """
     refuse_stateful(model)
     _refuse_parameters(model)
@@ -74,35 +78,61 @@ def plan(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tape | WholeTape:
             "torch.autocast is on: its products have fewer bits than the parameters, so norms "
             "would be too small. Switch it off, or convert the model itself (model.bfloat16())."
         )
-    loss = per_sample(loss)
-    x, y = three_samples((x, y))
+    each = per_sample(loss)
+    x3, y3 = three_samples((x, y))
     with undisturbed(model):
-        reference = _stateless_forward(model, loss, x, y)
-        _refuse_mixing(model, loss, x, y, reference)
-        for tape in candidates(model, loss, x, y):
-            with tape.recording(), _checkable(tape, model):
-                if _agrees(tape, model, loss, x, y):
-                    same_draws()
-                    tape.cancels = tape(x, y).cancels
-                    return tape
+        _stateless_forward(model, each, x3, y3)
+        if independence is None and independent_by_layers(model, loss, x3, y3):
+            tape = _first_right(model, each, x3, y3, at_once(model, each, x3, Independence.LAYERS))
+            if tape is not None:
+                return tape
+        company = _company(model, each, x, y)
+        _refuse_mixing(model, each, *company, alone=_ALONE)
+        ways = at_once(model, each, x3, Independence.TESTED)
+        maps = foreign_operator(partial(_forward, model, each, x3, y3)) is None
+        if independence is None and maps:
+            tape = _first_right(model, each, x3, y3, mapped(model, each, x3))
+            if tape is not None:
+                return tape
+        further = alone(model, each, x3, y3, maps=maps)
+        tape = _first_right(model, each, x3, y3, itertools.chain(ways, further))
+        if tape is not None:
+            if tape.independence is Independence.TESTED:
+                _refuse_mixing(model, each, *company, alone=_COMPANY)
+            return tape
     raise _unverified(model)
 
 
+def _first_right(
+    model: nn.Module, loss: Loss, x: Any, y: Any, tapes: Iterable[Tape | WholeTape]
+) -> Tape | WholeTape | None:
+    """Return the first tape whose gradients are those of autograd; None if there is none."""
+    for tape in tapes:
+        with tape.recording(), _checkable(tape, model):
+            if _agrees(tape, model, loss, x, y):
+                same_draws()
+                tape.cancels = tape(x, y).cancels
+                return tape
+    return None
+
+
 def check_plan(tape: Tape | WholeTape, loss: Loss, x: Any, y: Any) -> None:
-    """Check on three samples a tape that was planned on others; samples of no use are skipped.
+    """Check on given samples a tape that was planned on others, and that they do not mix.
+
+    Samples of no use are skipped.
 
     Raises:
         ModelError: the samples influence each other, or their gradients are not autograd's.
     """
     model, loss = tape.model, per_sample(loss)
-    x, y = three_samples((x, y))
+    x3, y3 = three_samples((x, y))
     with undisturbed(model):
-        reference = _stateless_forward(model, loss, x, y)
+        reference = _stateless_forward(model, loss, x3, y3)
         if not bool(reference.isfinite().all()):
             return
-        _refuse_mixing(model, loss, x, y, reference)
+        _refuse_mixing(model, loss, x3, y3, alone=3)
         with tape.recording(), _checkable(tape, model):
-            if not _agrees(tape, model, loss, x, y, longest=math.inf):
+            if not _agrees(tape, model, loss, x3, y3, longest=math.inf):
                 raise _unverified(model)
 
 
@@ -161,52 +191,33 @@ def _refuse_parameters(model: nn.Module) -> None:
 
 
 def _stateless_forward(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tensor:
-    """Return the losses; raise if the forward pass changes a buffer."""
-    before = {name: b.clone() for name, b in model.named_buffers()}
+    """Return the losses; raise if the forward pass changes the model."""
+    state = ModelState(model)
     losses = _forward(model, loss, x, y)
-    for name, buffer in model.named_buffers():
-        if not torch.equal(buffer, before[name]):
-            raise ModelError(
-                f"The forward pass changes the buffer {name!r}: the buffer would publish data "
-                "without noise. Build that layer without running statistics."
-            )
+    state.check()
     return losses
 
 
-def _refuse_mixing(model: nn.Module, loss: Loss, x: Any, y: Any, reference: Tensor) -> None:
-    """Raise if changing one sample changes the loss of another."""
-    changed = _forward(model, loss, tree_map(change_first, x), tree_map(change_first_target, y))
-    if same(changed[1:], reference[1:]):
-        return
-    path = _mixing_module(model, x)
-    raise ModelError(
-        f"The samples of a batch influence each other in {path}: changing one sample changed "
-        "another's loss. Private training needs samples that are computed independently; use "
-        "layers that normalise or attend within one sample, and a loss of one sample at a time."
-    )
+def _company(model: nn.Module, loss: Loss, x: Any, y: Any) -> tuple[Any, Any]:
+    """Return as many samples as are tested together, different ones if the model takes them."""
+    company = varied(x, y, _COMPANY)
+    try:
+        _forward(model, loss, *company)
+    except Exception:  # anything that a model may raise for numbers that it does not expect
+        return repeated(x, y, _COMPANY)
+    return company
 
 
-def _mixing_module(model: nn.Module, x: Any) -> str:
-    """Return the innermost module that changes unchanged samples, or "the loss" if there is none.
-
-    For such a module, the inputs of the unchanged samples are the same and their outputs differ.
-    """
-    before, after = _calls(model, x), _calls(model, tree_map(change_first, x))
-    n = count(x)
-    for old, new in zip(before, after, strict=False):
-        if _moved(old.outputs, new.outputs, n) and not _moved(old.inputs, new.inputs, n):
-            return f"{old.path or 'the model itself'} ({type(old.module).__name__})"
-    if all(o.ndim and len(o) == n for o in before[-1].outputs):
-        return "the loss"
-    return f"the model itself ({type(model).__name__})"
-
-
-def _moved(old: Sequence[Tensor], new: Sequence[Tensor], n: int) -> bool:
-    """Return whether a sample other than the first differs, in tensors with n samples first."""
-    pairs = zip(old, new, strict=False)
-    return any(
-        a.shape == b.shape and a.ndim and len(a) == n and not same(a[1:], b[1:]) for a, b in pairs
-    )
+def _refuse_mixing(model: nn.Module, loss: Loss, x: Any, y: Any, *, alone: int) -> None:
+    """Raise if the samples influence each other."""
+    where = mixing_module(model, loss, x, y, alone=alone)
+    if where is not None:
+        raise ModelError(
+            f"The samples of a batch influence each other in {where}: a sample's numbers depend on "
+            "the other samples of its batch. Private training needs samples that are computed "
+            "independently; use layers that normalise or attend within one sample, and a loss of "
+            "one sample at a time."
+        )
 
 
 # --- checking -----------------------------------------------------------------------------------
@@ -248,14 +259,14 @@ def _agrees(
 
 @contextmanager
 def _checkable(tape: Tape | WholeTape, model: nn.Module) -> Iterator[None]:
-    """Switch dropout off while a `WholeTape` is compared with autograd.
+    """Switch dropout off while a tape that passes single samples is compared with autograd.
 
-    A whole model draws different dropout masks for single samples than for a batch. A tape of units
+    A model draws different dropout masks for single samples than for a batch. A tape of units
     is compared with dropout on: a unit that went through `torch.func` with other masks than in the
     forward pass has a wrong gradient and must fail here.
     """
     modes = [(module, module.training) for module in model.modules()]
-    if isinstance(tape, WholeTape):
+    if isinstance(tape, WholeTape) or tape.independence is Independence.CONSTRUCTION:
         model.eval()
     try:
         yield
@@ -290,42 +301,3 @@ def _forward(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tensor:
     same_draws()
     with torch.no_grad():
         return loss(call(model, x), y)
-
-
-@dataclass(frozen=True)
-class _Called:
-    """The inputs and outputs of one call of a module."""
-
-    path: str
-    module: nn.Module
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-
-
-def _calls(model: nn.Module, x: Any) -> list[_Called]:
-    """Return every call of every module, innermost first."""
-    calls: list[_Called] = []
-    handles = [
-        module.register_forward_hook(_CallHook(calls, path), with_kwargs=True)
-        for path, module in model.named_modules()
-    ]
-    try:
-        same_draws()
-        with torch.no_grad():
-            call(model, x)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls
-
-
-class _CallHook:
-    """A forward hook that copies inputs and outputs."""
-
-    def __init__(self, calls: list[_Called], path: str) -> None:
-        self._calls, self._path = calls, path
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        inputs = [leaf.clone() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf.clone() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        self._calls.append(_Called(self._path, module, inputs, outputs))

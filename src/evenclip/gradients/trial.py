@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,14 +12,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
-    "change_first",
-    "change_first_target",
     "first_two",
     "generator_states",
-    "same",
+    "repeated",
     "same_draws",
     "three_samples",
     "undisturbed",
+    "varied",
 ]
 
 
@@ -61,9 +61,7 @@ def three_samples(value: Any) -> Any:
     The second sample differs from the first in as many tensors as possible, so that exchanging the
     two changes the batch.
     """
-    leaves = [leaf.reshape(len(leaf), -1) for leaf in tree_leaves(value)]
-    finite = torch.stack([leaf.isfinite().all(dim=1).cpu() for leaf in leaves]).all(dim=0)
-    rows = finite.nonzero().flatten().tolist() or list(range(len(finite)))
+    leaves, rows = [leaf.reshape(len(leaf), -1) for leaf in tree_leaves(value)], _finite(value)
     differences = [(leaf != leaf[rows[0]]).any(dim=1).cpu() for leaf in leaves]
     differ = torch.stack(differences).sum(dim=0)  # [sample]
     second = max(rows, key=differ.tolist().__getitem__)
@@ -76,32 +74,49 @@ def first_two(value: Any) -> Any:
     return value[:2]
 
 
-def change_first(value: Tensor) -> Tensor:
-    """Return the samples with the first one changed.
+def varied(x: Any, y: Any, n: int) -> tuple[Any, Any]:
+    """Return n samples that differ: those given, finite ones if there are any, then changed copies.
 
-    Floating-point values are scaled and shifted. Tokens are replaced by those of the second sample.
-    If these are equal, every token becomes the smallest of the batch, which is valid at every
-    position.
+    Floating-point values of a copy are scaled and shifted. Of whole numbers, which may be tokens,
+    every other copy has the smallest of the batch in all places, which is valid everywhere. Targets
+    are drawn from those given.
     """
-    changed = value.clone()
+    rows = _finite((x, y))
+    copies = torch.tensor([i // len(rows) for i in range(n)])
+    chosen = torch.tensor([rows[i % len(rows)] for i in range(n)])
+    random = torch.randint(len(rows), (n,), generator=torch.Generator().manual_seed(0))
+    return (
+        tree_map(partial(_varied, chosen, copies), x),
+        tree_map(partial(_chosen, torch.tensor(rows)[random]), y),
+    )
+
+
+def repeated(x: Any, y: Any, n: int) -> tuple[Any, Any]:
+    """Return n samples: those given, finite ones if there are any, again and again."""
+    rows = _finite((x, y))
+    chosen = torch.tensor([rows[i % len(rows)] for i in range(n)])
+    return tree_map(partial(_chosen, chosen), x), tree_map(partial(_chosen, chosen), y)
+
+
+def _chosen(rows: Tensor, value: Tensor) -> Tensor:
+    """Return these samples."""
+    return value[rows.to(value.device)]
+
+
+def _varied(chosen: Tensor, copies: Tensor, value: Tensor) -> Tensor:
+    """Return these samples of an input, changed where they are copies."""
+    chosen, copies = chosen.to(value.device), copies.to(value.device)
+    some = value[chosen]
+    shape = (-1, *(1 for _ in value.shape[1:]))
     if value.is_floating_point():
-        shift = torch.linspace(-2, 2, value[0].numel()).reshape(value[0].shape).to(value)
-        changed[0] = 3 * value[0] + shift
-    else:
-        changed[0] = value.amin() if torch.equal(value[0], value[1]) else value[1]
-    return changed
+        shift = torch.linspace(-2, 2, max(value[0].numel(), 1))[: value[0].numel()]
+        factor = copies.reshape(shape).to(value)
+        return some * (1 + factor) + shift.reshape(value.shape[1:]).to(value) * factor
+    return torch.where((copies % 2 == 1).reshape(shape), value.amin(), some)
 
 
-def change_first_target(value: Tensor) -> Tensor:
-    """Return the targets with the first one replaced by the second, which is a valid value."""
-    changed = value.clone()
-    changed[0] = value[1]
-    return changed
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Return whether the tensors are equal up to rounding; NaN equals NaN."""
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    tolerance = 1e3 * torch.finfo(a.dtype).eps
-    return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+def _finite(value: Any) -> list[int]:
+    """Return the samples that are finite in all tensors; all samples if there are none."""
+    leaves = [leaf.reshape(len(leaf), -1) for leaf in tree_leaves(value)]
+    finite = torch.stack([leaf.isfinite().all(dim=1).cpu() for leaf in leaves]).all(dim=0)
+    return finite.nonzero().flatten().tolist() or list(range(len(finite)))

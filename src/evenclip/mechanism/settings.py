@@ -68,6 +68,10 @@ class Settings:
         """Return the constants that a rule's first state may depend on."""
         return Constants(self.groups, classes, self.parameters, self.B, self.q, self.steps)
 
+    def begins(self, t: int) -> bool:
+        """Return whether an epoch begins after t steps."""
+        return t % self.epoch == 0
+
     def ends(self, t: int) -> bool:
         """Return whether an epoch ends with step t, counted from 1."""
         return t % self.epoch == 0 or t == self.steps

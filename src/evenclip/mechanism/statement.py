@@ -63,7 +63,8 @@ class Facts:
     Attributes:
         tf32: whether operands of products were rounded to TF32.
         uncovered: further uses of the data that ε does not cover.
-        independence: whether a sample's numbers depend on the rest of its batch, as a sentence.
+        independence: why a sample's gradient does not depend on the other samples, as a sentence.
+        company: whether the last bits of a sample's numbers do, as a sentence.
         rounding: ρ, by which the rounding of a sum exceeds the sensitivity; None if unknown.
         durable: whether each step was on disk in the ledger before it was taken.
         remaining: ledger entries, as plain values, of the declared steps that the run has not
@@ -73,6 +74,7 @@ class Facts:
     tf32: bool = False
     uncovered: tuple[str, ...] = ()
     independence: str | None = None
+    company: str | None = None
     rounding: float | None = None
     durable: bool = False
     remaining: Sequence[Mapping[str, Any]] | None = None
@@ -336,6 +338,7 @@ def _release(settings: Settings, ledger: Ledger, facts: Facts) -> dict[str, Any]
         "random_generator": GENERATOR + ("" if settings.rule.poisson else SHUFFLED),
         "bound_inflation": None if rounding is None else inflation(rounding),
         "independence": facts.independence,
+        "company": facts.company,
         "ledger_covers": DURABLE if facts.durable else NOT_DURABLE,
     }
 
@@ -396,6 +399,7 @@ def _conditions(report: dict[str, Any]) -> list[str]:
         if enlarged is None
         else f"The noise is enlarged by at most {100 * enlarged:.2g} % for the rounding of sums",
         report["independence"],
+        report["company"],
         f"The ledger covers {report['ledger_covers']}",
     ]
     return [" ".join(f"{text[0].upper()}{text[1:]}." for text in sentences if text)]

@@ -27,7 +27,8 @@ _FIELDS = (
     ("group_labels_entered_training", "group labels entered training"),
     ("empty_batches", "empty batches"), ("non_finite_samples", "records without a finite gradient"),
     ("clamped_weights", "weights that had to be held to the bound"), ("precision", "precision"),
-    ("independence", "samples in company"), ("random_generator", "random generator"),
+    ("independence", "independence of samples"), ("company", "samples in company"),
+    ("random_generator", "random generator"),
     ("ledger_covers", "the ledger covers"),
     ("specification", "specification, SHA-256"),
 )  # fmt: skip

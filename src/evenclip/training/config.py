@@ -79,6 +79,9 @@ class TrainConfig:
         q: Poisson rate; None: batch_size/n. With q, an epoch has round(1/q) steps.
         steps: T, instead of epochs.
         performance: how the run is computed, which does not change the mechanism.
+        independence: None passes each sample through the model by itself, unless the types of the
+            layers show that samples are independent, or torch cannot map the model; "tested"
+            passes them together, and the privacy report says that independence was tested only.
     """
 
     rule: Rule = field(default_factory=DPSGDGlobalAdapt)
@@ -94,6 +97,7 @@ class TrainConfig:
     q: float | None = None
     steps: int | None = None
     performance: Performance = Performance()
+    independence: str | None = None
 
     def __post_init__(self) -> None:
         """Raise if a class is given instead of an instance, or the reverse."""
@@ -104,6 +108,11 @@ class TrainConfig:
                 "sigma=1.0), or a frozen dataclass that derives from evenclip.Rule."
             )
         check_complete(type(rule))
+        if self.independence not in (None, "tested"):
+            raise ValueError(
+                f"independence is {self.independence!r}; give None, which is the default, or "
+                '"tested".'
+            )
         for name, example in (
             ("optimizer", "torch.optim.Adam or functools.partial(torch.optim.SGD, momentum=0.9)"),
             ("scheduler", "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)"),

@@ -53,6 +53,7 @@ def fit(
     q: float | None = None,
     steps: int | None = None,
     performance: Performance | None = None,
+    independence: str | None = None,
     progress: bool | None = None,
     ranks: Processes | None = None,
 ) -> Result:
@@ -94,6 +95,9 @@ def fit(
         q: Poisson rate, by default batch_size/n. With q, an epoch has round(1/q) steps.
         steps: T, instead of epochs.
         performance: how the run is computed, which does not change the mechanism.
+        independence: None passes each sample through the model by itself, unless the types of the
+            layers show that samples are independent, or torch cannot map the model; "tested"
+            passes them together, and the privacy report says so.
         progress: whether to show progress; by default only on a terminal.
         ranks: `Ranks()` if `torchrun` has started several processes to train this model together;
             see `evenclip.distributed`. Observers see what their own rank computes; only rank 0
@@ -118,6 +122,7 @@ def fit(
         q=q,
         steps=steps,
         performance=performance,
+        independence=independence,
     )
     session = Session(observers, logs, checkpoint, checkpoint_every, resume, progress)
     return fit_config(model, data, config, session, ranks)

@@ -15,13 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from evenclip.data import Dataset, Streamed
+from evenclip.gradients.calls import call
 from evenclip.gradients.losses import Loss, per_sample
 from evenclip.gradients.plan import refuse_stateful
-from evenclip.gradients.tape import call
+from evenclip.gradients.state import ModelState
 from evenclip.rules import Rule
+from evenclip.training.artificial import artificial
 from evenclip.training.config import Performance
 from evenclip.training.processes import Processes
 
@@ -76,10 +79,14 @@ def check_data(
         )
     refuse_stateful(model)
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), torch.no_grad():
-        output = _attempt(
-            f"The model does not take this input, of shape {_shapes(samples.x)}",
-            call, model, samples.x,
-        )  # fmt: skip
+        complaint = f"The model does not take this input, of shape {_shapes(samples.x)}"
+        if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
+            # A lazy layer reads its width from its first input.
+            like = artificial(samples, len(rows), 1)
+            _attempt(complaint, call, model, like.x)
+        state = ModelState(model)
+        output = _attempt(complaint, call, model, samples.x)
+        state.check()
         classes = _classes(output, loss, samples.y)
         if classes is not None:
             _check_labels(data.y if isinstance(data, Dataset) else samples.y, *classes)

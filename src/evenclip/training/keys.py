@@ -110,6 +110,7 @@ def computed_with(config: TrainConfig) -> dict[str, str]:
     return {
         # The number of readers changes no row.
         "performance": repr(replace(config.performance, readers=0)),
+        "independence": str(config.independence),
         "evenclip": sources(),
         "torch": torch.__version__,
     }

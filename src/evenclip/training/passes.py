@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from evenclip.gradients import AnyTape, PerSample, Tape
-from evenclip.gradients.tape import call
+from evenclip.gradients.calls import call
 from evenclip.mechanism.generators import fill_generators
 from evenclip.mechanism.words import KEY_BYTES
 from evenclip.training.loss import Labelled

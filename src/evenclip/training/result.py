@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from evenclip.data import Dataset
+from evenclip.gradients.tape import Independence
 from evenclip.mechanism import Ledger, statement
 from evenclip.mechanism.settings import Settings
 from evenclip.mechanism.statement import Facts
@@ -26,6 +27,20 @@ PLANNED_ON_RECORDS = (
     "the choice of how gradients are computed, which was tried on a few records, because the model "
     "does not take artificial ones"
 )
+
+TESTED_ON_RECORDS = (
+    "the test that samples do not influence each other, on a few records before training and on a "
+    "batch of every epoch, which can only stop the training"
+)
+SENTENCES = {
+    Independence.LAYERS: "every layer and the loss are torch's own, and compute each sample from "
+    "that sample alone",
+    Independence.CONSTRUCTION: "each sample passes through the model by itself, so its gradient is "
+    "a function of that sample, public parameters and fresh random numbers",
+    Independence.TESTED: "samples pass through the model together, and no test saw one of them "
+    "change another's numbers, which does not prove that none does",
+}
+"""Why a sample's gradient does not depend on the others, as the privacy report says it."""
 
 Record = dict[str, Any]  # what an observer returned, with the number of the step
 
@@ -78,8 +93,10 @@ def result(run: Run, records: Sequence[Record] = ()) -> Result:
         uncovered=(
             *(() if isinstance(run.data, Dataset) else run.data.uncovered),
             *((PLANNED_ON_RECORDS,) if run.needs_records else ()),
+            *((TESTED_ON_RECORDS,) if run.independence is Independence.TESTED else ()),
         ),
-        independence=run.company,
+        independence=f"{run.independence.value}: {SENTENCES[run.independence]}",
+        company=run.company,
         rounding=run.mechanism.rounding,
         durable=run.durable,
         remaining=run.remaining.to_json(),

@@ -27,6 +27,7 @@ from evenclip.mechanism.words import KEY_BYTES, derive
 from evenclip.training.batches import BatchStream
 from evenclip.training.company import fix_company
 from evenclip.training.config import TrainConfig
+from evenclip.training.guard import ModelGuard
 from evenclip.training.identity import digest
 from evenclip.training.inputs import (
     check_optimizer,
@@ -69,8 +70,8 @@ _BLOCK = 100
 # A copy has its own key, and what belongs to a key.
 _NOT_COPIED = frozenset(
     (
-        "key", "batches", "noise", "conditions", "_graph", "_in_use", "_journal", "_repeats",
-        "_shares", "_unchanged",
+        "key", "batches", "noise", "conditions", "_graph", "_guard", "_in_use", "_journal",
+        "_repeats", "_shares", "_unchanged",
     )
 )  # fmt: skip
 
@@ -92,6 +93,7 @@ class Run:
         trace: statistics of the training so far. Private.
         t: number of steps taken.
         needs_records: whether the model was planned on records, not on artificial ones.
+        independence: why a sample's gradient does not depend on the others.
         company: a sentence on whether a sample's numbers depend on the rest of its batch.
         run_id: a hash of the secret key, which names the run in ledgers. May be published.
         drawn: number of batches drawn, each with its noise; every `step()` draws one.
@@ -121,7 +123,9 @@ class Run:
             self.conditions = conditions(
                 settings, config, model, data, self.data_digest, device, ranks
             )
-        tape, self.needs_records = make_tape(model, config.loss, data, rule, self.state)
+        way = "tested" if ranks.sharded else config.independence
+        tape, self.needs_records = make_tape(model, config.loss, data, rule, self.state, way)
+        self.independence = tape.independence
         self.tape = type(rule).tape(rule, tape)  # the method that `check_tape` has checked
         self._update = ranks.update(self.tape, config.optimizer, settings.lr)
         if not self._update.is_plain:
@@ -140,6 +144,7 @@ class Run:
         self._journal: Journal | None = None
         self.is_on_disk, self._is_recording = True, False
         self._in_use = threading.Lock()
+        self._guard = ModelGuard(self.tape, self.independence, ranks)
         self._unchanged: Unchanged | None = None
         if self.conditions:
             whole = None if ranks.sharded else self.model  # pieces hold connections
@@ -199,6 +204,7 @@ class Run:
         self._graph = self._journal = self._unchanged = None
         self._in_use = threading.Lock()
         self.is_on_disk = not self.ledger.entries
+        self._guard = ModelGuard(self.tape, self.independence, self.ranks)
         self._branch()
 
     def write_ahead(self, folder: Path) -> None:
@@ -293,6 +299,7 @@ class Run:
     def set_update_state(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         """Continue from a state of the model and of the optimiser."""
         self._update.set_state(model, optimizer)
+        self._guard = ModelGuard(self.tape, self.independence, self.ranks)
 
     def close(self) -> None:
         """End the run; its model then has separate memory for each parameter, and no gradients."""
@@ -365,12 +372,15 @@ class Run:
         self.drawn += 1
         B, chunks = self.batches.draw(index, self.state)
         noise = self._noise(index)
-        if self._graph is not None and self._graph.takes(chunks, B):
-            public, part = self._graph(self.state, chunks[0], noise)
-        else:
-            with self.ranks.collective():
-                release = Release(noise, self._shares)
-                public, part = step(self.tape, mechanism, self.state, chunks, B, release)
+        with self._guard:
+            if self._graph is not None and self._graph.takes(chunks, B):
+                public, part = self._graph(self.state, chunks[0], noise)
+            else:
+                with self.ranks.collective():
+                    release = Release(noise, self._shares)
+                    public, part = step(self.tape, mechanism, self.state, chunks, B, release)
+        if self.settings.begins(self.t):
+            self._guard.test(chunks)
         if self._repeats is not None and noise:
             self._repeats.check(index, (public.gradient, public.now, public.state))
         sums = WeightedSums(self.tape, chunks)

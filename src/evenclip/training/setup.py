@@ -13,9 +13,11 @@ from torch.utils._pytree import tree_map
 from evenclip.data import Dataset, Streamed
 from evenclip.data.dataset import Samples
 from evenclip.gradients import AnyTape, Tape, WholeTape, plan
+from evenclip.gradients.calls import call, count
+from evenclip.gradients.errors import ModelError
 from evenclip.gradients.losses import Loss, per_sample
-from evenclip.gradients.plan import ModelError, check_plan
-from evenclip.gradients.tape import call, count
+from evenclip.gradients.plan import check_plan
+from evenclip.gradients.tape import Independence
 from evenclip.mechanism import Mechanism, wanted
 from evenclip.mechanism.rounding import covered_records, most_records, sum_rounding
 from evenclip.mechanism.settings import Settings
@@ -37,8 +39,8 @@ __all__ = [
 
 # Above this ρ a run warns, and no step is compiled.
 MOST_ROUNDING = 0.01
-# Artificial samples of which the plan chooses three.
-_ARTIFICIAL = 16
+# Artificial samples that the plan passes together; a model may behave in another way above 64.
+_ARTIFICIAL = 66
 
 
 def rounding(tape: AnyTape, settings: Settings, performance: Performance, ranks: int) -> float:
@@ -126,12 +128,18 @@ def _classes(output: Any, y: Any) -> int:
 
 
 def make_tape(
-    model: nn.Module, loss: Loss, data: Dataset | Streamed, rule: Rule, state: Tensor
+    model: nn.Module,
+    loss: Loss,
+    data: Dataset | Streamed,
+    rule: Rule,
+    state: Tensor,
+    independence: str | None,
 ) -> tuple[Tape | WholeTape, bool]:
-    """Plan the model's gradients with artificial samples, and check the plan on a few records.
+    """Plan the model's gradients with artificial samples.
 
     The plan decides how norms and sums are rounded, and so how much noise is added. So it must not
-    depend on a record; the check can only stop the training.
+    depend on a record. Where the independence of samples is only tested, a few records are tried
+    too, which can only stop the training.
 
     Returns:
         The tape, and whether it was planned with records because the model does not take artificial
@@ -145,12 +153,13 @@ def make_tape(
     places = rule, state
     try:
         made = artificial(records, _ARTIFICIAL, len(data.group_names))
-        tape = plan(model, used, *_inputs(made, *places))
+        tape = plan(model, used, *_inputs(made, *places), independence)
     except Exception as error:  # anything that a model may raise for samples of another kind
         if isinstance(error, ModelError) and not error.unverified:
             raise
-        return plan(model, used, *_inputs(records, *places)), True
-    check_plan(tape, used, *_inputs(records, *places))
+        return plan(model, used, *_inputs(records, *places), independence), True
+    if tape.independence is Independence.TESTED:
+        check_plan(tape, used, *_inputs(records, *places))
     return tape, False
 
 

@@ -1,0 +1,16 @@
+"""The error for models that cannot be trained privately."""
+
+from __future__ import annotations
+
+__all__ = ["ModelError"]
+
+
+class ModelError(ValueError):
+    """A model that cannot be trained privately; the message says why and what to do.
+
+    Attributes:
+        unverified: whether no way to compute its gradients agreed with autograd on some samples;
+            on others one may.
+    """
+
+    unverified = False

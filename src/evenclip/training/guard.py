@@ -1,0 +1,88 @@
+"""Nothing that a step leaves in the model may leave with it, or reach the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from evenclip.gradients import AnyTape, Tape
+from evenclip.gradients.calls import count
+from evenclip.gradients.errors import ModelError
+from evenclip.gradients.mixing import mixing_module
+from evenclip.gradients.state import ModelState
+from evenclip.gradients.tape import Independence
+from evenclip.training.passes import Chunk
+from evenclip.training.processes import Processes
+
+__all__ = ["ModelGuard"]
+
+
+class ModelGuard:
+    """Compare a model's state around each step, with that before the first one.
+
+    Layers that are known by their types keep no state, so their models are not compared.
+
+    Args:
+        tape: the tape of the run.
+        independence: why samples are independent.
+        ranks: the processes that train together.
+    """
+
+    def __init__(self, tape: AnyTape, independence: Independence, ranks: Processes) -> None:
+        self._tape, self._independence, self._ranks = tape, independence, ranks
+        self._state: ModelState | None = None
+        if independence is not Independence.LAYERS:
+            self._state = ModelState(tape.model, trained=False, frozen=not ranks.sharded)
+        self._versions: list[int] = []
+
+    def __enter__(self) -> None:
+        """Put attributes back, and remember the parameters."""
+        if self._state is not None:
+            self._state.check()
+            self._versions = self._trained()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Raise if the step has changed anything."""
+        if self._state is None or error is not None:
+            return
+        self._state.check()
+        if self._trained() != self._versions:
+            raise ModelError(
+                "A pass through the model changes its trainable parameters, which only the noisy "
+                "update may change. Build embeddings without max_norm, and layers without "
+                "initialisation by their first batch."
+            )
+
+    def test(self, chunks: Sequence[Chunk]) -> None:
+        """Test on a batch that its samples do not influence each other, if that is not known.
+
+        Raises:
+            ModelError: they do, on any rank.
+        """
+        if self._independence is not Independence.TESTED or not isinstance(self._tape, Tape):
+            return
+        found = [self._mixing(self._tape, chunk) for chunk in chunks]
+        where = next((place for place in self._ranks.each(found) for place in place if place), None)
+        if where is not None:
+            raise ModelError(
+                f"The samples of a batch influence each other in {where}, which showed on a batch "
+                "of records only. Nothing of this step is published; compute each sample by itself."
+            )
+
+    def _mixing(self, tape: Tape, chunk: Chunk) -> str | None:
+        """Return what mixes the samples of a chunk; None if nothing is seen."""
+        n = count(chunk.x)
+        if n < 2:
+            return None
+        return mixing_module(tape.model, tape.loss, chunk.x, chunk.y, alone=n, changed=False)
+
+    def _trained(self) -> list[int]:
+        """Return how often each trainable parameter has changed in place."""
+        if self._ranks.sharded:
+            return []
+        return [p._version for p in self._tape.model.parameters() if p.requires_grad]
