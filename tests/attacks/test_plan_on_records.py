@@ -107,6 +107,8 @@ def test_a_record_that_does_not_follow_the_plan_stops_the_training():
             return self.layer(x) * self.scale + large.max() * mean[:, :2]
 
     x, y = torch.randn(20, 3), torch.arange(20) % 2
-    fit(Routed(), (x, y), rule=DPSGD(), batch_size=10, steps=1, delta=1e-3)
+    given = {"rule": DPSGD(), "batch_size": 10, "steps": 1, "delta": 1e-3}
+    fit(Routed(), (x, y), **given, independence="tested")
     with pytest.raises(ValueError, match="The samples of a batch influence each other"):
-        fit(Routed(), (x + 100, y), rule=DPSGD(), batch_size=10, steps=1, delta=1e-3)
+        fit(Routed(), (x + 100, y), **given, independence="tested")
+    fit(Routed(), (x + 100, y), **given)  # each sample passes by itself

@@ -101,7 +101,7 @@ CASES = {
         math.nan,
     ),
     "custom module": Spoilt(Scaled, math.nan),
-    "whole model": Spoilt(BehindTheBack, math.nan),
+    "whole model": Spoilt(BehindTheBack, math.nan, WholeTape),
 }
 
 
@@ -132,13 +132,14 @@ def masked(x, y, group):
     return Chunk(x, y, group, torch.arange(len(y)) != BAD)
 
 
-def test_it_contributes_exactly_nothing(toy, private_rule, case):
+@pytest.mark.parametrize("independence", [None, "tested"], ids=str)
+def test_it_contributes_exactly_nothing(toy, private_rule, case, independence):
     torch.manual_seed(0)
     model, (x, y, group) = case.make(), toy.data(10)
     spoilt = x.clone()
     spoilt[BAD] = case.value
-    tape = plan(model, cross_entropy, x[:3], y[:3])
-    assert isinstance(tape, case.tape)
+    tape = plan(model, cross_entropy, x[:3], y[:3], independence)
+    assert independence is None or isinstance(tape, case.tape)
     step = taken(toy, model, private_rule, [Chunk(spoilt, y, group)], tape)
     without = taken(toy, model, private_rule, [masked(x, y, group)], tape)
     assert step.finite is not None
