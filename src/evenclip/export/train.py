@@ -175,9 +175,7 @@ def _batch_size(given: int | None, n: int) -> int:
 
 def _report(result: Result, tabled: Tabled, target: float) -> dict[str, Any]:
     """Return the privacy report of the run, including the preparation of the table."""
-    # Counts of private data without noise are left out.
-    counts = ("empty_batches", "non_finite_samples", "clamped_weights")
-    report = {name: value for name, value in result.privacy.items() if name not in counts}
+    report = result.privacy
     added: dict[str, Any] = {
         "target_epsilon": float(target),
         "not_covered": [*report["not_covered"], *tabled.uncovered],
