@@ -113,7 +113,7 @@ def test_the_report_says_which_steps_epsilon_belongs_to(taken, words):
     text = " ".join(paragraph(made).split())
     if words is None:
         assert made["steps_note"] is None
-        assert "declared" not in text
+        assert "steps were declared" not in text
     else:
         assert made["steps_note"].startswith(words)
         assert f"{words[0].upper()}{words[1:]}" in text
@@ -150,6 +150,18 @@ def test_the_bound_is_enforced_and_how_often_is_not_said(rule):
     assert "The rule's bound is enforced on every weight, before the sum; how often that was" in (
         " ".join(paragraph(made).split())
     )
+
+
+def test_epsilon_is_that_of_the_encoder_as_given():
+    made = report(settings_of(DPSGD()), ledger_of(DPSGD(), T))
+    assert made["encoder_declared"] is None
+    text = " ".join(paragraph(made).split())
+    assert "Encoder: ε holds for the encoder as given. Scaling, vocabularies and names" in text
+    assert "need an encoder that is declared or fitted privately." in text
+    declared = " ".join(paragraph(made | statement.encoder(True)).split())
+    assert "Encoder: ε holds for the encoder as given, which is declared: the trainer" in declared
+    fitted = statement.encoder(False)
+    assert (fitted["encoder"], fitted["encoder_declared"]) == (made["encoder"], False)
 
 
 def test_without_a_step_there_are_no_multipliers():

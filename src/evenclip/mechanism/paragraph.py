@@ -22,6 +22,8 @@ def sentences(report: Mapping[str, Any]) -> list[str]:
         f"{report['seed']}. Not covered by ε: {'; '.join(report['not_covered'])}. Not protected: "
         f"{', '.join(report['not_protected'])}."
     )
+    if report["epsilon"] is not None:
+        limits += f" Encoder: {report['encoder']}."
     return [_guarantee(report), *_conditions(report), limits]
 
 
@@ -57,7 +59,7 @@ def _conditions(report: Mapping[str, Any]) -> list[str]:
     if report["epsilon"] is None:
         return []
     sampler, enlarged = report["sampler"], report["bound_inflation"]
-    sentences = [
+    texts = [
         report["steps_note"],
         f"The claim is {report['claim']}",
         f"The rule's bound is enforced {report['bound_enforced']}",
@@ -72,7 +74,12 @@ def _conditions(report: Mapping[str, Any]) -> list[str]:
         report["independence"],
         f"The ledger covers {report['ledger_covers']}",
     ]
-    return [" ".join(f"{text[0].upper()}{text[1:]}." for text in sentences if text)]
+    return [" ".join(f"{_capital(text)}." for text in texts if text)]
+
+
+def _capital(text: str) -> str:
+    """Return a text with a capital letter; ε stays small."""
+    return f"{text[0].upper()}{text[1:]}" if text[0].isascii() else text
 
 
 def span(value: float | Sequence[float] | None, digits: int = 6) -> str:

@@ -59,6 +59,15 @@ CLAIM = (
     "computational: against anyone who does not know the key and cannot break AES-256 or BLAKE2b"
 )
 ENFORCEMENT = "on every weight, before the sum; how often that was needed is private"
+ENCODER = (
+    "ε holds for the encoder as given. Scaling, vocabularies and names that were fitted on the "
+    "records or read from them move the input of every record, and ε does not cover that. Released "
+    "figures, tuning and parallel composition need an encoder that is declared or fitted privately"
+)
+DECLARED = (
+    "ε holds for the encoder as given, which is declared: the trainer states that every kind, "
+    "range, category and name in its schema is public"
+)
 DURABLE = "all attempts: every step was on disk in the ledger before it was taken"
 NOT_DURABLE = "this attempt only: steps of an attempt that was interrupted may be missing"
 
@@ -153,6 +162,7 @@ def report(settings: Settings, ledger: Ledger, facts: Facts | None = None) -> di
     facts = facts or Facts()
     return {
         **_scope(facts.uncovered),
+        **encoder(None),
         **_epsilons(settings, ledger, facts),
         **_method(settings.rule),
         **_steps(settings, ledger, facts),
@@ -179,6 +189,15 @@ def report(settings: Settings, ledger: Ledger, facts: Facts | None = None) -> di
             "python": platform.python_version(),
         },
     }
+
+
+def encoder(declared: bool | None) -> dict[str, Any]:
+    """Return what the report says of the encoder, by which raw records become inputs.
+
+    Args:
+        declared: whether it was declared without reading the records; None if it is not known.
+    """
+    return {"encoder": DECLARED if declared else ENCODER, "encoder_declared": declared}
 
 
 def _scope(uncovered: Sequence[str]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ _COMMON = (
     ("protected", "Protected"),
     ("not_protected", "Not protected"),
     ("not_covered", "Not covered by ε"),
+    ("encoder", "Encoder"),
     ("accountant", "Accountant"),
     ("seed", "Seed"),
 )
