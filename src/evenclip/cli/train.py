@@ -80,6 +80,13 @@ def train(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for the model.")] = Path("model"),
     force: Annotated[bool, typer.Option("--force", help="Replace an existing model.")] = False,
+    with_group_figures: Annotated[
+        bool,
+        typer.Option(
+            "--with-group-figures",
+            help="Put exact test figures of the groups into the model card; not private.",
+        ),
+    ] = False,
     seed: Annotated[
         int | None,
         typer.Option(help="For tests only: anyone who knows the seed can subtract the noise."),
@@ -88,7 +95,8 @@ def train(
 ) -> None:
     """Train a differentially private model on a table.
 
-    The output folder also holds the encoder, the privacy report and a model card.
+    The output folder also holds the encoder, the privacy report and a model card. The accuracy of
+    the groups is printed, and is not in the folder unless you ask for it.
 
     Example: evenclip train people.csv --target hired --group sex --epsilon 3 --out model/
     """
@@ -102,7 +110,7 @@ def train(
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", UserWarning)
         trained = export.train(file, **given, **options.given(), device=device, seed=seed)
-    export.save(trained, out, force=force)
+    export.save(trained, out, force=force, with_group_figures=with_group_figures)
     for note in (*trained.tabled.notes, *dict.fromkeys(str(warning.message) for warning in warned)):
         print(f"note: {note}", file=sys.stderr)
     print(
@@ -124,6 +132,8 @@ def _facts(trained: Trained, out: Path) -> dict[str, Any]:
         "target_epsilon",
         "unit",
         "not_covered",
+        "encoder",
+        "encoder_declared",
         "n",
     )
     return {
@@ -164,6 +174,7 @@ def _text(trained: Trained, out: Path) -> str:
             f"({trained.support[name]}{', too few' if name in small else ''})"
         )
     lines += ["not covered by ε", *(f"  {access}" for access in report["not_covered"])]
+    lines += [f"encoder  {report['encoder']}"]
     return "\n".join(
         textwrap.fill(
             line,
