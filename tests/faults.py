@@ -1210,7 +1210,7 @@ STATEMENT = (
         "report-last-multipliers",
         "The report states the multipliers of the last kind of step only.",
         "mechanism/statement.py",
-        "**_multipliers(declared(settings, ledger)),",
+        "**_multipliers(Ledger.joined(ledger, left)),",
         "**_multipliers(Ledger(ledger.entries[-1:])),",
         ("mechanism/test_statement.py::test_multipliers_that_depend_on_the_step_are_a_range",),
     ),
