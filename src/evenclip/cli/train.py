@@ -46,6 +46,21 @@ class TrainOptions:
     )
 
 
+@dataclass(frozen=True)
+class FolderOptions:
+    """Where the model is written, and what beside it."""
+
+    out: Annotated[Path, typer.Option(help="Folder for the model.")] = Path("model")
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing model.")] = False
+    with_group_figures: Annotated[
+        bool,
+        typer.Option(
+            "--with-group-figures",
+            help="Put exact test figures of the groups into the model card; not private.",
+        ),
+    ] = False
+
+
 def _table(file: Path) -> Path:
     """Return the file; refuse a dataset, before a missing option hides that mistake."""
     # Imported here so that --help does not wait for torch.
@@ -78,15 +93,7 @@ def train(
     settings: TrainOptions,
     options: DataOptions,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    out: Annotated[Path, typer.Option(help="Folder for the model.")] = Path("model"),
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing model.")] = False,
-    with_group_figures: Annotated[
-        bool,
-        typer.Option(
-            "--with-group-figures",
-            help="Put exact test figures of the groups into the model card; not private.",
-        ),
-    ] = False,
+    folder: FolderOptions,
     seed: Annotated[
         int | None,
         typer.Option(help="For tests only: anyone who knows the seed can subtract the noise."),
@@ -104,19 +111,21 @@ def train(
     # Imported here so that --help does not wait for torch.
     from evenclip import export
 
-    export.check_place(out, force)
+    export.check_place(folder.out, folder.force)
     group = settings.group
     given = vars(settings) | {"group": group[0] if len(group) == 1 else group}
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", UserWarning)
         trained = export.train(file, **given, **options.given(), device=device, seed=seed)
-    export.save(trained, out, force=force, with_group_figures=with_group_figures)
+    export.save(
+        trained, folder.out, force=folder.force, with_group_figures=folder.with_group_figures
+    )
     for note in (*trained.tabled.notes, *dict.fromkeys(str(warning.message) for warning in warned)):
         print(f"note: {note}", file=sys.stderr)
     print(
-        json.dumps(_facts(trained, out), indent=2, ensure_ascii=False)
+        json.dumps(_facts(trained, folder.out), indent=2, ensure_ascii=False)
         if as_json
-        else _text(trained, out)
+        else _text(trained, folder.out)
     )
 
 
