@@ -168,7 +168,7 @@ def test_the_table_reads_at_80_columns(found):
         "privacy cost, points",
         "none",
         "sound here, unsound as published",
-        "Brackets hold 95 % intervals. p is by paired t test.",
+        "Brackets hold 95 % intervals.",
         "differentially private",
     )
     assert [part for part in said if part not in words] == []
