@@ -90,7 +90,8 @@ def test_help_has_an_example(capsys):
     _, out, _ = run(capsys, "--help")
     assert "evenclip data --data-dir ~/datasets" in out
     _, out, _ = run(capsys, "schema", "--help")
-    assert "evenclip data schema loans.csv --target default" in " ".join(out.split())
+    words = " ".join(out.split())
+    assert "evenclip data schema loans.csv --columns-only --target default" in words
 
 
 # --- schema ---
@@ -124,7 +125,10 @@ def test_a_schema_is_written_and_not_written_over(capsys, table, tmp_path):
     path = tmp_path / "schema.json"
     status, out, _ = run(capsys, "schema", table, "--out", path)
     assert status == 0
-    assert out == f"{path}: 3 columns. Its ranges and values were read from the data: edit them.\n"
+    assert out == (
+        f"{path}: 3 columns. Their kinds, ranges and values were read from the data: replace them "
+        'by public ones, and then remove the "warning".\n'
+    )
     assert set(json.loads(path.read_text())["columns"]) == {"age", "sex", "late"}
     path.write_text("edited")
     status, _, err = run(capsys, "schema", table, "--out", path)
@@ -133,15 +137,51 @@ def test_a_schema_is_written_and_not_written_over(capsys, table, tmp_path):
     assert err == f"evenclip: {expected}\n"
 
 
-def test_a_target_that_is_no_column_is_one_sentence(capsys, table):
-    status, _, err = run(capsys, "schema", table, "--target", "lat")
+def test_a_skeleton_has_the_names_of_the_columns_and_nothing_else(capsys, table, tmp_path):
+    status, out, err = run(capsys, "schema", table, "--columns-only", "--target", "late")
+    assert (status, err) == (0, "")
+    written = json.loads(out)
+    assert written["columns"] == {
+        "age": {"kind": None}, "sex": {"kind": None}, "late": {"kind": "category", "values": []},
+    }  # fmt: skip
+    assert "warning" not in written
+    path = tmp_path / "schema.json"
+    _, out, _ = run(capsys, "schema", table, "--columns-only", "--out", path)
+    assert out == (
+        f"{path}: 3 columns. Only their names were read: fill in the kind of each, and its range "
+        "or its values.\n"
+    )
+    assert json.loads(path.read_text())["columns"]["late"] == {"kind": None}
+
+
+def test_a_skeleton_that_is_not_filled_in_is_one_sentence(capsys, table, tmp_path):
+    path = tmp_path / "schema.json"
+    run(capsys, "schema", table, "--columns-only", "--out", path)
+    with pytest.raises(SystemExit) as stop:
+        main(
+            ["train", str(table), "--target", "late", "--group", "sex", "--schema", str(path),
+             "--out", str(tmp_path / "model")]
+        )  # fmt: skip
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith(
+        f"evenclip: {path} is not filled in: 'age', 'sex', 'late' have no kind or no values yet. "
+        "Write what is publicly known, such as"
+    )
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("only", [(), ("--columns-only",)])
+def test_a_target_that_is_no_column_is_one_sentence(capsys, table, only):
+    status, _, err = run(capsys, "schema", table, *only, "--target", "lat")
     assert (status, err) == (
         2,
         "evenclip: --target is 'lat'; the columns of the table are 'age', 'sex', 'late'.\n",
     )
 
 
-def test_a_table_that_is_not_there_is_one_sentence(capsys, tmp_path):
-    status, _, err = run(capsys, "schema", tmp_path / "none.csv")
+@pytest.mark.parametrize("only", [(), ("--columns-only",)])
+def test_a_table_that_is_not_there_is_one_sentence(capsys, tmp_path, only):
+    status, _, err = run(capsys, "schema", tmp_path / "none.csv", *only)
     assert status == 2
     assert err.startswith(f"evenclip: {tmp_path / 'none.csv'} is not there")

@@ -164,6 +164,35 @@ def test_a_schema_from_its_file(capsys, file, tmp_path):
     assert status == 0
     assert "  the encoder" not in out
     assert "  a check that the rows fit the schema, which only ever stops training" in out
+    assert "ε holds for the encoder as given" in " ".join(out.split())
+    assert "accuracy of test rows" in out
+    assert "has no figures of test rows" in (tmp_path / "m" / "README.md").read_text()
+
+
+def test_group_figures_are_in_the_folder_if_asked_for(capsys, file, tmp_path):
+    asked = (*FAST, "--with-group-figures", "--out", tmp_path / "m")
+    status, out, _ = run(capsys, "train", file, *ASK, *asked)
+    assert status == 0
+    text = (tmp_path / "m" / "README.md").read_text()
+    assert "| sex | test rows | accuracy |" in text
+    assert "accuracy of test rows" in out
+
+
+def test_a_schema_declares_and_the_command_says_so(capsys, file, tmp_path):
+    schema = tmp_path / "schema.json"
+    category = {"kind": "category", "missing": False}
+    columns = {
+        "income": {"kind": "number", "range": [0, 10000]},
+        "sex": category | {"values": ["d", "f", "m"]},
+        "credit": {"kind": "category", "values": ["bad", "good"]},
+    }
+    schema.write_text(json.dumps({"evenclip_schema": 1, "columns": columns}))
+    status, out, _ = run(
+        capsys, "train", file, *ASK, *FAST, "--schema", schema, "--out", tmp_path / "m", "--json"
+    )
+    facts = json.loads(out)
+    assert (status, facts["encoder_declared"]) == (0, True)
+    assert facts["encoder"].startswith("ε holds for the encoder as given, which is declared")
 
 
 MISTAKES = {

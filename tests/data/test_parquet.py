@@ -584,8 +584,8 @@ def test_names(tmp_path):
     )
     assert refusal(ValueError, lambda: opened(path, schema=None)) == (
         "Column 'id' has type large_string and is not a number; give a schema that says how to "
-        "encode it (`evenclip data schema` proposes one), or name the columns to learn from as "
-        "features."
+        "encode it (`evenclip data schema FILE --columns-only` writes one to fill in), or name "
+        "the columns to learn from as features."
     )
     less = {
         **SCHEMA,

@@ -91,6 +91,29 @@ def test_a_proposal_is_a_schema_that_fits(tmp_path):
     assert made.encoder.classes == ("no", "yes")
 
 
+@pytest.mark.parametrize("warning", [schemas.WARNING, "edited", "", None, False])
+def test_while_the_warning_is_there_the_values_count_as_read_from_the_data(warning):
+    proposed = schemas.propose(rows()) | {"warning": warning}
+    proposed["columns"]["age"]["range"] = [0, 120]  # edited, and the rest is not
+    made = table(rows(), target="hired", group="sex", schema=proposed)
+    assert made.uncovered == (schemas.READ, schemas.FITS)
+    assert made.notes[0] == schemas.NOTE
+    assert not made.declared
+
+
+def test_removing_the_warning_declares_that_the_values_are_public():
+    proposed = schemas.propose(rows())
+    assert (
+        "by removing it, you declare that every kind, range and value below is public"
+        in (proposed["warning"])
+    )
+    del proposed["warning"]
+    made = table(rows(), target="hired", group="sex", schema=proposed)
+    assert made.uncovered == (schemas.FITS,)
+    assert made.notes == ()
+    assert made.declared
+
+
 def test_with_a_schema_no_row_shapes_the_encoder():
     made = table(rows(), target="hired", group="sex", schema=SCHEMA)
     other = table(rows(seed=1).head(150), target="hired", group="sex", schema=SCHEMA, seed=5)
@@ -160,6 +183,7 @@ def test_labels_without_an_entry_come_from_the_data():
         "the names of the classes of 'hired', which are those found in the data",
         "the names of the groups of 'sex', which are those found in the data",
     )
+    assert not made.declared
 
 
 def test_codes_that_look_like_numbers_stay_as_written(tmp_path):
@@ -298,12 +322,13 @@ def test_a_file_that_is_no_schema_is_explained(tmp_path):
     path = tmp_path / "s.json"
     assert (
         refusal(FileNotFoundError, lambda: schemas.load(path))
-        == f"{path} is not there; write a first schema with `evenclip data schema TABLE`."
+        == f"{path} is not there; write a first schema with `evenclip data schema TABLE "
+        "--columns-only`."
     )
     path.write_text('{"columns":\n oops}')
     assert refusal(ValueError, lambda: schemas.load(path)) == (
         f"{path} is not JSON (line 2: Expecting value); correct it, or write a new schema with "
-        "`evenclip data schema TABLE`."
+        "`evenclip data schema TABLE --columns-only`."
     )
     path.write_bytes(b'{"columns": {"\xfc": {}}}')
     assert (

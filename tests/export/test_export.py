@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,7 @@ def people(n=1500, seed=0):
     return frame
 
 
+TEXTS = ("README.md", "encoder.json", "model.json", "privacy.json")
 FEW = {
     "target": "hired",
     "group": "sex",
@@ -194,20 +196,52 @@ def test_the_card_says_what_it_is(trained, folder):
     text = (folder / "README.md").read_text()
     flat = " ".join(text.split())
     assert text.startswith(
-        "# A private model for `hired`\n\nPredicts `hired` (no, yes) from 3 columns of a table:\n"
+        "# A private model for hired\n\n"
+        "Predicts hired (no, yes) from 3 columns of a table: age, job, sex.\n"
     )
     assert (
         "trained by dpsgd-global-adapt (sound) and is (ε, δ)-differentially private with ε = 2 at "
         "δ = 0.0001" in flat
     )
-    assert "These figures are not differentially private" in flat
     assert "evenclip predict MODEL_FOLDER rows.csv" in flat
     assert (
         "It holds means, deviations and categories of the training rows, without noise: ε does "
         "not cover them." in flat
     )
+    assert "Encoder: ε holds for the encoder as given." in flat
+
+
+def test_the_folder_has_no_figures_of_the_groups(trained, folder):
+    text = "".join((folder / name).read_text() for name in TEXTS)
+    assert "This folder has no figures of test rows" in text
+    assert "test rows |" not in text
+    for name, accuracy in trained.accuracy.items():
+        assert f"{accuracy:.1f} %" not in text
+        assert f"{trained.support[name]} |" not in text
+    keys = set(json.loads((folder / "privacy.json").read_text()))
+    assert not keys & {"accuracy", "support", "test_rows"}
+
+
+def test_the_figures_of_the_groups_are_in_the_card_if_asked_for(trained, tmp_path):
+    folder = export.save(trained, tmp_path / "m", with_group_figures=True)
+    text = (folder / "README.md").read_text()
+    assert "These figures are not differentially private" in text
     for name, accuracy in trained.accuracy.items():
         assert f"| {name} | {trained.support[name]} | {accuracy:.1f} % |" in text
+
+
+def test_names_are_text_in_the_card(tmp_path):
+    """Columns, groups and classes with markup neither format the card nor break its table."""
+    frame = people().rename(columns={"job": "a|b `c` *d* _e_", "hired": "<b>hired"})
+    group = "m\n\n# m | 1 | 2 |"
+    frame["sex"] = frame["sex"].map({"f": "[f](http://x.y)", "m": group})
+    made = export.train(frame, epsilon=2.0, **FEW | {"target": "<b>hired"})
+    text = card(made, with_group_figures=True)
+    assert "# A private model for \\<b\\>hired\n" in text
+    assert "a\\|b \\`c\\` \\*d\\* \\_e\\_" in text
+    assert f"| m \\# m \\| 1 \\| 2 \\| | {made.support[group]} | " in text
+    assert "| \\[f\\](http\\://x.y) | " in text
+    assert not re.search(r"(?<!\\)[<>]", text)
 
 
 def test_with_a_schema_the_card_says_so(tmp_path):
@@ -220,10 +254,22 @@ def test_with_a_schema_the_card_says_so(tmp_path):
         },
     }
     made = export.train(people(), epsilon=2.0, schema=schema, **FEW)
-    assert "Its ranges and categories are those of a public schema." in card(made)
+    assert "\nIts ranges and categories are those of a schema that is declared public." in card(
+        made
+    )
+    assert "were read from the data." in card(made)  # the classes: `hired` is not in the schema
     assert not [
         access for access in made.privacy["not_covered"] if access.startswith("the encoder")
     ]
+    assert made.privacy["encoder_declared"] is False
+    schema["columns"]["hired"] = {"kind": "category", "values": ["no", "yes"]}
+    declared = export.train(people(), epsilon=2.0, schema=schema, **FEW)
+    assert (
+        "\nIts ranges, categories and names are those of a schema that is declared public.\n"
+        in card(declared)
+    )
+    assert declared.privacy["encoder_declared"] is True
+    assert declared.privacy["encoder"].startswith("ε holds for the encoder as given, which is")
     export.save(made, tmp_path / "m")
     assert export.load(tmp_path / "m").encoder == made.tabled.encoder
 
@@ -407,6 +453,6 @@ def test_the_start_is_the_one_of_the_seed():
 
 def test_what_is_published_holds_no_counts_of_private_data(trained, tmp_path):
     counts = {"empty_batches", "non_finite_samples", "clamped_weights"}
-    assert counts <= set(trained.result.privacy)  # the trainer may see them
+    assert counts == set(trained.result.private)  # the trainer may see them
     published = json.loads((export.save(trained, tmp_path / "model") / "privacy.json").read_text())
     assert not counts & set(published)

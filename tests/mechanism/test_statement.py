@@ -107,13 +107,13 @@ def test_a_run_without_a_step_has_released_nothing():
     ],
 )
 def test_the_report_says_which_steps_epsilon_belongs_to(taken, words):
-    made = report(settings_of(DPSGD()), ledger_of(DPSGD(), taken), [])
+    made = report(settings_of(DPSGD()), ledger_of(DPSGD(), taken))
     assert (made["steps"], made["declared_steps"]) == (taken, T)
     assert made["epsilon"] == statement.epsilon(settings_of(DPSGD()), ledger_of(DPSGD(), taken))
     text = " ".join(paragraph(made).split())
     if words is None:
         assert made["steps_note"] is None
-        assert "declared" not in text
+        assert "steps were declared" not in text
     else:
         assert made["steps_note"].startswith(words)
         assert f"{words[0].upper()}{words[1:]}" in text
@@ -122,7 +122,7 @@ def test_the_report_says_which_steps_epsilon_belongs_to(taken, words):
 def test_multipliers_that_depend_on_the_step_are_a_range():
     """From 1.5 in the first step to 0.505 in the last, drawn or declared; not the last one's."""
     for taken in (T, 20):
-        made = report(settings_of(Decays()), ledger_of(Decays(), taken), [])
+        made = report(settings_of(Decays()), ledger_of(Decays(), taken))
         assert made["multipliers"] == {"gradient": [0.505, 1.5]}
         assert made["joint_multiplier"] == [0.505, 1.5]
         assert "noise multipliers 0.505 to 1.5 (gradient), jointly 0.505 to 1.5;" in " ".join(
@@ -132,7 +132,7 @@ def test_multipliers_that_depend_on_the_step_are_a_range():
 
 
 def test_multipliers_that_are_equal_in_all_steps_are_one_number():
-    made = report(settings_of(DPSGDGlobalAdapt()), ledger_of(DPSGDGlobalAdapt(), 3), [])
+    made = report(settings_of(DPSGDGlobalAdapt()), ledger_of(DPSGDGlobalAdapt(), 3))
     assert made["multipliers"] == {"count": 10.0, "gradient": 1.0}
     assert made["joint_multiplier"] == pytest.approx(1.01**-0.5)
     assert "noise multipliers 10 (count), 1 (gradient), jointly 0.995;" in " ".join(
@@ -141,22 +141,38 @@ def test_multipliers_that_are_equal_in_all_steps_are_one_number():
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_a_rule_whose_weights_were_clamped_is_not_called_sound(rule):
-    row = {"empty_batches": 0, "non_finite": 0, "clamped": 3}
-    made = report(settings_of(rule), ledger_of(rule, 5), [row])
-    assert made["soundness"] == ENFORCED
-    assert "sound" not in paragraph(made)
+def test_the_bound_is_enforced_and_how_often_is_not_said(rule):
+    """Soundness is a property of the rule's class; whether weights were clamped is private."""
+    made = report(settings_of(rule), ledger_of(rule, 5))
+    assert made["soundness"] == (ENFORCED if type(rule) is Decays else rule.soundness)
+    assert made["bound_enforced"].startswith("on every weight")
+    assert "clamped_weights" not in made
+    assert "The rule's bound is enforced on every weight, before the sum; how often that was" in (
+        " ".join(paragraph(made).split())
+    )
+
+
+def test_epsilon_is_that_of_the_encoder_as_given():
+    made = report(settings_of(DPSGD()), ledger_of(DPSGD(), T))
+    assert made["encoder_declared"] is None
+    text = " ".join(paragraph(made).split())
+    assert "Encoder: ε holds for the encoder as given. Scaling, vocabularies and names" in text
+    assert "need an encoder that is declared or fitted privately." in text
+    declared = " ".join(paragraph(made | statement.encoder(True)).split())
+    assert "Encoder: ε holds for the encoder as given, which is declared: the trainer" in declared
+    fitted = statement.encoder(False)
+    assert (fitted["encoder"], fitted["encoder_declared"]) == (made["encoder"], False)
 
 
 def test_without_a_step_there_are_no_multipliers():
-    made = report(settings_of(DPSGD()), Ledger(), [])
+    made = report(settings_of(DPSGD()), Ledger())
     assert (made["multipliers"], made["joint_multiplier"]) == ({}, None)
 
 
 def test_what_the_sampler_takes_is_in_the_report_and_in_epsilon():
     rule = DPSGDGlobalAdapt()
     settings, ledger = settings_of(rule), ledger_of(rule, T)
-    made = report(settings, ledger, [])
+    made = report(settings, ledger)
     sampler = made["sampler"]
     assert sampler["pairs"] == T * (500 + 1)
     assert (sampler["lambda"], sampler["beta"], sampler["c"]) == (2.0**-37, 2.0**-75, 2.0**-48)
@@ -171,7 +187,7 @@ def test_what_the_sampler_takes_is_in_the_report_and_in_epsilon():
 
 
 def test_what_the_sampler_takes_is_of_all_declared_steps():
-    made = report(settings_of(DPSGD()), ledger_of(DPSGD(), 10), [])
+    made = report(settings_of(DPSGD()), ledger_of(DPSGD(), 10))
     assert made["sampler"]["pairs"] == SamplerError.of(ledger_of(DPSGD(), T).entries).pairs
 
 
@@ -182,7 +198,7 @@ def test_the_facts_of_the_run_are_in_the_text():
         rounding=1e-4,
         durable=True,
     )
-    made = report(settings_of(DPSGD()), ledger_of(DPSGD(), T), [], facts)
+    made = report(settings_of(DPSGD()), ledger_of(DPSGD(), T), facts)
     assert made["bound_inflation"] == pytest.approx(1e-4 + 2.0**-16)
     text = " ".join(paragraph(made).split())
     assert "The noise is enlarged by at most 0.012 % for the rounding of sums." in text
@@ -190,7 +206,7 @@ def test_the_facts_of_the_run_are_in_the_text():
     assert "The ledger covers all attempts: every step was on disk" in text
     assert "AES-256 in counter mode" in text
     assert "computational: against anyone who does not know the key" in text
-    alone = report(settings_of(DPSGD()), ledger_of(DPSGD(), T), [])
+    alone = report(settings_of(DPSGD()), ledger_of(DPSGD(), T))
     assert alone["ledger_covers"].startswith("this attempt only")
 
 
@@ -198,7 +214,7 @@ def test_runs_and_their_parents_are_named():
     first = Entry(Q, (("gradient", 1.0),), 100, (("gradient", 10),), run="a")
     branch = replace(first, run="b", parent=("a", 100))
     waiting = replace(branch, first=100, steps=3, reserved=True)
-    made = report(settings_of(DPSGD()), Ledger([first, branch, waiting]), [])
+    made = report(settings_of(DPSGD()), Ledger([first, branch, waiting]))
     assert made["runs"] == ["a", "b"]
     assert made["parents"] == ["draw 100 of run a"]
     assert made["reserved_steps"] == 3
@@ -208,7 +224,6 @@ def test_without_an_epsilon_nothing_is_claimed():
     made = report(
         replace(settings_of(NonPrivate()), q=None),
         Ledger([Entry(None, (("gradient", 0.0),), T)]),
-        [],
         Facts(rounding=0.0),
     )
     names = ("epsilon", "epsilon_rdp", "sampler", "bound_inflation", "steps_note")
@@ -219,7 +234,7 @@ def test_without_an_epsilon_nothing_is_claimed():
 
 def test_neighbours_are_those_that_the_bound_on_rounding_covers():
     """`covered_records` leaves room for one record more, and the stated relation says so."""
-    made = report(settings_of(DPSGD()), ledger_of(DPSGD(), T), [])
+    made = report(settings_of(DPSGD()), ledger_of(DPSGD(), T))
     assert "neither dataset has more than 2B/q records" in made["neighbouring_relation"]
     for q, B in ((1.0, 100.0), (256 / 23484, 256.0), (1e-4, 0.5)):
         assert covered_records(q, B) + 1 <= 2 * B / q

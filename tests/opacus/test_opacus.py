@@ -50,8 +50,8 @@ from evenclip.mechanism.rounding import TAU, covered_records, most_records, sum_
 from evenclip.mechanism.sampling import Poisson, drawn_rate
 from evenclip.models import mlp
 from evenclip.opacus import EvenPrivacyEngine, even
+from evenclip.opacus.checks import joint
 from evenclip.opacus.clipping import Clipper
-from evenclip.opacus.optimizer import joint
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),

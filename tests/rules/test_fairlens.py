@@ -155,7 +155,7 @@ def test_there_is_no_epsilon_anywhere():
     assert run.ledger.steps == 6
     assert not run.ledger.is_private
     assert accounting.epsilon(run.ledger, 1e-5) is None
-    statement = report(run.settings, run.ledger, run.trace.rows)
+    statement = report(run.settings, run.ledger)
     assert statement["epsilon"] is None
     assert statement["epsilon_rdp"] is None
     assert statement["epsilon_without_amplification"] is None

@@ -267,7 +267,7 @@ def test_it_is_counted_in_trace_and_report(toy, spy, performance):
         assert all(
             value is None or math.isfinite(value) for value in row["loss"] + row["gradient_norm"]
         )
-    assert result.privacy["non_finite_samples"] == sum(spoilt)
+    assert result.private["non_finite_samples"] == sum(spoilt)
 
 
 def test_it_is_not_counted_among_the_clipped(toy):

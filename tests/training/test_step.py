@@ -416,7 +416,7 @@ def test_a_lying_rule_is_held_to_its_bound_and_counted(toy, spy, untried):
         assert step.clipped_sum.norm() <= 0.1 * len(batch) * (1 + 1e-12)
         large += int((step.norms > 0.1).sum())
     assert large > 50
-    assert sum(row["clamped"] for row in result.trace) == large == result.privacy["clamped_weights"]
+    assert sum(row["clamped"] for row in result.trace) == large == result.private["clamped_weights"]
     for seen_release, batch in zip(
         [r for r in spy.releases if r.name == "count"], spy.batches, strict=True
     ):

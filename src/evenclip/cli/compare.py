@@ -131,6 +131,8 @@ def compare(
             on=executor,
             show=show,
         )
+    for note in outcome.private_notes:
+        print(f"note: {note}", file=sys.stderr)
     results = outcome.to_json() | {"command": shlex.join(["evenclip", *sys.argv[1:]])}
     text = json.dumps(results, indent=1)
     if out is not None:

@@ -1,4 +1,4 @@
-"""`evenclip data`: list the named datasets, and propose schemas for your own tables."""
+"""`evenclip data`: list the named datasets, and write schemas for your own tables."""
 
 from __future__ import annotations
 
@@ -55,32 +55,57 @@ def schema(
     target: Annotated[
         str | None, typer.Option(help="Column to predict; its values become classes.")
     ] = None,
+    columns_only: Annotated[
+        bool,
+        typer.Option(
+            "--columns-only", help="Read only the names of the columns; fill in the rest."
+        ),
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="New file to write; default: print.")] = None,
 ) -> None:
-    """Propose a schema for a table: the kind, range and categories of each column.
+    """Write a schema for a table: the kind, range and categories of each column.
 
-    Edit the result: its ranges and values are read from the data.
+    With --columns-only, no row is read, and the schema is to be filled in. Without it, kinds,
+    ranges and values are read from the data, and statements say so until they are replaced.
 
-    Example: evenclip data schema loans.csv --target default --out schema.json
+    Example: evenclip data schema loans.csv --columns-only --target default --out schema.json
     """
-    from evenclip.data.schema import propose
-    from evenclip.data.table import read
-
     if out is not None and out.exists():
         raise ValueError(f"--out is {out}, which already exists; remove it or name another file.")
-    frame = read(file)
-    proposed = propose(frame)
-    if target is not None:
-        proposed["columns"][target] = _classes(frame, target, proposed["columns"])
-    text = json.dumps(proposed, indent=2, ensure_ascii=False)
+    written = _skeleton(file, target) if columns_only else _proposed(file, target)
+    text = json.dumps(written, indent=2, ensure_ascii=False)
     if out is None:
         print(text)
         return
     out.write_text(text + "\n", encoding="utf-8")
-    print(
-        f"{out}: {len(proposed['columns'])} columns. Its ranges and values were read from the "
-        "data: edit them."
-    )
+    print(f"{out}: {len(written['columns'])} columns. {_ONLY if columns_only else _READ}")
+
+
+_ONLY = "Only their names were read: fill in the kind of each, and its range or its values."
+_READ = (
+    "Their kinds, ranges and values were read from the data: replace them by public ones, and then "
+    'remove the "warning".'
+)
+
+
+def _skeleton(file: Path, target: str | None) -> dict[str, Any]:
+    """Return a schema of the names of the columns."""
+    from evenclip.data.formats import column_names
+    from evenclip.data.skeleton import skeleton
+
+    return skeleton(column_names(file), target)
+
+
+def _proposed(file: Path, target: str | None) -> dict[str, Any]:
+    """Return a schema that is read from the rows, with its warning."""
+    from evenclip.data.schema import propose
+    from evenclip.data.table import read
+
+    frame = read(file)
+    proposed = propose(frame)
+    if target is not None:
+        proposed["columns"][target] = _classes(frame, target, proposed["columns"])
+    return proposed
 
 
 def _classes(frame: pd.DataFrame, target: str, entries: dict[str, Any]) -> dict[str, Any]:

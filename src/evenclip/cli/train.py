@@ -46,6 +46,21 @@ class TrainOptions:
     )
 
 
+@dataclass(frozen=True)
+class FolderOptions:
+    """Where the model is written, and what beside it."""
+
+    out: Annotated[Path, typer.Option(help="Folder for the model.")] = Path("model")
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing model.")] = False
+    with_group_figures: Annotated[
+        bool,
+        typer.Option(
+            "--with-group-figures",
+            help="Put exact test figures of the groups into the model card; not private.",
+        ),
+    ] = False
+
+
 def _table(file: Path) -> Path:
     """Return the file; refuse a dataset, before a missing option hides that mistake."""
     # Imported here so that --help does not wait for torch.
@@ -78,8 +93,7 @@ def train(
     settings: TrainOptions,
     options: DataOptions,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    out: Annotated[Path, typer.Option(help="Folder for the model.")] = Path("model"),
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing model.")] = False,
+    folder: FolderOptions,
     seed: Annotated[
         int | None,
         typer.Option(help="For tests only: anyone who knows the seed can subtract the noise."),
@@ -88,7 +102,8 @@ def train(
 ) -> None:
     """Train a differentially private model on a table.
 
-    The output folder also holds the encoder, the privacy report and a model card.
+    The output folder also holds the encoder, the privacy report and a model card. The accuracy of
+    the groups is printed, and is not in the folder unless you ask for it.
 
     Example: evenclip train people.csv --target hired --group sex --epsilon 3 --out model/
     """
@@ -96,19 +111,21 @@ def train(
     # Imported here so that --help does not wait for torch.
     from evenclip import export
 
-    export.check_place(out, force)
+    export.check_place(folder.out, folder.force)
     group = settings.group
     given = vars(settings) | {"group": group[0] if len(group) == 1 else group}
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", UserWarning)
         trained = export.train(file, **given, **options.given(), device=device, seed=seed)
-    export.save(trained, out, force=force)
+    export.save(
+        trained, folder.out, force=folder.force, with_group_figures=folder.with_group_figures
+    )
     for note in (*trained.tabled.notes, *dict.fromkeys(str(warning.message) for warning in warned)):
         print(f"note: {note}", file=sys.stderr)
     print(
-        json.dumps(_facts(trained, out), indent=2, ensure_ascii=False)
+        json.dumps(_facts(trained, folder.out), indent=2, ensure_ascii=False)
         if as_json
-        else _text(trained, out)
+        else _text(trained, folder.out)
     )
 
 
@@ -124,6 +141,8 @@ def _facts(trained: Trained, out: Path) -> dict[str, Any]:
         "target_epsilon",
         "unit",
         "not_covered",
+        "encoder",
+        "encoder_declared",
         "n",
     )
     return {
@@ -164,6 +183,7 @@ def _text(trained: Trained, out: Path) -> str:
             f"({trained.support[name]}{', too few' if name in small else ''})"
         )
     lines += ["not covered by ε", *(f"  {access}" for access in report["not_covered"])]
+    lines += [f"encoder  {report['encoder']}"]
     return "\n".join(
         textwrap.fill(
             line,

@@ -15,6 +15,7 @@ from evenclip.mechanism.ledger import Ledger
 from evenclip.mechanism.settings import Settings
 from evenclip.rules import Rule, soundness
 from evenclip.sweep.describe import Loaded, model_name
+from evenclip.training.trace import events
 
 __all__ = ["collect"]
 
@@ -55,13 +56,16 @@ def collect(
                 [
                     *loaded.notes,
                     *(note for result in reference for note in result["notes"]),
-                    *_clamped(plan, by_rule),
                 ]
             )
         ),
         small=tuple(dict.fromkeys(name for result in reference for name in result["small"])),
         n=tuple(result["n"] for result in reference),
         model=model_name(plan.model),
+        private={
+            method.name: events([row for result in results for row in result["trace"]])
+            for method, results in zip(plan.methods, by_rule, strict=True)
+        },
     )
 
 
@@ -70,25 +74,6 @@ _READ = (
     "the number n of training records, from which q and the steps follow",
     "the splitting of the data",
 )
-
-
-def _clamped(plan: Protocol, by_rule: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Return a sentence about each rule whose weights were reduced to its declared bound."""
-    counts = {
-        method.name: _clamped_weights(results)
-        for method, results in zip(plan.methods, by_rule, strict=True)
-    }
-    return [
-        f"{name}: {count:,} weights were above its declared sensitivity and were reduced to it, so "
-        "it did not run as its formula says."
-        for name, count in counts.items()
-        if count
-    ]
-
-
-def _clamped_weights(results: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many weights of a rule were reduced to its bound, over all seeds."""
-    return sum(int(row["clamped"]) for result in results for row in result["trace"])
 
 
 def _outcome(method: Method, results: Sequence[Mapping[str, Any]]) -> Outcome:
@@ -101,7 +86,7 @@ def _outcome(method: Method, results: Sequence[Mapping[str, Any]]) -> Outcome:
         name=method.name,
         rule=repr(method.rule),
         lr=tuple(result["settings"]["lr"] for result in results),
-        soundness=soundness(method.rule, _clamped_weights(results)),
+        soundness=soundness(method.rule),
         epsilon={
             accountant: _epsilon(method.rule, results, accountant) for accountant in ("pld", "rdp")
         },
@@ -147,7 +132,7 @@ def _statement(rule: Rule, result: Mapping[str, Any]) -> dict[str, Any]:
     settings, ledger = _settings(rule, result), Ledger.from_json(result["ledger"])
     stored = result["facts"]
     facts = statement.Facts(**stored | {"uncovered": tuple(stored["uncovered"])})
-    report = statement.report(settings, ledger, result["trace"], facts)
+    report = statement.report(settings, ledger, facts)
     return {name: value for name, value in report.items() if name not in _LEDGER}
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,8 @@ class Comparison:
         model: the model, in the form of `--model`.
         risk: rule -> measurements of the first seed's run (see `evenclip.sweep.risk`), if
             requested.
+        private: rule -> what happened in training, summed over the seeds; see
+            `evenclip.training.trace.events`. Private: neither results.json nor the page has it.
     """
 
     dataset: str
@@ -100,6 +102,7 @@ class Comparison:
     n: tuple[int, ...]
     model: str = ""
     risk: Mapping[str, Any] | None = None
+    private: Mapping[str, Mapping[str, int]] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, name: str) -> Outcome:
         return next(outcome for outcome in self.outcomes if outcome.name == name)
@@ -149,8 +152,21 @@ class Comparison:
             }
         )
 
+    @property
+    def private_notes(self) -> tuple[str, ...]:
+        """A sentence for each rule whose weights were reduced to its declared bound. Private."""
+        return tuple(
+            f"{name}: {counts['clamped_weights']:,} weights were above its declared sensitivity "
+            "and were reduced to it, so it did not run as its formula says. This count is private."
+            for name, counts in self.private.items()
+            if counts["clamped_weights"]
+        )
+
     def table(self, width: int = 80) -> str:
-        """Format the table and the verdicts for a terminal of this width."""
+        """Format the table and the verdicts for a terminal of this width.
+
+        `private_notes` are not in it.
+        """
         from evenclip.report.terminal import table
 
         return table(self.to_json(), width)

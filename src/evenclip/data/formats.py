@@ -5,18 +5,19 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["TooLarge", "read"]
+__all__ = ["TooLarge", "column_names", "read"]
 
 SEPARATORS = ",;\t|"
 ABSENT = ("", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "<NA>", "#N/A", "?")
-SUFFIXES = (".csv", ".txt", ".tsv", ".parquet", ".feather")
+TEXTS = (".csv", ".txt", ".tsv")
+SUFFIXES = (*TEXTS, ".parquet", ".feather")
 
 
 class TooLarge(ValueError):  # noqa: N818 - the name states the problem
@@ -35,6 +36,29 @@ def read(path: str | os.PathLike[str], *, text: Collection[str] = ()) -> pd.Data
         FileNotFoundError: the file does not exist.
         ValueError: the file is empty, has no rows, another encoding or suffix, or is not a table.
     """
+    file, suffix = _checked(path)
+    frame = _parsed(file, text) if suffix in TEXTS else _stored(file, suffix)
+    if len(frame) == 0:
+        raise ValueError(f"{file} has a header and no rows; nothing can be learnt from it.")
+    return frame
+
+
+def column_names(path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Return the names of the columns of a table, without reading a row of it.
+
+    Of a text file, only the first line that is not blank is looked at, which must be the header. Of
+    a Parquet or Feather file, only the names in its schema are.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is empty, has another suffix, or no header in one line of UTF-8.
+    """
+    file, suffix = _checked(path)
+    return _header(file) if suffix in TEXTS else _stored_names(file, suffix)
+
+
+def _checked(path: str | os.PathLike[str]) -> tuple[Path, str]:
+    """Return the file and its suffix; raise if it cannot be a table."""
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(
@@ -48,10 +72,42 @@ def read(path: str | os.PathLike[str], *, text: Collection[str] = ()) -> pd.Data
         )
     if file.stat().st_size == 0:
         raise ValueError(f"{file} is empty; it must hold a header and rows.")
-    frame = _parsed(file, text) if suffix in (".csv", ".txt", ".tsv") else _stored(file, suffix)
-    if len(frame) == 0:
-        raise ValueError(f"{file} has a header and no rows; nothing can be learnt from it.")
-    return frame
+    return file, suffix
+
+
+def _header(file: Path) -> tuple[str, ...]:
+    """Return the names in the header of a text file, as `read` gives them."""
+    with file.open("rb") as lines:
+        line = next((line for line in lines if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
+    try:
+        text = line.decode("utf-8-sig").rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise ValueError(f"The header of {file} is not UTF-8; save the file as UTF-8.") from None
+    rows = {separator: _fields(text, separator) for separator in SEPARATORS}
+    widths = {separator: [len(row)] for separator, row in rows.items() if row}
+    names = rows["\t" if file.suffix.lower() == ".tsv" else _separator(widths)]
+    if not names:
+        raise ValueError(
+            f"{file} has no header in one line, with every quote closed; write the names of the "
+            "columns into its first line."
+        )
+    _check_distinct(file, names)
+    return tuple(name or f"Unnamed: {place}" for place, name in enumerate(names))
+
+
+def _fields(line: str, separator: str) -> list[str]:
+    """Return the fields of one line; none if a quote is not closed."""
+    try:
+        return next(csv.reader([line], delimiter=separator, skipinitialspace=True, strict=True), [])
+    except csv.Error:
+        return []
+
+
+def _check_distinct(file: Path, names: Sequence[str]) -> None:
+    """Raise if two columns have one name."""
+    twice = [name for name in names if name and names.count(name) > 1]
+    if twice:
+        raise ValueError(f"{file} has two columns {twice[0]!r}; rename one of them.")
 
 
 def _parsed(file: Path, text: Collection[str]) -> pd.DataFrame:
@@ -98,10 +154,7 @@ def _dialect(file: Path) -> tuple[str, str]:
         for separator in SEPARATORS
     }
     separator = "\t" if file.suffix.lower() == ".tsv" else _separator(widths)
-    names = next(csv.reader(head[:1], delimiter=separator), [])
-    twice = [name for name in names if name and names.count(name) > 1]
-    if twice:
-        raise ValueError(f"{file} has two columns {twice[0]!r}; rename one of them.")
+    _check_distinct(file, next(csv.reader(head[:1], delimiter=separator), []))
     # pandas would read the additional fields as an index.
     if any(width > widths[separator][0] for width in widths[separator][1:2]):
         raise csv.Error("The first row has more fields than the header")
@@ -152,10 +205,30 @@ def _stored(file: Path, suffix: str) -> pd.DataFrame:
     except TooLarge:
         raise
     except (ValueError, OSError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise ValueError(
-            f"{file} is not a {suffix[1:].capitalize()} file ({reason}); write it again."
-        ) from error
+        raise _unreadable(file, suffix, error) from error
+
+
+def _stored_names(file: Path, suffix: str) -> tuple[str, ...]:
+    """Return the names in the schema of a Parquet or Feather file, without those of an index."""
+    import pyarrow as pa
+    from pyarrow import parquet as pq
+
+    try:
+        if suffix == ".parquet":
+            schema = pq.read_schema(file)
+        else:
+            with pa.OSFile(str(file)) as opened:
+                schema = pa.ipc.open_file(opened).schema
+    except (ValueError, OSError) as error:
+        raise _unreadable(file, suffix, error) from error
+    indices = (schema.pandas_metadata or {}).get("index_columns", [])
+    return tuple(name for name in schema.names if name not in indices)
+
+
+def _unreadable(file: Path, suffix: str, error: Exception) -> ValueError:
+    """Return the error for a Parquet or Feather file that cannot be read."""
+    reason = " ".join(str(error).split()).rstrip(".")
+    return ValueError(f"{file} is not a {suffix[1:].capitalize()} file ({reason}); write it again.")
 
 
 def _check_room(file: Path) -> None:

@@ -331,7 +331,10 @@ def parquet(
     labels, groups, uncovered = roles.labels_of_files(
         files, target, group, group_bins, entries or {}
     )
-    uncovered.insert(0, "a check that every row can be used, which only ever stops training")
+    uncovered[:0] = [
+        *schemas.accesses(plain),
+        "a check that every row can be used, which only ever stops training",
+    ]
     encoder = Encoder(encoded, labels[0], labels[1:], groups)
     used = {*(column.column for column in encoded), target, *group}
     if entries is not None:

@@ -91,8 +91,8 @@ def _unscaled(file: arrow.DataFile, name: str) -> Column:
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         raise ValueError(
             f"Column {name!r} has type {kind} and is not a number; give a schema that says how to "
-            "encode it (`evenclip data schema` proposes one), or name the columns to learn from "
-            "as features."
+            "encode it (`evenclip data schema FILE --columns-only` writes one to fill in), or name "
+            "the columns to learn from as features."
         )
     return Number(name, 0.0, 1.0, LARGEST, missing=False)
 

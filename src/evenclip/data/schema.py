@@ -15,6 +15,12 @@ whether values may be missing, and gives them an indicator. `other` (default fal
 indicator to all values that are not listed; without it such a value in the data is refused. Columns
 that the schema does not name are not used. The listed values of the target and of the group are the
 public names of classes and groups.
+
+Where the values come from is stated by the schema itself. `propose` reads them from rows and adds a
+"warning"; while it is there, with any content, everything that uses the schema says that its values
+were read from the data and that ε does not cover this. Removing the warning is the user's
+declaration that every value is public, which no program can check. `evenclip.data.skeleton` makes a
+schema from the names of columns alone.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,17 +36,42 @@ import numpy as np
 
 from evenclip.data import columns
 from evenclip.data.columns import Category, Column, Date, Flag, Number, listed
+from evenclip.data.skeleton import check_filled
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["check", "column", "count_outside", "load", "note_outside", "propose", "validated"]
+__all__ = [
+    "FITS",
+    "READ",
+    "accesses",
+    "check",
+    "column",
+    "count_outside",
+    "load",
+    "note_outside",
+    "notes",
+    "propose",
+    "validated",
+]
 
 VERSION = 1
 WARNING = (
-    "Every range and value below was read from the data, which ε does not cover. Replace them by "
-    "what is publicly known (the range of the form's field, the list of the register), and then "
-    "remove this line."
+    "Every range and value below was read from the data, which ε does not cover. While this line "
+    "is here, every privacy statement says so. Replace them by what is publicly known (the range "
+    "of the form's field, the list of the register), and then remove this line: by removing it, "
+    "you declare that every kind, range and value below is public. No program can check that."
+)
+READ = (
+    'the encoder and the names in the schema, which still has its "warning": kinds, ranges, '
+    "categories, classes and groups were read from the data"
+)
+"""Access to the data of a schema with a warning, as a phrase for the privacy report."""
+FITS = "a check that the rows fit the schema, which only ever stops training"
+"""Access to the data of every schema, as a phrase for the privacy report."""
+NOTE = (
+    'The schema still has its "warning": its ranges and values count as read from the data. '
+    "Replace them by public ones and remove the warning, which declares that they are public."
 )
 MOST_VALUES = 50  # proposed values of a category; the others are "other"
 
@@ -66,6 +98,20 @@ def propose(frame: pd.DataFrame) -> dict[str, Any]:
     return {"evenclip_schema": VERSION, "warning": WARNING, "columns": entries}
 
 
+def accesses(schema: Mapping[str, Any] | None) -> list[str]:
+    """Return what a schema read from the data, as phrases for the privacy report.
+
+    >>> accesses({"evenclip_schema": 1, "columns": {}})
+    []
+    """
+    return [READ] if schema is not None and "warning" in schema else []
+
+
+def notes(schema: Mapping[str, Any] | None) -> list[str]:
+    """Return remarks for the person who uses a schema."""
+    return [NOTE] if accesses(schema) else []
+
+
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read and validate the schema in a file.
 
@@ -76,14 +122,15 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(
-            f"{file} is not there; write a first schema with `evenclip data schema TABLE`."
+            f"{file} is not there; write a first schema with `evenclip data schema TABLE "
+            "--columns-only`."
         )
     try:
         return validated(json.loads(file.read_text(encoding="utf-8")), str(file))
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{file} is not JSON (line {error.lineno}: {error.msg}); correct it, or write a new "
-            "schema with `evenclip data schema TABLE`."
+            "schema with `evenclip data schema TABLE --columns-only`."
         ) from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 (byte {error.start}); save it as UTF-8.") from error
@@ -105,6 +152,7 @@ def validated(schema: Any, name: str = "The schema") -> dict[str, Any]:
             f'{name} has "evenclip_schema": {json.dumps(schema.get("evenclip_schema"))}; this '
             f"version of evenclip reads {VERSION}."
         )
+    check_filled(schema, name)
     for key, entry in schema["columns"].items():
         _check_entry(f"{name}, column {key!r}:", entry)
     return schema

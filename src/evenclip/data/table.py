@@ -68,6 +68,9 @@ class Tabled:
             from the data and not private.
         small: groups too small to judge: fewer than 30 test rows, or no test row of some class.
         unit: the column that identifies a row's person; None if the row is the unit of privacy.
+        declared: whether the encoder, and the names of classes and groups, are declared by a schema
+            without a warning. Otherwise they were fitted on the rows or read from them, and ε holds
+            for the encoder as given.
     """
 
     splits: Splits
@@ -76,6 +79,7 @@ class Tabled:
     notes: tuple[str, ...]
     small: tuple[str, ...]
     unit: str | None = None
+    declared: bool = False
 
 
 # --- tables -------------------------------------------------------------------------------------
@@ -89,7 +93,7 @@ class TableOptions:
         test: a separate test set, file or DataFrame; the source is then split 80/20 into training
             and validation.
         schema: public ranges and categories (see `evenclip.data.schema`), or the path of their
-            file. Nothing is then fitted on the data.
+            file. Nothing is then fitted on the data. A schema with a "warning" was read from data.
         keep: columns to use although they look useless.
         drop: columns to leave out.
         exclude_group: whether to leave the protected columns out of the features.
@@ -153,7 +157,8 @@ def table(
         frames.append(_frame(chosen.test, "The test set", entries or {})[0])
     for part, where in zip(frames, (name, "the test set"), strict=False):
         _check_names(part, where, target, group, (keep, drop, () if unit is None else (unit,)))
-    notes = [note for part in frames if plain is not None for note in schemas.check(plain, part)]
+    notes = schemas.notes(plain)
+    notes += [note for part in frames if plain is not None for note in schemas.check(plain, part)]
     rows, row_notes = _rows(frames, target, unit, seed)
     unused = {target, unit, *drop, *(group if chosen.exclude_group else ())}
     used = [column for column in frame.columns if column not in unused]
@@ -162,7 +167,8 @@ def table(
     # Labels come from all rows with a target, so that they depend on neither the seed nor the unit.
     labelled = [(part, _with_target(part, target, "", [])) for part in frames]
     labels, accesses = labels_of(labelled, target, group, chosen.group_bins, entries or {})
-    uncovered += accesses
+    declared = plain is not None and not (schemas.accesses(plain) or accesses)
+    uncovered = [*schemas.accesses(plain), *uncovered, *accesses]
     if unit is not None:
         uncovered.append(f"the choice of one row for each person, by the column {unit!r}")
     groups = groups_of(labelled, labels[1:], entries or {})
@@ -173,7 +179,8 @@ def table(
         validation=_dataset(encoder, frame, rows.validation, name),
     )
     small = _small(splits.test)
-    return Tabled(splits, encoder, tuple(uncovered), (*notes, *_doubts(splits, small)), small, unit)
+    notes += _doubts(splits, small)
+    return Tabled(splits, encoder, tuple(uncovered), tuple(notes), small, unit, declared)
 
 
 def _chosen(options: Mapping[str, Any]) -> TableOptions:
@@ -331,7 +338,7 @@ def _columns(
         encoded = [schemas.column(name, entries[name]) for name in named]
         unnamed = [name for name in used if name not in entries]
         notes = [f"The schema does not name {listed(unnamed, 20)}: not used."] if unnamed else []
-        uncovered = ["a check that the rows fit the schema, which only ever stops training"]
+        uncovered = [schemas.FITS]
     if not encoded:
         reasons = f" ({' '.join(notes)})" if notes else ""
         raise ValueError(

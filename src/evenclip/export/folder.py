@@ -7,8 +7,9 @@
         privacy.json        privacy report
         README.md           model card
 
-Without a schema, encoder.json is fitted on the training rows without noise. The folder is written
-under another name and renamed when it is complete.
+Without a schema, encoder.json is fitted on the training rows without noise. No file has a figure of
+test rows, unless the model card is asked for those of the groups. The folder is written under
+another name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -65,13 +66,21 @@ def check_place(folder: str | os.PathLike[str], force: bool = False) -> Path:
     return place
 
 
-def save(trained: Trained, folder: str | os.PathLike[str], *, force: bool = False) -> Path:
+def save(
+    trained: Trained,
+    folder: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    with_group_figures: bool = False,
+) -> Path:
     """Write a model to a folder, atomically.
 
     Args:
         trained: result of `train`. Its table and traces are not written.
         folder: a new or empty folder.
         force: whether to replace an existing model.
+        with_group_figures: whether the model card has the accuracy and the number of test rows of
+            each group. They are exact, and not differentially private.
 
     Raises:
         ValueError: the folder is not empty.
@@ -82,7 +91,7 @@ def save(trained: Trained, folder: str | os.PathLike[str], *, force: bool = Fals
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     try:
-        for name, content in _contents(trained).items():
+        for name, content in _contents(trained, with_group_figures).items():
             _write(scratch / name, content)
         _move(scratch, place)
     finally:
@@ -90,7 +99,7 @@ def save(trained: Trained, folder: str | os.PathLike[str], *, force: bool = Fals
     return place
 
 
-def _contents(trained: Trained) -> dict[str, bytes]:
+def _contents(trained: Trained, with_group_figures: bool) -> dict[str, bytes]:
     """Return the contents of the files by name."""
     from safetensors.torch import save as packed
 
@@ -102,7 +111,7 @@ def _contents(trained: Trained) -> dict[str, bytes]:
         "model.json": _json({"evenclip_model": FORMAT, **trained.model}),
         "encoder.json": _json(trained.tabled.encoder.to_json()),
         "privacy.json": _json(trained.privacy),
-        "README.md": card(trained).encode(),
+        "README.md": card(trained, with_group_figures=with_group_figures).encode(),
     }
 
 

@@ -14,7 +14,7 @@ from evenclip.audit import metrics
 from evenclip.comparison import protocol
 from evenclip.data import Dataset
 from evenclip.data.table import Tabled, table
-from evenclip.mechanism import accounting
+from evenclip.mechanism import accounting, statement
 from evenclip.mechanism.calibration import calibrate
 from evenclip.rules import NO_EPSILON, Rule
 from evenclip.sweep.describe import describe_model, named_rule
@@ -175,10 +175,9 @@ def _batch_size(given: int | None, n: int) -> int:
 
 def _report(result: Result, tabled: Tabled, target: float) -> dict[str, Any]:
     """Return the privacy report of the run, including the preparation of the table."""
-    # Counts of private data without noise are left out.
-    counts = ("empty_batches", "non_finite_samples", "clamped_weights")
-    report = {name: value for name, value in result.privacy.items() if name not in counts}
+    report = result.privacy
     added: dict[str, Any] = {
+        **statement.encoder(tabled.declared),
         "target_epsilon": float(target),
         "not_covered": [*report["not_covered"], *tabled.uncovered],
     }

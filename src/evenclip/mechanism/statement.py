@@ -5,6 +5,12 @@ neighbouring relation, what is covered and what is not, ε and δ with their acc
 constant of the mechanism, and the soundness of the method; and those of the release itself: the
 generator, how far its noise may be from Gaussian noise, and what the rounding of sums adds.
 
+*What happened in training is not in it.* Exact counts of empty batches, of samples without a finite
+gradient and of clamped weights are functions of the records without noise, and so is the one bit
+whether a count is 0. They are private: see `evenclip.training.trace.events`. The soundness of a
+rule is therefore a property of its class, and the report says that the bound is enforced, not how
+often that was needed.
+
 *Stopping early.* Whether a run is stopped may depend on its results. So ε is that of all steps that
 were drawn, and of those that the run would have taken up to the declared number. Draws that were
 repeated, and those of other attempts, do not stand for declared steps.
@@ -13,7 +19,6 @@ repeated, and those of other attempts, do not stand for declared steps.
 from __future__ import annotations
 
 import platform
-import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +30,7 @@ import torch
 from evenclip.mechanism.correction import SamplerError, Terms
 from evenclip.mechanism.grid import inflation
 from evenclip.mechanism.noise import C
+from evenclip.mechanism.paragraph import paragraph, span
 from evenclip.mechanism.release import Entry, Ledger
 from evenclip.rules import NO_EPSILON, Rule, soundness
 
@@ -51,6 +57,16 @@ GENERATOR = (
 SHUFFLED = "; shuffled batches: PCG64, with a seed from it"
 CLAIM = (
     "computational: against anyone who does not know the key and cannot break AES-256 or BLAKE2b"
+)
+ENFORCEMENT = "on every weight, before the sum; how often that was needed is private"
+ENCODER = (
+    "ε holds for the encoder as given. Scaling, vocabularies and names that were fitted on the "
+    "records or read from them move the input of every record, and ε does not cover that. Released "
+    "figures, tuning and parallel composition need an encoder that is declared or fitted privately"
+)
+DECLARED = (
+    "ε holds for the encoder as given, which is declared: the trainer states that every kind, "
+    "range, category and name in its schema is public"
 )
 DURABLE = "all attempts: every step was on disk in the ledger before it was taken"
 NOT_DURABLE = "this attempt only: steps of an attempt that was interrupted may be missing"
@@ -137,34 +153,25 @@ def _missing(settings: Settings, ledger: Ledger) -> Counter[tuple[tuple[str, flo
     return planned - drawn
 
 
-def report(
-    settings: Settings,
-    ledger: Ledger,
-    trace: Sequence[dict[str, Any]],
-    facts: Facts | None = None,
-) -> dict[str, Any]:
+def report(settings: Settings, ledger: Ledger, facts: Facts | None = None) -> dict[str, Any]:
     """Return the report of one run as values that JSON can hold; ε is None if none is valid.
 
     Args:
         settings: constants of the run.
         ledger: its releases.
-        trace: rows of its trace.
         facts: how it was computed.
     """
     facts = facts or Facts()
-    clamped = sum(row["clamped"] for row in trace)
     return {
         **_scope(facts.uncovered),
+        **encoder(None),
         **_epsilons(settings, ledger, facts),
-        **_method(settings.rule, clamped),
+        **_method(settings.rule),
         **_steps(settings, ledger, facts),
         "q": settings.q,
         "n": settings.n,
         "expected_batch_size": settings.B,
         **_release(settings, ledger, facts),
-        "empty_batches": sum(row["empty_batches"] for row in trace),
-        "non_finite_samples": sum(row["non_finite"] for row in trace),
-        "clamped_weights": clamped,
         "precision": (
             "TF32: operands of products rounded to 11 bits, norms enlarged to allow for it"
             if facts.tf32
@@ -186,6 +193,15 @@ def report(
     }
 
 
+def encoder(declared: bool | None) -> dict[str, Any]:
+    """Return what the report says of the encoder, by which raw records become inputs.
+
+    Args:
+        declared: whether it was declared without reading the records; None if it is not known.
+    """
+    return {"encoder": DECLARED if declared else ENCODER, "encoder_declared": declared}
+
+
 def _scope(uncovered: Sequence[str]) -> dict[str, Any]:
     """Return what the guarantee protects, for whom, and what it does not cover."""
     return {
@@ -203,7 +219,7 @@ def _scope(uncovered: Sequence[str]) -> dict[str, Any]:
             "traces and group figures",
             "what observers record",
             "metrics on test data",
-            "the counts of empty batches, non-finite samples and clamped weights in this report",
+            "counts of empty batches, of samples without a finite gradient and of clamped weights",
         ],
         "not_covered": [*NOT_COVERED, *uncovered],
     }
@@ -247,12 +263,13 @@ def _sampler(ledger: Ledger, terms: Terms) -> dict[str, Any]:
     }
 
 
-def _method(rule: Rule, clamped: int) -> dict[str, Any]:
-    """Return the rule and its soundness, given how many of its weights were clamped."""
+def _method(rule: Rule) -> dict[str, Any]:
+    """Return the rule and its soundness, which depends on no record."""
     return {
         "method": rule.name,
         "rule": repr(rule),
-        "soundness": soundness(rule, clamped),
+        "soundness": soundness(rule),
+        "bound_enforced": None if rule.soundness == NO_EPSILON else ENFORCEMENT,
         "why_no_epsilon": rule.why if rule.soundness == NO_EPSILON else None,
         "reference": rule.reference,
         "group_labels_entered_training": rule.uses_groups,
@@ -297,18 +314,6 @@ def _range(values: Sequence[float]) -> float | list[float] | None:
     return least if least == most else [least, most]
 
 
-def span(value: float | Sequence[float] | None, digits: int = 6) -> str:
-    """Format a multiplier of the report: a value, or the least and the most of all steps.
-
-    >>> span(1.0), span([1.0, 1.18])
-    ('1', '1 to 1.18')
-    """
-    if value is None:
-        return "none"
-    ends = value if isinstance(value, Sequence) else [value]
-    return " to ".join(f"{end:.{digits}g}" for end in ends)
-
-
 def _steps_note(settings: Settings, ledger: Ledger, left: int) -> str | None:
     """Return which steps ε belongs to, if they are not exactly the declared ones."""
     drawn, planned = ledger.steps, settings.steps
@@ -341,68 +346,6 @@ def _release(settings: Settings, ledger: Ledger, facts: Facts) -> dict[str, Any]
         "company": facts.company,
         "ledger_covers": DURABLE if facts.durable else NOT_DURABLE,
     }
-
-
-def paragraph(report: dict[str, Any], width: int = 79) -> str:
-    """Return the report as text, wrapped at `width` columns."""
-    labels = "used" if report["group_labels_entered_training"] else "did not use"
-    limits = (
-        f"The rule {labels} group labels (the features may still contain them). The seed is "
-        f"{report['seed']}. Not covered by ε: {'; '.join(report['not_covered'])}. Not protected: "
-        f"{', '.join(report['not_protected'])}."
-    )
-    texts = [_guarantee(report), *_conditions(report), limits]
-    return "\n\n".join(textwrap.fill(text, width) for text in texts)
-
-
-def _guarantee(report: dict[str, Any]) -> str:
-    """Return the guarantee of the report as text, or that there is none."""
-    from evenclip.mechanism.accounting import rounded_up
-
-    if report["epsilon"] is None:
-        reason = f" ({report['why_no_epsilon']})" if report["why_no_epsilon"] else ""
-        return (
-            f"This model was trained by {report['method']} and has no valid ε{reason}: it promises "
-            "no privacy to the records it was trained on."
-        )
-    unsampled = report["epsilon_without_amplification"]
-    without_sampling = (
-        "no ε would be valid" if unsampled is None else f"it would be {rounded_up(unsampled)}"
-    )
-    multipliers = ", ".join(f"{span(m)} ({name})" for name, m in report["multipliers"].items())
-    return (
-        f"This model was trained by {report['method']} ({report['soundness']}) and is (ε, "
-        f"δ)-differentially private with ε = {rounded_up(report['epsilon'])} at δ = "
-        f"{report['delta']:g} (by PLD; {rounded_up(report['epsilon_rdp'])} by RDP). "
-        f"Without the amplification by Poisson sampling {without_sampling}. "
-        f"Unit: {report['unit']}. Neighbours: {report['neighbouring_relation']}. "
-        f"{report['steps']} steps at rate q = {report['q']:.6g}; noise multipliers {multipliers}, "
-        f"jointly {span(report['joint_multiplier'], 4)}; sums divided by {report['divisor']}, "
-        f"{report['expected_batch_size']:g}."
-    )
-
-
-def _conditions(report: dict[str, Any]) -> list[str]:
-    """Return on what the guarantee rests, as one text; nothing without an ε."""
-    if report["epsilon"] is None:
-        return []
-    sampler, enlarged = report["sampler"], report["bound_inflation"]
-    sentences = [
-        report["steps_note"],
-        f"The claim is {report['claim']}",
-        f"Random numbers: {report['random_generator']}",
-        f"ε includes {2 * sampler['epsilon_s']:.1e} for the distance of the {sampler['pairs']} "
-        "pairs of drawn numbers from Gaussian noise"
-        if sampler["pairs"]
-        else None,
-        None
-        if enlarged is None
-        else f"The noise is enlarged by at most {100 * enlarged:.2g} % for the rounding of sums",
-        report["independence"],
-        report["company"],
-        f"The ledger covers {report['ledger_covers']}",
-    ]
-    return [" ".join(f"{text[0].upper()}{text[1:]}." for text in sentences if text)]
 
 
 def _version(package: str) -> str | None:

@@ -31,6 +31,7 @@ except ImportError as missing:
     ) from missing
 
 from evenclip.opacus.engine import EvenPrivacyEngine
+from evenclip.opacus.leftovers import clear
 from evenclip.opacus.optimizer import EvenOptimizer, even
 
-__all__ = ["EvenOptimizer", "EvenPrivacyEngine", "even"]
+__all__ = ["EvenOptimizer", "EvenPrivacyEngine", "clear", "even"]

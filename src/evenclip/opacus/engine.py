@@ -17,7 +17,8 @@ from evenclip.mechanism import Ledger
 from evenclip.mechanism.calibration import calibrate
 from evenclip.mechanism.sampling import drawn_rate
 from evenclip.opacus.accountant import LedgerAccountant
-from evenclip.opacus.optimizer import NO_GHOST, EvenOptimizer, check_kind, check_rule, even
+from evenclip.opacus.checks import NO_GHOST, check_kind, check_rule
+from evenclip.opacus.optimizer import EvenOptimizer, even
 from evenclip.rules import RULES, Constants, DPSGDGlobalAdapt, Rule
 
 __all__ = ["EvenPrivacyEngine"]

@@ -4,38 +4,39 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from opacus import PrivacyEngine
 from opacus.data_loader import DPDataLoader
-from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
-from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from opacus.optimizers import DPOptimizer
 from torch import Tensor
 
-from evenclip.mechanism import Ledger, Mechanism, Release, joint_multiplier, wanted
+from evenclip.mechanism import Ledger, Mechanism, Release, joint_multiplier
 from evenclip.mechanism.entry import Parent
 from evenclip.mechanism.generators import fill_generators
 from evenclip.mechanism.noise import Noise
 from evenclip.mechanism.rounding import sum_rounding
 from evenclip.mechanism.words import KEY_BYTES
 from evenclip.opacus.accountant import LedgerAccountant
-from evenclip.opacus.clipping import Clipper, check_dtype, take_samples
+from evenclip.opacus.checks import (
+    accountant_of,
+    check_loader,
+    check_optimizer,
+    check_rule,
+    warn_if_less_noise,
+)
+from evenclip.opacus.clipping import Clipper, take_samples
 from evenclip.opacus.draws import Batches, Draws
+from evenclip.opacus.leftovers import clear_parameters
 from evenclip.rules import Constants, Rule
 
-__all__ = ["NO_GHOST", "EvenOptimizer", "check_kind", "check_rule", "even", "joint"]
+__all__ = ["EvenOptimizer", "even"]
 
 _KEY = "evenclip"  # key of the rule's state in a checkpoint of the optimizer
-NO_GHOST = (
-    "In ghost mode, Opacus computes norms and sums in float32 over the whole batch, and no ε can "
-    "be proved for that; use grad_sample_mode='hooks', or evenclip.fit, which forms no per-sample "
-    "gradients either."
-)
 
 
 def even(
@@ -63,10 +64,10 @@ def even(
         ValueError: if the rule, the model or the engine cannot be used; the message says why.
     """
     check_rule(rule)
-    _check_optimizer(optimizer)
-    _check_loader(data_loader)
-    _warn_if_less_noise(optimizer.noise_multiplier, rule)
-    accountant = _accountant(engine)
+    check_optimizer(optimizer)
+    check_loader(data_loader)
+    warn_if_less_noise(optimizer.noise_multiplier, rule)
+    accountant = accountant_of(engine)
     sampler = data_loader.batch_sampler
     B = float(optimizer.expected_batch_size)
     batches = Batches(sampler.num_samples, sampler.sample_rate, sampler.steps, B)
@@ -163,8 +164,20 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
     # --- a step, in this order ---
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
-        """Prepare the wrapped optimizer's step; return whether to take it."""
+        """Prepare the wrapped optimizer's step; return whether to take it.
+
+        Nothing of the records stays in the parameters, also if this fails.
+        """
         del closure
+        released = False
+        try:
+            released = self._released()
+        finally:
+            self._clear(released)
+        return released
+
+    def _released(self) -> bool:
+        """Take in a physical batch; return whether the logical batch is complete and released."""
         if not self.params:  # all parameters are frozen, so nothing is released
             return True
         self.clip_and_accumulate()
@@ -176,6 +189,17 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
         if self.step_hook:
             self.step_hook(self)
         return True
+
+    def _clear(self, released: bool) -> None:
+        """Delete what the backward pass left in all parameters, those that were frozen since too.
+
+        Without a release, `p.grad` is that of the backward pass, without noise.
+        """
+        everything = [p for group in self.param_groups for p in group["params"]]
+        clear_parameters(everything)
+        if not released:
+            for p in everything:
+                p.grad = None
 
     def clip_and_accumulate(self) -> None:
         """Add a physical batch to the logical batch, and delete its per-sample gradients."""
@@ -293,117 +317,3 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
         copied = memo[id(self)] = EvenOptimizer.__new__(EvenOptimizer)
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied
-
-
-# --- checks ---
-
-
-def joint(rule: Rule) -> float:
-    """Return the joint noise multiplier of all releases of the first step.
-
-    >>> from evenclip import DPSGDGlobalAdapt
-    >>> joint(DPSGDGlobalAdapt(sigma=3.0, sigma_count=4.0))
-    2.4
-    """
-    return joint_multiplier(Mechanism(rule).multipliers.values())
-
-
-def check_kind(rule: Any) -> None:
-    """Raise unless `rule` is a rule."""
-    if not (isinstance(rule, Rule) and is_dataclass(type(rule))):
-        raise TypeError(
-            f"rule is {rule!r}; it must be a rule such as DPSGDGlobalAdapt(C0=1.0, sigma=1.0)."
-        )
-
-
-def check_rule(rule: Any) -> None:
-    """Raise unless the rule can be used with Opacus."""
-    check_kind(rule)
-    if rule.uses_groups:
-        raise ValueError(
-            f"{rule.name} needs every sample's group and the counts of the whole batch before it "
-            "clips, and Opacus's loop has neither; train it with evenclip.fit."
-        )
-    if rule.counts_first:
-        raise ValueError(
-            f"{rule.name} clips with this step's count, which Opacus's loop does not know before "
-            "it clips; train it with evenclip.fit."
-        )
-    if wanted(rule) or type(rule).loss is not Rule.loss:
-        raise ValueError(
-            f"{rule.name} uses each sample's loss, output or target, which Opacus's loop does not "
-            "give to its optimizer; train it with evenclip.fit."
-        )
-    if not (rule.sigma > 0 and rule.bounded and rule.poisson):
-        raise ValueError(
-            f"{rule.name} has no ε, so there is nothing to account for; choose a private rule."
-        )
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    """Raise unless the optimizer is one of Opacus for flat clipping on one device."""
-    if type(optimizer) is DPOptimizerFastGradientClipping:
-        raise ValueError(NO_GHOST)
-    if type(optimizer) is not DPOptimizer:
-        raise TypeError(
-            f"The optimizer is a {type(optimizer).__name__}; give the DPOptimizer that Opacus's "
-            "make_private returns for clipping='flat' on one device. Per-layer, adaptive and "
-            "distributed optimizers and an EvenOptimizer are not supported."
-        )
-    if not optimizer.expected_batch_size:
-        raise ValueError(
-            f"The optimizer has the expected batch size {optimizer.expected_batch_size}, and sums "
-            "are divided by it; use a larger batch_size in the data loader."
-        )
-    if optimizer.generator is not None and not optimizer.secure_mode:
-        raise ValueError(
-            "noise_generator is given, but noise is always drawn from a secret key; leave it out."
-        )
-    for p in optimizer.params:
-        check_dtype(p.dtype)
-
-
-def _check_loader(data_loader: Any) -> None:
-    """Raise unless the data loader is one of Opacus for Poisson samples on one device."""
-    if type(data_loader) is not DPDataLoader:
-        raise TypeError(
-            f"The data loader is a {type(data_loader).__name__}; give the one that make_private "
-            "returned with poisson_sampling=True."
-        )
-    kind = type(data_loader.batch_sampler)
-    if kind is not UniformWithReplacementSampler:
-        raise ValueError(
-            f"The data loader has a {kind.__name__}; give the one that make_private returned for "
-            "one device, to one optimizer only."
-        )
-    if data_loader.collate_fn.rand_on_empty:
-        raise ValueError(
-            "rand_on_empty is True: with a random record instead of an empty batch, one record "
-            "more or less changes the sum by up to 2·S, and ε holds for S. Leave it out: a step "
-            "with an empty batch is a step too."
-        )
-
-
-def _accountant(engine: PrivacyEngine) -> LedgerAccountant:
-    """Return the accountant of the engine, a new one instead of Opacus's."""
-    accountant = engine.accountant
-    if isinstance(accountant, LedgerAccountant):
-        return accountant
-    if len(accountant) > 0:
-        raise ValueError(
-            "This engine has recorded steps with Opacus's own noise, which the ledger cannot "
-            "account for; use a new engine."
-        )
-    return LedgerAccountant()
-
-
-def _warn_if_less_noise(planned: float, rule: Rule) -> None:
-    """Warn if ε will be larger than planned in `make_private`."""
-    multiplier = joint(rule)
-    if multiplier < planned and rule.sigma != planned:
-        warnings.warn(
-            f"The rule's noise has the joint multiplier {multiplier:.4g}, and make_private was "
-            f"given {planned:.4g}: ε will be larger than planned. "
-            "EvenPrivacyEngine.make_private_with_epsilon reaches a given ε.",
-            stacklevel=3,
-        )

@@ -25,8 +25,7 @@ _FIELDS = (
     ("expected_batch_size", "expected batch size B"), ("divisor", "sums are divided by"),
     ("poisson_sampling", "Poisson sampling"),
     ("group_labels_entered_training", "group labels entered training"),
-    ("empty_batches", "empty batches"), ("non_finite_samples", "records without a finite gradient"),
-    ("clamped_weights", "weights that had to be held to the bound"), ("precision", "precision"),
+    ("bound_enforced", "the rule's bound is enforced"), ("precision", "precision"),
     ("independence", "independence of samples"), ("company", "samples in company"),
     ("random_generator", "random generator"),
     ("ledger_covers", "the ledger covers"),
@@ -40,6 +39,7 @@ _COMMON = (
     ("protected", "Protected"),
     ("not_protected", "Not protected"),
     ("not_covered", "Not covered by ε"),
+    ("encoder", "Encoder"),
     ("accountant", "Accountant"),
     ("seed", "Seed"),
 )

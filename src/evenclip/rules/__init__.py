@@ -53,17 +53,14 @@ PROVED = frozenset({SOUND, REPAIRED})
 """Soundness of rules whose bound is proved."""
 
 
-def soundness(rule: Rule, clamped: int = 0) -> str:
+def soundness(rule: Rule) -> str:
     """Return the soundness to print beside the ε of a rule.
 
     The bounds of built-in rules are proved by tests. A custom rule is held to the bound that it
-    declares, so its ε is valid, but nothing proves that its formula keeps the bound. A rule whose
-    weights had to be clamped did not keep it.
+    declares, so its ε is valid, but nothing proves that its formula keeps the bound.
 
-    Args:
-        rule: the rule.
-        clamped: number of weights that were reduced to its bound.
+    It depends on the class of the rule and on nothing else. Whether a weight had to be clamped in a
+    run depends on its records; that is a private figure, see `evenclip.training.trace.events`.
     """
     built_in = RULES.get(getattr(rule, "name", "")) is type(rule)
-    proved = built_in and not clamped
-    return rule.soundness if proved or rule.soundness == NO_EPSILON else ENFORCED
+    return rule.soundness if built_in or rule.soundness == NO_EPSILON else ENFORCED

@@ -352,12 +352,13 @@ def _step(rule: Rule, constants: Constants) -> float:
 
 
 def _report(result: Result, target: float | None, uncovered: list[str]) -> dict[str, Any]:
-    """Return the privacy report with the accesses of this estimator, without private counts."""
-    counts = ("empty_batches", "non_finite_samples", "clamped_weights")
-    report = {name: value for name, value in result.privacy.items() if name not in counts}
-    unprotected = [what for what in report["not_protected"] if not what.startswith("the counts of")]
+    """Return the privacy report with the accesses of this estimator."""
+    report = result.privacy
     return report | {
         "target_epsilon": None if target is None else float(target),
         "not_covered": [*report["not_covered"], *uncovered],
-        "not_protected": [*unprotected, "what `audit` and `score` say of the training rows"],
+        "not_protected": [
+            *report["not_protected"],
+            "what `audit` and `score` say of the training rows",
+        ],
     }

@@ -182,12 +182,12 @@ def encoder_of(frame: pd.DataFrame, schema: Any) -> tuple[Encoder, list[str]]:
     else:
         is_path = isinstance(schema, str | os.PathLike)
         plain = schemas.load(schema) if is_path else schemas.validated(schema)
-        notes = list(schemas.check(plain, frame))
+        notes = [*schemas.notes(plain), *schemas.check(plain, frame)]
         entries = {
             name: entry for name, entry in plain["columns"].items() if entry["kind"] != "ignore"
         }
         encoded = [schemas.column(name, entries[name]) for name in frame.columns if name in entries]
-        uncovered = ["a check that the rows fit the schema, which only ever stops training"]
+        uncovered = [*schemas.accesses(plain), schemas.FITS]
     if not encoded:
         raise ValueError("The schema leaves no column of X to learn from; give one of them a kind.")
     for note in notes:

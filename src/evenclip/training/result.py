@@ -1,8 +1,9 @@
 """The result of a training: the model, its privacy, and what was recorded.
 
-Three kinds of value are kept apart: values that may be published (model, ledger, the rule's state);
-values that only a checkpoint needs, which are secret (`evenclip.training.checkpoint`); and recorded
-values of training samples (trace, records), which are private.
+Three kinds of value are kept apart: values that may be published (model, ledger, the rule's state,
+the privacy report); values that only a checkpoint needs, which are secret
+(`evenclip.training.checkpoint`); and recorded values of training samples (trace, records, and the
+counts in `Result.private`), which are private.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from evenclip.mechanism import Ledger, statement
 from evenclip.mechanism.settings import Settings
 from evenclip.mechanism.statement import Facts
 from evenclip.training.run import Run
+from evenclip.training.trace import events
 
 __all__ = ["Record", "Result", "result"]
 
@@ -76,8 +78,19 @@ class Result:
 
     @cached_property
     def privacy(self) -> dict[str, Any]:
-        """The privacy report; `evenclip.mechanism.statement.paragraph` returns it as text."""
-        return statement.report(self.settings, self.ledger, self.trace, self.facts)
+        """The privacy report; `evenclip.mechanism.statement.paragraph` returns it as text.
+
+        It may be published: nothing in it is a count of what happened in training.
+        """
+        return statement.report(self.settings, self.ledger, self.facts)
+
+    @property
+    def private(self) -> dict[str, int]:
+        """How often batches were empty, gradients not finite and weights clamped. Private.
+
+        See `evenclip.training.trace.events`.
+        """
+        return events(self.trace)
 
 
 def result(run: Run, records: Sequence[Record] = ()) -> Result:

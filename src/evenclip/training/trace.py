@@ -16,7 +16,7 @@ One row per epoch:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,11 +27,33 @@ from evenclip.mechanism import Mechanism
 from evenclip.training.processes import Processes, SingleProcess
 from evenclip.training.step import Seen
 
-__all__ = ["Trace"]
+__all__ = ["Trace", "events"]
 
 AT_ONCE = 2**20  # samples summed at once, so that an epoch of any length fits in memory
 
 Row = dict[str, Any]
+
+
+def events(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return how often something out of the ordinary happened in training. Private.
+
+    - empty_batches: steps with an empty batch, which add noise and are accounted like all others.
+    - non_finite_samples: samples whose gradient was not finite, which contributed nothing. A large
+      number means that training diverged.
+    - clamped_weights: weights that exceeded the rule's own bound and were reduced to it. A number
+      above 0 means that the formula or the bound of the rule is wrong; the ε still holds.
+
+    They are exact counts of records, so one record can change them: no privacy report has them.
+
+    >>> events([{"empty_batches": 1, "non_finite": 0, "clamped": 2}])
+    {'empty_batches': 1, 'non_finite_samples': 0, 'clamped_weights': 2}
+    """
+    columns = {
+        "empty_batches": "empty_batches",
+        "non_finite_samples": "non_finite",
+        "clamped_weights": "clamped",
+    }
+    return {name: sum(int(row[column]) for row in rows) for name, column in columns.items()}
 
 
 class Trace:
