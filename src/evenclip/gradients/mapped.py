@@ -37,7 +37,7 @@ from evenclip.gradients.units import Record, Unit
 
 __all__ = ["MappedPass"]
 
-Shape = tuple[torch.Size, torch.dtype]
+Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class MappedPass:
@@ -60,8 +60,7 @@ class MappedPass:
         self._inputs: list[Tensor] | None = None  # of the calls in the running pass; None: no pass
         self._called: list[Unit] = []  # in the running or the last pass
         self._shapes: list[Shape] = []
-        self._known: dict[Any, list[Tensor]] = {}
-        self.numbers = 0
+        self._known: dict[Any, list[Shape]] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -137,11 +136,9 @@ class MappedPass:
             self._shapes = []
             with torch.random.fork_rng(devices=[]):
                 self._map(self._recorded, *tree_map(_first, (x, y)))
-            device = self._layout.blank.device
-            self._known[key] = [
-                torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self._shapes
-            ]
-        return self._known[key]
+            self._known[key] = self._shapes
+        device = self._layout.blank.device
+        return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self._known[key]]
 
     def _recorded(self, x: Any, y: Any) -> Tensor:
         """Record the shapes of the units' outputs."""
@@ -160,8 +157,7 @@ class MappedPass:
         at, a = len(self._called), args[0] if args else next(iter(kwargs.values()))
         self._called.append(unit)
         if self._taps is None:
-            self._shapes.append((output.shape, output.dtype))
-            self.numbers = max(self.numbers, a.numel(), output.numel())
+            self._shapes.append((tuple(int(size) for size in output.shape), output.dtype))
             return output
         if at == len(self._taps) or self._taps[at].shape != output.shape:
             raise RuntimeError(

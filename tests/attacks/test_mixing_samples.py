@@ -1,0 +1,260 @@
+"""The attacker's record changes what the model computes for all others.
+
+The attacker knows model, code and every other record, and chooses a model whose samples influence
+each other where a few samples of one batch do not show it. One record then moves the sum of the
+gradients by many times S, and ε says nothing.
+
+Each of these models is refused, with the module's name, or its samples pass by themselves, so that
+the others do not exist for it. The old test, which changes one of three samples and compares
+losses, is planted: it accepts most of them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from evenclip import DPSGD, fit
+from evenclip.gradients import ModelError, plan
+from evenclip.gradients.tape import Independence
+
+D, CLASSES, N = 4, 3, 16
+
+
+class Normalised(nn.Module):
+    """A hand-written batch norm."""
+
+    def forward(self, x):
+        return (x - x.mean(0)) / (x.std(0, correction=0) + 1e-3)
+
+
+class NormalisedInHalf(nn.Module):
+    """Batch norm whose statistics are in half precision."""
+
+    def forward(self, x):
+        half = x.bfloat16()
+        return x - half.mean(0).to(x)
+
+
+class Later(nn.Module):
+    """Sample i sees later samples only."""
+
+    def forward(self, x):
+        return x + torch.flip(torch.cumsum(torch.flip(x, [0]), 0), [0]) - x
+
+
+class OnlyInTraining(nn.Module):
+    """Mixes in training mode only."""
+
+    def forward(self, x):
+        return x - x.mean(0) if self.training else x
+
+
+class FromEight(nn.Module):
+    """Mixes from 8 samples on."""
+
+    def forward(self, x):
+        return x - x.mean(0) if len(x) >= 8 else x
+
+
+class FromSixtyFour(nn.Module):
+    """Mixes above 64 samples."""
+
+    def forward(self, x):
+        return x - x.mean(0) if len(x) > 64 else x
+
+
+class Attention(nn.Module):
+    """Attention across the batch: the default of MultiheadAttention is position first."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(D, 2)
+
+    def forward(self, x):
+        return self.attention(x.unsqueeze(1), x.unsqueeze(1), x.unsqueeze(1))[0].squeeze(1)
+
+
+class BackwardOnly(torch.autograd.Function):
+    """The identity, whose derivative is the mean over the batch."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, delta):
+        return delta.mean(0, keepdim=True).expand_as(delta)
+
+
+class MixesGradients(nn.Module):
+    def forward(self, x):
+        return BackwardOnly.apply(x)
+
+
+def model(inside, zero=True):
+    """A model with this module before a head that starts at zero."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(D, D), inside, nn.Linear(D, CLASSES))
+    if zero:
+        nn.init.zeros_(made[2].weight)
+    return made
+
+
+def faint(output, y):
+    """A loss with a factor of 1e-5, over a normalised batch."""
+    return 1e-5 * F.cross_entropy(output - output.mean(0), y, reduction="none")
+
+
+MIXING = {
+    "batch norm": (Normalised, F.cross_entropy),
+    "batch norm in half precision": (NormalisedInHalf, F.cross_entropy),
+    "later samples": (Later, F.cross_entropy),
+    "in training only": (OnlyInTraining, F.cross_entropy),
+    "from 8 samples on": (FromEight, F.cross_entropy),
+    "above 64 samples": (FromSixtyFour, F.cross_entropy),
+    "attention": (Attention, F.cross_entropy),
+    "in the backward pass": (MixesGradients, F.cross_entropy),
+    "a faint loss": (nn.Identity, faint),
+}
+
+
+@pytest.fixture
+def data():
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(80, D, generator=random)
+    return x, torch.randint(CLASSES, (80,), generator=random)
+
+
+@pytest.mark.parametrize("independence", [None, "tested"], ids=str)
+@pytest.mark.parametrize("name", MIXING)
+def test_a_model_that_mixes_samples_is_refused(name, independence, data):
+    inside, loss = MIXING[name]
+    with pytest.raises(ModelError, match="The samples of a batch influence each other in"):
+        plan(model(inside()), loss, *data, independence)
+
+
+def old_test_accepts(made, loss, x, y):
+    """Change one of three samples and compare the losses, as it was done."""
+    with torch.no_grad():
+        each = loss(made(x[:3]), y[:3], **({} if loss is faint else {"reduction": "none"}))
+        other = torch.cat([3 * x[:1] + 1, x[1:3]])
+        changed = loss(made(other), y[:3], **({} if loss is faint else {"reduction": "none"}))
+    return torch.allclose(changed[1:], each[1:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_the_attack_wins_against_a_test_of_three_losses(name, data):
+    inside, loss = MIXING[name]
+    assert old_test_accepts(model(inside()), loss, *data)
+
+
+class OnAValue(nn.Module):
+    """Mixes samples only where the batch holds a record with a large value."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(D, CLASSES)
+
+    def forward(self, x):
+        return self.layer(x) * (1 + 50 * (x.amax() > 1e3).to(x))
+
+
+def moved(independence):
+    """Return how far one record moves the sum of all clipped gradients, and the grade."""
+    torch.manual_seed(0)
+    made, random = OnAValue(), torch.Generator().manual_seed(1)
+    x, y = torch.randn(N, D, generator=random), torch.randint(CLASSES, (N,), generator=random)
+    tape = plan(made, F.cross_entropy, x, y, independence)
+    attack = torch.cat([x, torch.full((1, D), 2e3)])
+    sums = []
+    with tape.recording():
+        for inputs in (x, attack):
+            gradients = tape(inputs, y if inputs is x else torch.cat([y, y[:1]]))
+            weights = (0.01 / gradients.norms()).clamp(max=1.0)
+            sums.append(gradients.weighted_sum(weights))
+    return float((sums[1] - sums[0]).norm()) / 0.01, tape.independence
+
+
+def test_what_no_test_sees_does_not_matter_where_samples_pass_by_themselves():
+    distance, grade = moved(None)
+    assert grade is Independence.CONSTRUCTION
+    assert distance <= 1 + 1e-6
+
+
+def test_the_attack_wins_where_independence_is_only_tested():
+    distance, grade = moved("tested")
+    assert grade is Independence.TESTED
+    assert distance > 1.5
+
+
+def test_a_batch_of_an_epoch_shows_it_and_the_step_is_not_published(data):
+    torch.manual_seed(0)
+    x, y = data[0].clone(), data[1]
+    x[7] = 2e3
+    given = {"rule": DPSGD(), "batch_size": 80, "q": 1.0, "steps": 3, "delta": 1e-3}
+    with pytest.raises(ModelError, match="showed on a batch of records only"):
+        fit(OnAValue(), (x[[*range(8, 80), *range(8)]], y), **given, independence="tested")
+    result = fit(OnAValue(), (x, y), **given)
+    assert result.privacy["independence"].startswith("by construction")
+
+
+class Whole(torch.autograd.Function):
+    """Subtracts the mean over the batch, which only a mapping rule of its own can see."""
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, delta):
+        return delta
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return x - x.mean(in_dims[0], keepdim=True), in_dims[0]
+
+
+class WithARule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(D, CLASSES)
+
+    def forward(self, x):
+        return self.layer(Whole.apply(x))
+
+
+def test_a_function_with_its_own_mapping_rule_is_not_mapped(data):
+    tape = plan(WithARule(), F.cross_entropy, *data)
+    assert tape.independence is Independence.TESTED
+
+
+def test_the_report_says_which_grade(data):
+    given = {"rule": DPSGD(), "batch_size": 20, "steps": 1, "delta": 1e-3}
+    known = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(D, CLASSES)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    grades = [
+        fit(made, data, **given, independence=way).privacy["independence"].split(":")[0]
+        for made, way in ((known, None), (Own(), None), (Own(), "tested"))
+    ]
+    assert grades == ["by layer types", "by construction", "tested"]
