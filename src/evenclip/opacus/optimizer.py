@@ -24,7 +24,7 @@ from evenclip.mechanism.noise import Noise
 from evenclip.mechanism.rounding import sum_rounding
 from evenclip.mechanism.words import KEY_BYTES
 from evenclip.opacus.accountant import LedgerAccountant
-from evenclip.opacus.clipping import Clipper, check_dtype, take_samples
+from evenclip.opacus.clipping import Clipper, check_dtype, refuse_autocast, take_samples
 from evenclip.opacus.draws import Batches, Draws
 from evenclip.rules import Constants, Rule
 
@@ -71,6 +71,7 @@ def even(
     B = float(optimizer.expected_batch_size)
     batches = Batches(sampler.num_samples, sampler.sample_rate, sampler.steps, B)
     even_optimizer = EvenOptimizer(optimizer, rule, batches, accountant)
+    refuse_autocast(optimizer.params)
     engine.accountant = accountant
     # A step of the old optimizer would not be in the ledger; this hook raises.
     optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(batches.q))
