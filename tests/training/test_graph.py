@@ -313,7 +313,7 @@ def test_the_innermost_cause_is_quoted_and_torchs_log_is_silent(toy, monkeypatch
     monkeypatch.setattr(torch, "compile", lambda graph, **_: fails)
     has, reason = graph_of(prepare(toy.mlp(), toy.data(), batch_size=8, performance=COMPILED))
     assert not has
-    assert "torch cannot compile it (RuntimeError: expand: 2 -> 37). The run is" in reason
+    assert "torch cannot compile it (RuntimeError: expand: 2 -> 37). The run takes" in reason
     assert printed.getvalue() == ""
     log.error("this is printed")
     assert printed.getvalue() == "this is printed\n"

@@ -105,6 +105,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
 def test_runs_that_differ_in_anything_have_keys_of_their_own(toy):
     runs = {name: prepare(toy.mlp(), toy.data(), **given(**more)) for name, more in OTHERS.items()}
     runs |= {
@@ -117,6 +118,7 @@ def test_runs_that_differ_in_anything_have_keys_of_their_own(toy):
         found[run.key] = name
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
 def test_equal_runs_have_one_key(toy):
     for name, more in OTHERS.items():
         one, other = (prepare(toy.mlp(), toy.data(), **given(**more)).key for _ in range(2))
