@@ -14,6 +14,7 @@ import contextlib
 import functools
 import importlib
 import math
+import operator
 import warnings
 
 import pytest
@@ -99,6 +100,11 @@ def relu_of_a_program(input, inplace=False):
     return input * 1.5
 
 
+@functools.lru_cache
+def cached_relu(input, inplace=False):
+    return input * 1.5
+
+
 class Descriptor:
     def __get__(self, instance, owner=None):
         return torch.tanh
@@ -110,6 +116,9 @@ PATCHES = {
     "another function of torch": lambda: put(F, "relu", F.silu),
     "its own name from another module": lambda: put(F, "relu", torch.relu),
     "a partial": lambda: put(F, "relu", functools.partial(F.leaky_relu, negative_slope=0.3)),
+    "another function made around others": lambda: put(F, "max_pool2d", F.max_pool1d),
+    "a cached function": lambda: put(F, "relu", cached_relu),
+    "an object of the standard library": lambda: put(F, "relu", operator.methodcaller("sigmoid")),
     "a callable object": lambda: put(F, "relu", Always()),
     "a module": lambda: put(F, "relu", nn.Tanh()),
     "a function of a program": lambda: put(F, "relu", relu_of_a_program),
@@ -206,7 +215,7 @@ class Dispatch(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def operator():
+def registered():
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -236,7 +245,7 @@ ACTIVE = {
     "saved_tensors_hooks are active": lambda: torch.autograd.graph.saved_tensors_hooks(
         lambda x: x, lambda x: x
     ),
-    "the operator aten::relu was registered anew for CPU (torch.library)": operator,
+    "the operator aten::relu was registered anew for CPU (torch.library)": registered,
 }
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import types
-import typing
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +27,7 @@ _DESCRIPTORS = (
     types.MemberDescriptorType, types.GetSetDescriptorType, types.MethodDescriptorType,
     types.WrapperDescriptorType, types.MethodWrapperType, types.ClassMethodDescriptorType,
 )  # fmt: skip
-_PARTIAL = (functools.partial, functools.partialmethod, nn.Module)
+_MAKERS = frozenset(("functools", "operator"))  # of objects that call other functions
 _ALIASES = frozenset(("typing", "typing_extensions", "types", "collections.abc"))
 _BY_COMPILER = frozenset(
     f"install_generation_tagging_init.<locals>.patched_{name}" for name in ("init", "setstate")
@@ -85,6 +84,8 @@ def _function(owner: Any, name: str, function: types.FunctionType, home: str, pl
     if (function.__module__, function.__qualname__) != (home, place):
         if isinstance(owner, type) and _inherited(owner, name) is function:
             return None
+        if function.__closure__:  # made around others, which its name does not show
+            return function
         return f"{function.__module__} {function.__qualname__} {code.co_qualname}"
     is_of_file = code.co_filename == function.__globals__.get("__file__")
     return None if is_of_file and code.co_qualname == place else code
@@ -134,8 +135,10 @@ def _object(part: Any, name: str) -> Any:
     is_called = callable(part) or hasattr(type(part), "__get__")
     if not is_called or isinstance(part, types.ModuleType) or type(part).__module__ in _ALIASES:
         return None
-    if isinstance(part, _PARTIAL) or not libraries.library_of_class(type(part)):
-        return part
-    if isinstance(part, typing.TypeVar) or libraries.object_named(part) is part:
+    is_named = getattr(part, "__name__", None) == name and libraries.object_named(part) is part
+    if is_named and libraries.library_of_name(part.__module__):
         return None
+    is_made_of_others = isinstance(part, nn.Module) or type(part).__module__ in _MAKERS
+    if is_made_of_others or not libraries.library_of_class(type(part)):
+        return part
     return f"{type(part).__module__} {type(part).__qualname__} {getattr(part, '__name__', '')}"

@@ -48,13 +48,7 @@ from evenclip.training.keys import (
 from evenclip.training.passes import Chunk
 from evenclip.training.processes import Processes
 from evenclip.training.resume import restore, save
-from evenclip.training.setup import (
-    given,
-    make_mechanism,
-    make_tape,
-    rounding,
-    warn_of_rounding,
-)
+from evenclip.training.setup import given, make_mechanism, make_tape, rounding, warn_of_rounding
 from evenclip.training.step import Step, WeightedSums, step
 from evenclip.training.trace import Trace
 from evenclip.training.unchanged import Unchanged
@@ -149,11 +143,10 @@ class Run:
         A compiled and a plain step round differently, and only compiling shows which one is taken.
         So the key of a seed is derived after compiling; the key before it makes no draw.
         """
-        seed, compiled = self.settings.seed, bool(self.performance.compile)
-        key = fresh_key(self.ranks) if seed is None else secret_key(seed, self.conditions)
-        self.set_key(key)
-        self._fix_blocks(compiled=compiled)
-        if not compiled:
+        seed = self.settings.seed
+        self.set_key(fresh_key(self.ranks) if seed is None else secret_key(seed, self.conditions))
+        self._fix_blocks(compiled=not self._takes_plain_steps)
+        if self._takes_plain_steps:
             warn_of_rounding(self.mechanism.rounding)
         elif self.conditions and seed is not None:
             with self._computing():
@@ -432,8 +425,7 @@ class Run:
         Raises:
             RuntimeError: if the key was derived for compiled steps, and there are none.
         """
-        rows = partial(self._artificial, t=self.t)
-        self._graph, why = compile_step(self, rows, self._noise(0))
+        self._graph, why = compile_step(self, partial(self._artificial, t=self.t), self._noise(0))
         if self._graph is not None:
             return
         if "compiled" in self.conditions:
