@@ -2301,7 +2301,7 @@ KEYS = (
         "training/foreign.py",
         "    if is_made_of_others or not libraries.library_of_class(type(part)):\n",
         "    if not libraries.library_of_class(type(part)):\n",
-        (f"{PATCHED}::test_what_is_put_into_torch_changes_the_digest",),
+        (f"{PATCHED}::test_what_two_objects_call_is_in_their_digests",),
     ),
     Fault(
         "patches-without-defaults",

@@ -147,6 +147,24 @@ def test_what_is_put_into_torch_changes_the_digest(name):
 
 
 @pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (functools.partial(F.elu, alpha=0.3), functools.partial(F.elu, alpha=0.2)),
+        (nn.ELU(0.3), nn.ELU(0.2)),
+        (operator.methodcaller("sigmoid"), operator.methodcaller("tanh")),
+        (torch.no_grad()(relu_of_a_program), torch.no_grad()(F.silu)),
+    ],
+    ids=["partials", "modules", "objects of the standard library", "wrappers of torch"],
+)
+def test_what_two_objects_call_is_in_their_digests(one, other):
+    digests = []
+    for value in (one, other):
+        with put(F, "relu", value):
+            digests.append(contents(patches()))
+    assert digests[0] != digests[1]
+
+
+@pytest.mark.parametrize(
     "name", ["a method of another class", "another function of torch", "a partial"]
 )
 def test_a_run_with_patched_torch_has_another_key_and_other_noise(name):
