@@ -72,6 +72,8 @@ GRID, NOISES, WORDS = (
     "mechanism/test_words.py",
 )
 DRAWS, SEEDS = "attacks/test_reused_draws.py", "attacks/test_shared_seeds.py"
+COPIED, PATCHED = "attacks/test_copied_keys.py", "attacks/test_patched_torch.py"
+ANOTHER, BFLOAT16 = "attacks/test_steps_of_another_run.py", "attacks/test_bfloat16_in_opacus.py"
 ACCOUNTING, CALIBRATION, RELEASE, SAMPLING = (
     "mechanism/test_accounting.py",
     "mechanism/test_calibration.py",
@@ -2051,10 +2053,8 @@ KEYS = (
         "key-of-what-it-was",
         "The loss of a run with a seed may change, and its noise does not.",
         "training/run.py",
-        "            self._check_unchanged(after_steps=False)\n"
-        "            yield\n"
-        "            self._check_unchanged(after_steps=True)\n",
-        "            yield\n",
+        "        if self._unchanged is not None and self.conditions:\n",
+        "        if False:\n",
         (
             f"{UNCHANGED}::test_with_a_seed_a_change_before_the_first_step_is_refused",
             f"{UNCHANGED}::test_an_observer_that_changes_the_loss_is_found",
@@ -2205,9 +2205,11 @@ KEYS = (
         "A batch is drawn before it is in the ledger and in the journal.",
         "training/run.py",
         "        self._write(mechanism)\n        self.drawn += 1\n"
+        "        self._unused = self.run_id, index\n"
         "        B, chunks = self.batches.draw(index, self.state)\n",
         "        B, chunks = self.batches.draw(index, self.state)\n"
-        "        self._write(mechanism)\n        self.drawn += 1\n",
+        "        self._write(mechanism)\n        self.drawn += 1\n"
+        "        self._unused = self.run_id, index\n",
         (f"{BRANCHES}::test_the_file_and_its_folder_are_flushed_before_the_batch_is_drawn",),
     ),
     Fault(
@@ -2270,9 +2272,129 @@ KEYS = (
         "fork-shares-its-noise",
         "A forked process draws the noise of its parent.",
         "training/run.py",
-        "        if os.getpid() != self._process:  # the process was forked\n",
-        "        if False:\n",
+        "        if self._alone.is_in_fork:\n            self._branch()\n",
+        "",
         (f"{BRANCHES}::test_a_forked_process_draws_its_own_noise",),
+    ),
+    Fault(
+        "fork-by-process-numbers",
+        "A forked process with the number of its parent draws the noise of its parent.",
+        "training/alone.py",
+        "return self._is_forked or os.getpid()",
+        "return os.getpid()",
+        (f"{COPIED}::test_a_forked_process_with_the_number_of_its_parent_has_another_key",),
+    ),
+    Fault(
+        "noise-is-copied",
+        "A copy of the noise of a run draws the same noise.",
+        "mechanism/words.py",
+        "    def __reduce_ex__(",
+        "    def _reduce_ex(",
+        (f"{COPIED}::test_what_holds_a_key_is_not_copied",),
+    ),
+    Fault(
+        "step-of-another-run",
+        "A run is updated with the steps of another run, which its ledger lacks.",
+        "training/inputs.py",
+        "    if (step.run_id, step.draw) != unused:\n",
+        "    if False:\n",
+        (f"{ANOTHER}::test_a_copy_refuses_the_steps_of_its_run",),
+    ),
+    Fault(
+        "step-used-twice",
+        "A step may be used by two updates.",
+        "training/run.py",
+        "        self._unused = None\n        self._update(",
+        "        self._update(",
+        (f"{ANOTHER}::test_a_step_is_used_once_and_only_the_last_one",),
+    ),
+    Fault(
+        "key-without-compiling",
+        "A compiled step and the plain step that replaces it have one noise.",
+        "training/run.py",
+        ', "compiled": str(self._graph is not None)}',
+        ', "compiled": "asked for"}',
+        (f"{SEEDS}::test_a_run_whose_step_is_not_compiled_has_another_key",),
+    ),
+    Fault(
+        "key-without-the-compiler",
+        "Two settings of the compiler have one noise.",
+        "training/run.py",
+        '"compiler": compiler()',
+        '"compiler": ""',
+        (f"{SEEDS}::test_settings_of_the_compiler_change_the_key",),
+    ),
+    Fault(
+        "fallback-compiles-again",
+        "A run whose blocks are fixed for plain steps takes compiled steps later.",
+        "training/run.py",
+        "        self._takes_plain_steps = True\n",
+        "",
+        (f"{SEEDS}::test_a_run_that_fell_back_takes_plain_steps_to_its_end",),
+    ),
+    Fault(
+        "patches-under-another-name",
+        "One of torch's functions in the place of another is not seen.",
+        "training/foreign.py",
+        "    if (function.__module__, function.__qualname__) != (home, place):\n",
+        "    if False:\n",
+        (f"{PATCHED}::test_what_is_put_into_torch_changes_the_digest",),
+    ),
+    Fault(
+        "patches-without-objects",
+        "A partial function in the place of a function of torch is not seen.",
+        "training/foreign.py",
+        "    if is_made_of_others or not libraries.library_of_class(type(part)):\n",
+        "    if not libraries.library_of_class(type(part)):\n",
+        (f"{PATCHED}::test_what_two_objects_call_is_in_their_digests",),
+    ),
+    Fault(
+        "patches-without-defaults",
+        "Another default of a function of torch is not seen.",
+        "training/patches.py",
+        "        known += _constants(owner)\n",
+        "",
+        (f"{PATCHED}::test_what_is_put_into_torch_changes_the_digest",),
+    ),
+    Fault(
+        "hooks-of-all-modules",
+        "A hook for all modules acts in a run with a seed.",
+        "training/interventions.py",
+        "    _raise_first(_hooks())\n",
+        "",
+        (f"{PATCHED}::test_what_acts_in_every_computation_is_refused_with_a_seed",),
+    ),
+    Fault(
+        "operators-registered-anew",
+        "Another operator of torch acts in a run with a seed.",
+        "training/interventions.py",
+        "    _raise_first(_operators())\n",
+        "",
+        (f"{PATCHED}::test_what_acts_in_every_computation_is_refused_with_a_seed",),
+    ),
+    Fault(
+        "modes-between-two-steps",
+        "A mode that is entered inside the loop acts in a run with a seed.",
+        "training/run.py",
+        "            check_modes()\n",
+        "            pass\n",
+        (f"{PATCHED}::test_a_mode_inside_the_loop_is_refused",),
+    ),
+    Fault(
+        "opacus-in-bfloat16",
+        "An Opacus loop divides by the number of records in bfloat16.",
+        "opacus/clipping.py",
+        "    if dtype.itemsize < torch.float32.itemsize:\n",
+        "    if dtype == torch.float16:\n",
+        (f"{BFLOAT16}::test_a_model_in_bfloat16_is_refused",),
+    ),
+    Fault(
+        "opacus-under-autocast",
+        "An Opacus loop divides by the number of records in the precision of autocast.",
+        "opacus/optimizer.py",
+        "    refuse_autocast(optimizer.params)\n",
+        "",
+        (f"{BFLOAT16}::test_a_pass_under_autocast_is_refused",),
     ),
     Fault(
         "copy-shares-its-noise",
