@@ -2216,7 +2216,7 @@ KEYS = (
     Fault(
         "repeats-differ",
         "A repeated step that comes out otherwise is published with the noise of the first.",
-        "training/journal.py",
+        "training/repeats.py",
         "        elif self._seen[draw] != digest:\n",
         "        elif False:\n",
         (f"{RESUME}::test_a_repeated_step_that_differs_is_stopped_before_anybody_sees_it",),

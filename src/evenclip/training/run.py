@@ -34,7 +34,7 @@ from evenclip.training.inputs import (
     check_tape,
     check_thread,
 )
-from evenclip.training.journal import Journal, Repeats, check_place, made
+from evenclip.training.journal import Journal, check_place, made
 from evenclip.training.keys import (
     check_one_key,
     computed_with,
@@ -45,6 +45,7 @@ from evenclip.training.keys import (
 )
 from evenclip.training.passes import Chunk
 from evenclip.training.processes import Processes
+from evenclip.training.repeats import Repeats
 from evenclip.training.resume import restore, save
 from evenclip.training.setup import (
     MOST_ROUNDING,
