@@ -80,6 +80,7 @@ ACCOUNTING, CALIBRATION, RELEASE, SAMPLING = (
 )
 RESUME, RESULT, TABLE = "training/test_resume.py", "training/test_result.py", "data/test_table.py"
 FILES = "cli/test_epsilon_files.py"
+DECLARATIONS = "attacks/test_lost_declarations.py"
 STATISTICS, METRICS, TERMS = (
     "audit/test_statistics.py",
     "audit/test_metrics.py",
@@ -2459,6 +2460,194 @@ ATTEMPTS = (
     ),
 )
 
+DECLARED = (
+    Fault(
+        "declared-not-written",
+        "A journal states no declared steps.",
+        "training/run.py",
+        "declared = None if journal.has_declared(self.run_id, shift) else declaration(self)\n",
+        "declared = None\n",
+        (f"{DECLARATIONS}::test_every_choice_of_files_costs_the_declared_steps",),
+    ),
+    Fault(
+        "declared-once",
+        "Repeated draws stand for declared steps in a journal.",
+        "training/run.py",
+        "return None if known or not journal.reserved else declaration(self)\n",
+        "return None\n",
+        (f"{DECLARATIONS}::test_repeated_draws_are_declared_anew_when_a_loop_ends",),
+    ),
+    Fault(
+        "declared-not-read",
+        "`evenclip epsilon` does not read the declarations of a journal.",
+        "cli/ledgers.py",
+        "        tuple(one.remaining for one in declared),\n",
+        "        (),\n",
+        (f"{DECLARATIONS}::test_every_choice_of_files_costs_the_declared_steps",),
+    ),
+    Fault(
+        "declared-nowhere",
+        "A journal without declarations is taken for a complete run.",
+        "cli/epsilon.py",
+        "    ledgers.check_declared(held, ledger)\n",
+        "",
+        (
+            f"{DECLARATIONS}::test_a_journal_without_declarations_is_refused_or_read_with_those_of_another_file",
+        ),
+    ),
+    Fault(
+        "declared-without-a-reason",
+        "The journal of a rule without an ε has one.",
+        "cli/ledgers.py",
+        "        why=next((one.why_no_epsilon for one in declared if one.why_no_epsilon), None),\n",
+        "",
+        (f"{DECLARATIONS}::test_the_journal_of_a_rule_without_an_epsilon_has_none",),
+    ),
+    Fault(
+        "declared-before-the-first-checkpoint",
+        "An attempt before the first checkpoint declared nothing.",
+        "training/resume.py",
+        "    run.declarations = declared\n",
+        "",
+        (
+            f"{DECLARATIONS}::test_a_shorter_attempt_does_not_replace_the_declaration_of_a_longer_one",
+        ),
+    ),
+    Fault(
+        "declared-before-a-checkpoint",
+        "A resumed run forgets what earlier attempts declared.",
+        "training/resume.py",
+        "    run.declarations = [*run.declarations, *declared]\n",
+        "",
+        (
+            f"{DECLARATIONS}::test_a_copy_of_a_checkpoint_without_its_journal_declares_what_it_knows",
+            f"{DECLARATIONS}::test_going_back_within_a_process_keeps_what_was_declared",
+        ),
+    ),
+    Fault(
+        "declared-by-an-older-version",
+        "A run resumes from a journal that declares nothing.",
+        "training/resume.py",
+        "    _check_declared(folder, run.ledger, journal, {one.run for one in declared})\n",
+        "",
+        (
+            f"{DECLARATIONS}::test_a_folder_of_an_older_version_is_resumed_only_where_its_steps_are_known",
+        ),
+    ),
+    Fault(
+        "declared-by-a-rule-without-epsilon",
+        "Steps of a rule without an ε count as private ones.",
+        "training/resume.py",
+        "    _check_epsilon(run, folder, declared)\n",
+        "",
+        (f"{DECLARATIONS}::test_the_journal_of_a_rule_without_an_epsilon_has_none",),
+    ),
+    Fault(
+        "declared-by-a-longer-attempt",
+        "A shorter attempt stands for the longer one before it.",
+        "training/resume.py",
+        "    if run.settings.steps < last.steps or not drawn:\n",
+        "    if not drawn:\n",
+        (
+            f"{DECLARATIONS}::test_a_shorter_attempt_does_not_replace_the_declaration_of_a_longer_one",
+        ),
+    ),
+    Fault(
+        "declared-elsewhere",
+        "A new journal does not have the declarations of a checkpoint.",
+        "training/journal.py",
+        "                mine = [one for one in declared if one.run == run]\n",
+        "                mine = list[Declaration]()\n",
+        (
+            f"{DECLARATIONS}::test_a_copy_of_a_checkpoint_without_its_journal_declares_what_it_knows",
+        ),
+    ),
+    Fault(
+        "declared-in-the-report",
+        "The report has the declaration of the last attempt only.",
+        "training/result.py",
+        "remaining=run.open_declarations.to_json()",
+        "remaining=run.remaining.to_json()",
+        (
+            f"{DECLARATIONS}::test_a_shorter_attempt_does_not_replace_the_declaration_of_a_longer_one",
+        ),
+    ),
+    Fault(
+        "declared-in-a-checkpoint",
+        "A checkpoint has the declaration of the last attempt only.",
+        "training/resume.py",
+        '"remaining": run.open_declarations.to_json()',
+        '"remaining": run.remaining.to_json()',
+        (
+            f"{DECLARATIONS}::test_a_copy_of_a_checkpoint_without_its_journal_declares_what_it_knows",
+        ),
+    ),
+    Fault(
+        "declared-last",
+        "The last declaration replaces a larger one.",
+        "mechanism/declared.py",
+        "rest[run] |= +Counter(",
+        "rest[run] = +Counter(",
+        (f"{DECLARATIONS}::test_no_file_lowers_what_epsilon_covers",),
+    ),
+    Fault(
+        "declared-met-twice",
+        "A step of a branch stands for two declared steps of one run.",
+        "mechanism/declared.py",
+        "own = (rest.get(run, Counter[Entry]()) | chains[run]) + taken",
+        "own = rest.get(run, Counter[Entry]()) + chains[run] + taken",
+        (f"{DECLARATIONS}::test_no_file_lowers_what_epsilon_covers",),
+    ),
+    Fault(
+        "declared-with-other-noise",
+        "A step with more noise stands for a declared one.",
+        "mechanism/declared.py",
+        "multipliers, sizes = tuple(sorted(entry.multipliers)), tuple(sorted(entry.sizes))",
+        'multipliers, sizes = (("gradient", 9.0),), tuple(sorted(entry.sizes))',
+        (f"{DECLARATIONS}::test_an_attempt_with_more_noise_does_not_stand_for_declared_steps",),
+    ),
+    Fault(
+        "declared-by-an-absent-parent",
+        "A file that links two runs lowers ε.",
+        "mechanism/declared.py",
+        "parent is not None and parent[1] > 0",
+        "parent is not None",
+        (f"{DECLARATIONS}::test_no_file_lowers_what_epsilon_covers",),
+    ),
+    Fault(
+        "declared-partly-kept",
+        "A report keeps less than what counts.",
+        "mechanism/declared.py",
+        "kept[run] = Counter({kind: rest[run][kind] for kind in kinds})",
+        "kept[run] = kinds",
+        (f"{DECLARATIONS}::test_keeping_declarations_with_a_ledger_changes_nothing",),
+    ),
+    Fault(
+        "extended-unsaid",
+        "A run that was extended does not say so.",
+        "mechanism/statement.py",
+        "    if drawn and first < planned:\n",
+        "    if False:\n",
+        (f"{DECLARATIONS}::test_a_run_that_is_extended_says_so",),
+    ),
+    Fault(
+        "extended-twice",
+        "A run that was extended twice forgets what was declared at first.",
+        "training/resume.py",
+        'run.first_steps = published.get("first_steps", published["settings"]["steps"])',
+        'run.first_steps = published["settings"]["steps"]',
+        (f"{DECLARATIONS}::test_a_run_that_is_extended_says_so",),
+    ),
+    Fault(
+        "extended-in-the-journal",
+        "A run that was extended before its first checkpoint does not say so.",
+        "training/resume.py",
+        "    run.first_steps = last.first_steps\n",
+        "",
+        (f"{DECLARATIONS}::test_a_journal_keeps_what_was_declared_at_first",),
+    ),
+)
+
 FAULTS = (
     *CUSTOM_RULES,
     *CORE,
@@ -2474,6 +2663,7 @@ FAULTS = (
     *RANKS,
     *KEYS,
     *ATTEMPTS,
+    *DECLARED,
 )
 
 
