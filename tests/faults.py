@@ -82,6 +82,7 @@ ACCOUNTING, CALIBRATION, RELEASE, SAMPLING = (
 )
 RESUME, RESULT, TABLE = "training/test_resume.py", "training/test_result.py", "data/test_table.py"
 FILES = "cli/test_epsilon_files.py"
+DECLARATIONS = "attacks/test_lost_declarations.py"
 STATISTICS, METRICS, TERMS = (
     "audit/test_statistics.py",
     "audit/test_metrics.py",
@@ -2224,8 +2225,8 @@ KEYS = (
         "journal-not-counted",
         "The steps of a killed process are forgotten.",
         "training/resume.py",
-        "    journal = _earlier(run, path.parent)\n",
-        "    journal = Ledger()\n",
+        "    journal, written = _earlier(run, path.parent)\n",
+        "    journal, written = Ledger(), []\n",
         (f"{BRANCHES}::test_a_process_that_is_killed_again_and_again_is_counted_each_time",),
     ),
     Fault(
@@ -2240,16 +2241,16 @@ KEYS = (
         "resume-with-the-old-key",
         "Two continuations of one checkpoint draw the same noise.",
         "training/resume.py",
-        "run.set_key(fresh_key(run.ranks), (run_id(key), ",
-        "run.set_key(key, (run_id(key), ",
+        "run.set_key(fresh_key(run.ranks), parent)",
+        "run.set_key(key, parent)",
         (f"{BRANCHES}::test_two_continuations_of_one_checkpoint_share_nothing",),
     ),
     Fault(
         "resume-without-the-parent",
         "A branch does not say where it began.",
         "training/resume.py",
-        ', (run_id(key), secret["drawn"]))',
-        ")",
+        "        run.set_key(fresh_key(run.ranks), parent)\n",
+        "        run.set_key(fresh_key(run.ranks))\n",
         (f"{BRANCHES}::test_the_union_of_two_branches_counts_their_beginning_once",),
     ),
     Fault(
@@ -2263,7 +2264,7 @@ KEYS = (
     Fault(
         "repeats-differ",
         "A repeated step that comes out otherwise is published with the noise of the first.",
-        "training/journal.py",
+        "training/repeats.py",
         "        elif self._seen[draw] != digest:\n",
         "        elif False:\n",
         (f"{RESUME}::test_a_repeated_step_that_differs_is_stopped_before_anybody_sees_it",),
@@ -2400,8 +2401,8 @@ KEYS = (
         "copy-shares-its-noise",
         "A copy of a run draws the noise of the run.",
         "training/run.py",
-        "        self.set_key(os.urandom(KEY_BYTES), (self.run_id, self.drawn))\n",
-        "        self.set_key(derive(self.run_id.encode(), 'copy'), (self.run_id, self.drawn))\n",
+        "        self.set_key(os.urandom(KEY_BYTES), self.place)\n",
+        "        self.set_key(derive(self.run_id.encode(), 'copy'), self.place)\n",
         (f"{BRANCHES}::test_a_copy_is_a_branch", f"{BRANCHES}::test_two_copies_share_nothing"),
     ),
     Fault(
@@ -2481,7 +2482,7 @@ ATTEMPTS = (
         "journal-begins-late",
         "Steps before the journal are in no file.",
         "training/run.py",
-        "        self._journal.adopt(self.ledger)\n",
+        "        self._journal.adopt(self.ledger, self.declarations, self.settings.steps)\n",
         "",
         (f"{BRANCHES}::test_steps_before_the_journal_are_written_into_it",),
     ),
@@ -2596,7 +2597,7 @@ ATTEMPTS = (
         "files-without-remaining",
         "A run that was stopped early costs its drawn steps only.",
         "cli/epsilon.py",
-        "    covered = Ledger.joined(ledger, *ledgers.remaining(held))\n",
+        "    covered = Ledger.joined(ledger, ledgers.remaining(held, ledger))\n",
         "    covered = ledger\n",
         (f"{FILES}::test_a_run_that_was_stopped_early_costs_what_its_report_states",),
     ),
@@ -2626,6 +2627,194 @@ ATTEMPTS = (
     ),
 )
 
+DECLARED = (
+    Fault(
+        "declared-not-written",
+        "A journal states no declared steps.",
+        "training/run.py",
+        "declared = None if journal.has_declared(self.run_id, shift) else declaration(self)\n",
+        "declared = None\n",
+        (f"{DECLARATIONS}::test_every_choice_of_files_costs_the_declared_steps",),
+    ),
+    Fault(
+        "declared-once",
+        "Repeated draws stand for declared steps in a journal.",
+        "training/run.py",
+        "return None if known or not journal.reserved else declaration(self)\n",
+        "return None\n",
+        (f"{DECLARATIONS}::test_repeated_draws_are_declared_anew_when_a_loop_ends",),
+    ),
+    Fault(
+        "declared-not-read",
+        "`evenclip epsilon` does not read the declarations of a journal.",
+        "cli/ledgers.py",
+        "        tuple(one.remaining for one in declared),\n",
+        "        (),\n",
+        (f"{DECLARATIONS}::test_every_choice_of_files_costs_the_declared_steps",),
+    ),
+    Fault(
+        "declared-nowhere",
+        "A journal without declarations is taken for a complete run.",
+        "cli/epsilon.py",
+        "    ledgers.check_declared(held, ledger)\n",
+        "",
+        (
+            f"{DECLARATIONS}::test_a_journal_without_declarations_is_refused_or_read_with_those_of_another_file",
+        ),
+    ),
+    Fault(
+        "declared-without-a-reason",
+        "The journal of a rule without an ε has one.",
+        "cli/ledgers.py",
+        "        why=next((one.why_no_epsilon for one in declared if one.why_no_epsilon), None),\n",
+        "",
+        (f"{DECLARATIONS}::test_the_journal_of_a_rule_without_an_epsilon_has_none",),
+    ),
+    Fault(
+        "declared-before-the-first-checkpoint",
+        "An attempt before the first checkpoint declared nothing.",
+        "training/resume.py",
+        "    run.declarations = declared\n",
+        "",
+        (
+            f"{DECLARATIONS}::test_a_shorter_attempt_does_not_replace_the_declaration_of_a_longer_one",
+        ),
+    ),
+    Fault(
+        "declared-before-a-checkpoint",
+        "A resumed run forgets what earlier attempts declared.",
+        "training/resume.py",
+        "    run.declarations = [*run.declarations, *declared]\n",
+        "",
+        (
+            f"{DECLARATIONS}::test_a_copy_of_a_checkpoint_without_its_journal_declares_what_it_knows",
+            f"{DECLARATIONS}::test_going_back_within_a_process_keeps_what_was_declared",
+        ),
+    ),
+    Fault(
+        "declared-by-an-older-version",
+        "A run resumes from a journal that declares nothing.",
+        "training/resume.py",
+        "    _check_declared(folder, run.ledger, journal, {one.run for one in declared})\n",
+        "",
+        (
+            f"{DECLARATIONS}::test_a_folder_of_an_older_version_is_resumed_only_where_its_steps_are_known",
+        ),
+    ),
+    Fault(
+        "declared-by-a-rule-without-epsilon",
+        "Steps of a rule without an ε count as private ones.",
+        "training/resume.py",
+        "    _check_epsilon(run, folder, declared)\n",
+        "",
+        (f"{DECLARATIONS}::test_the_journal_of_a_rule_without_an_epsilon_has_none",),
+    ),
+    Fault(
+        "declared-by-a-longer-attempt",
+        "A shorter attempt stands for the longer one before it.",
+        "training/resume.py",
+        "    if run.settings.steps < last.steps or not drawn:\n",
+        "    if not drawn:\n",
+        (
+            f"{DECLARATIONS}::test_a_shorter_attempt_does_not_replace_the_declaration_of_a_longer_one",
+        ),
+    ),
+    Fault(
+        "declared-elsewhere",
+        "A new journal does not have the declarations of a checkpoint.",
+        "training/journal.py",
+        "                mine = [one for one in declared if one.run == run]\n",
+        "                mine = list[Declaration]()\n",
+        (
+            f"{DECLARATIONS}::test_a_copy_of_a_checkpoint_without_its_journal_declares_what_it_knows",
+        ),
+    ),
+    Fault(
+        "declared-in-the-report",
+        "The report has the declaration of the last attempt only.",
+        "training/result.py",
+        "remaining=run.open_declarations.to_json()",
+        "remaining=run.remaining.to_json()",
+        (
+            f"{DECLARATIONS}::test_a_shorter_attempt_does_not_replace_the_declaration_of_a_longer_one",
+        ),
+    ),
+    Fault(
+        "declared-in-a-checkpoint",
+        "A checkpoint has the declaration of the last attempt only.",
+        "training/resume.py",
+        '"remaining": run.open_declarations.to_json()',
+        '"remaining": run.remaining.to_json()',
+        (
+            f"{DECLARATIONS}::test_a_copy_of_a_checkpoint_without_its_journal_declares_what_it_knows",
+        ),
+    ),
+    Fault(
+        "declared-last",
+        "The last declaration replaces a larger one.",
+        "mechanism/declared.py",
+        "rest[run] |= +Counter(",
+        "rest[run] = +Counter(",
+        (f"{DECLARATIONS}::test_no_file_lowers_what_epsilon_covers",),
+    ),
+    Fault(
+        "declared-met-twice",
+        "A step of a branch stands for two declared steps of one run.",
+        "mechanism/declared.py",
+        "own = (rest.get(run, Counter[Entry]()) | chains[run]) + taken",
+        "own = rest.get(run, Counter[Entry]()) + chains[run] + taken",
+        (f"{DECLARATIONS}::test_no_file_lowers_what_epsilon_covers",),
+    ),
+    Fault(
+        "declared-with-other-noise",
+        "A step with more noise stands for a declared one.",
+        "mechanism/declared.py",
+        "multipliers, sizes = tuple(sorted(entry.multipliers)), tuple(sorted(entry.sizes))",
+        'multipliers, sizes = (("gradient", 9.0),), tuple(sorted(entry.sizes))',
+        (f"{DECLARATIONS}::test_an_attempt_with_more_noise_does_not_stand_for_declared_steps",),
+    ),
+    Fault(
+        "declared-by-an-absent-parent",
+        "A file that links two runs lowers ε.",
+        "mechanism/declared.py",
+        "parent is not None and parent[1] > 0",
+        "parent is not None",
+        (f"{DECLARATIONS}::test_no_file_lowers_what_epsilon_covers",),
+    ),
+    Fault(
+        "declared-partly-kept",
+        "A report keeps less than what counts.",
+        "mechanism/declared.py",
+        "kept[run] = Counter({kind: rest[run][kind] for kind in kinds})",
+        "kept[run] = kinds",
+        (f"{DECLARATIONS}::test_keeping_declarations_with_a_ledger_changes_nothing",),
+    ),
+    Fault(
+        "extended-unsaid",
+        "A run that was extended does not say so.",
+        "mechanism/statement.py",
+        "    if drawn and first < planned:\n",
+        "    if False:\n",
+        (f"{DECLARATIONS}::test_a_run_that_is_extended_says_so",),
+    ),
+    Fault(
+        "extended-twice",
+        "A run that was extended twice forgets what was declared at first.",
+        "training/resume.py",
+        'run.first_steps = published.get("first_steps", published["settings"]["steps"])',
+        'run.first_steps = published["settings"]["steps"]',
+        (f"{DECLARATIONS}::test_a_run_that_is_extended_says_so",),
+    ),
+    Fault(
+        "extended-in-the-journal",
+        "A run that was extended before its first checkpoint does not say so.",
+        "training/resume.py",
+        "    run.first_steps = last.first_steps\n",
+        "",
+        (f"{DECLARATIONS}::test_a_journal_keeps_what_was_declared_at_first",),
+    ),
+)
+
 FAULTS = (
     *CUSTOM_RULES,
     *CORE,
@@ -2641,6 +2830,7 @@ FAULTS = (
     *RANKS,
     *KEYS,
     *ATTEMPTS,
+    *DECLARED,
 )
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, TensorDataset
 
-from evenclip.opacus import EvenPrivacyEngine, clipping, optimizer
+from evenclip.opacus import EvenPrivacyEngine, checks, clipping, optimizer
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -94,7 +94,7 @@ def test_a_pass_under_autocast_is_refused(mode):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_attack_wins_where_they_are_not_refused(dtype, monkeypatch):
-    for place in (clipping, optimizer):
+    for place in (clipping, checks):
         monkeypatch.setattr(place, "check_dtype", lambda dtype: None)
     monkeypatch.setattr(optimizer, "refuse_autocast", lambda parameters: None)
     most = moved(private(dtype), autocast=dtype == torch.float32)

@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 from evenclip.data import Dataset, Streamed
 from evenclip.gradients.precision import precision
 from evenclip.mechanism import Ledger, Mechanism, Release, Share
-from evenclip.mechanism.entry import Entry, Parent, entry_of
+from evenclip.mechanism.declared import open_declarations
+from evenclip.mechanism.entry import Entry, Parent
 from evenclip.mechanism.noise import Noise, Values
-from evenclip.mechanism.rounding import TAU
 from evenclip.mechanism.settings import Settings
 from evenclip.mechanism.words import KEY_BYTES, derive
+from evenclip.training.ahead import ahead, declaration, place_draw
 from evenclip.training.alone import Alone
 from evenclip.training.batches import BatchStream
 from evenclip.training.company import fix_company
@@ -36,7 +37,7 @@ from evenclip.training.inputs import (
     check_tape,
 )
 from evenclip.training.interventions import check_modes
-from evenclip.training.journal import Journal, Repeats, check_place, made
+from evenclip.training.journal import Declaration, Journal, check_place, made
 from evenclip.training.keys import (
     check_one_key,
     computed_with,
@@ -47,6 +48,7 @@ from evenclip.training.keys import (
 )
 from evenclip.training.passes import Chunk
 from evenclip.training.processes import Processes
+from evenclip.training.repeats import Repeats
 from evenclip.training.resume import restore, save
 from evenclip.training.setup import given, make_mechanism, make_tape, rounding, warn_of_rounding
 from evenclip.training.step import Step, WeightedSums, step
@@ -94,7 +96,10 @@ class Run:
         conditions: digests of what the key depends on besides the seed; empty without a seed.
             Secret.
         data_digest: digest of the data of all ranks. Secret.
+        sizes: name of each release -> how many numbers it has.
         is_on_disk: whether every draw so far was on a disk before it was made.
+        declarations: what earlier attempts declared. May be published.
+        first_steps: the number of steps that was declared at first, before the run was extended.
     """
 
     def __init__(
@@ -107,6 +112,7 @@ class Run:
         self.mechanism = make_mechanism(settings, model, config.loss, data)
         self.state = self.mechanism.start().to(device)
         self.ledger, self.trace = Ledger(), Trace(self.mechanism, ranks)
+        self.declarations, self.first_steps = list[Declaration](), settings.steps
         self.t = 0
         check_tape(rule, self.performance, ranks)
         ranks.check_given(given(settings, model, data) | computed_with(config))
@@ -125,7 +131,7 @@ class Run:
         check_scheduler(self.scheduler)
         # A scheduler expects that the optimiser itself takes the steps.
         self._update.is_plain &= self.scheduler is None
-        self._sizes = {**self.mechanism.statistics, "gradient": self.tape.layout.size}
+        self.sizes = {**self.mechanism.statistics, "gradient": self.tape.layout.size}
         self._graph: Graph | None = None
         self._alone = Alone()
         self._takes_plain_steps = not self.performance.compile
@@ -181,14 +187,14 @@ class Run:
         self._unused: tuple[str, int] | None = None  # the draw that no update has used
         places = (self.ranks, self.device)
         self.batches = BatchStream(self.data, self.settings, self.performance, *places, key)
-        self.noise = Noise(derive(key, "noise"), self._sizes, self.device)
+        self.noise = Noise(derive(key, "noise"), self.sizes, self.device)
         self._repeats: Repeats | None = None
 
     def _branch(self) -> None:
         """Continue as a branch, with batches and noise from the operating system."""
         self._check_alone()
         self.conditions = {}
-        self.set_key(os.urandom(KEY_BYTES), (self.run_id, self.drawn))
+        self.set_key(os.urandom(KEY_BYTES), self.place)
 
     def _check_alone(self) -> None:
         """Raise if the run has several ranks, which must have one key."""
@@ -220,7 +226,7 @@ class Run:
             if self._is_noisy:
                 end = self.ledger.end_of(self.run_id)
                 self._repeats.check_held(self.drawn, made(folder, self.run_id), end)
-        self._journal.adopt(self.ledger)
+        self._journal.adopt(self.ledger, self.declarations, self.settings.steps)
 
     def end_attempt(self) -> None:
         """Write how far the run came; further draws, also repeated ones, are of another attempt."""
@@ -228,7 +234,7 @@ class Run:
             self._repeats.flush()
         if self._journal is not None:
             if not self._alone.is_in_fork:
-                self._journal.close(self.run_id, self.drawn)
+                self._journal.close(self.run_id, self.drawn, self._repeated(self._journal))
             self._journal.renew()
 
     @property
@@ -243,8 +249,23 @@ class Run:
     @property
     def remaining(self) -> Ledger:
         """The declared steps that the run has not taken, at the places of their draws."""
-        left = self.settings.steps - self.t
-        return self._ahead(left) if left > 0 else Ledger()
+        return declaration(self).remaining
+
+    @property
+    def open_declarations(self) -> Ledger:
+        """The declared steps that this attempt and earlier ones have not taken."""
+        earlier = (one.remaining for one in self.declarations)
+        return open_declarations(self.ledger, [*earlier, self.remaining])
+
+    @property
+    def place(self) -> Parent | None:
+        """The draw that a branch of the run continues; of a run without a draw, its parent."""
+        return (self.run_id, self.drawn) if self.drawn else self.parent
+
+    def _repeated(self, journal: Journal) -> Declaration | None:
+        """Return the declaration, if steps were repeated since the last one."""
+        known = journal.has_declared(self.run_id, self.drawn - self.t)
+        return None if known or not journal.reserved else declaration(self)
 
     @property
     def reserved(self) -> list[Entry]:
@@ -253,7 +274,7 @@ class Run:
 
     def _write(self, mechanism: Mechanism) -> None:
         """Write the next draw, of a step by this mechanism, into the ledger, after the journal."""
-        draw = self._entry(mechanism, 0)
+        draw = place_draw(self, mechanism, 0)
         if self._journal is None:
             self.is_on_disk = False
         elif not self._journal.covers(draw):
@@ -265,32 +286,12 @@ class Run:
         check_place(self.ledger, draw)
         left = max(1, self.settings.steps - self.t)
         block = min(left, max(self.settings.epoch, _BLOCK))
-        ahead = Ledger.joined(Ledger([draw]), self._ahead(block))
+        entries = Ledger.joined(Ledger([draw]), ahead(self, block)).entries
+        shift = self.drawn - self.t
+        declared = None if journal.has_declared(self.run_id, shift) else declaration(self)
         if self._repeats is not None:
             self._repeats.flush()
-        journal.reserve(self.run_id, self.drawn, ahead.entries)
-
-    def _ahead(self, steps: int) -> Ledger:
-        """Return the next steps, one draw for each; of noise that varies, only unwritten draws."""
-        if not self.mechanism.varies:
-            return Ledger([replace(self._entry(self.mechanism.at(self.t), 0), steps=steps)])
-        ahead, written = Ledger(), self.ledger.end_of(self.run_id)
-        for i in range(max(0, written - self.drawn), steps):
-            ahead.add(self._entry(self.mechanism.at(self.t + i), i))
-        return ahead
-
-    def _entry(self, mechanism: Mechanism, i: int) -> Entry:
-        """Return the ledger's entry of the draw after i others."""
-        multipliers, q = mechanism.multipliers, self.batches.q
-        return entry_of(
-            q,
-            multipliers,
-            sizes=((name, self._sizes[name]) for name in multipliers),
-            tau=0.0 if q is None or q == 1 else TAU,
-            run=self.run_id,
-            first=self.drawn + i,
-            parent=self.parent,
-        )
+        journal.reserve(self.run_id, self.drawn, entries, declared, shift)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -417,7 +418,7 @@ class Run:
     @cached_property
     def _shares(self) -> Mapping[str, Share]:
         """This process's share of each released value; empty in a single process."""
-        return self.ranks.shares(self._update, self._sizes)
+        return self.ranks.shares(self._update, self.sizes)
 
     def _compile(self) -> None:
         """Compile the step; warn if that fails, and take plain steps from then on.
