@@ -72,6 +72,8 @@ GRID, NOISES, WORDS = (
     "mechanism/test_words.py",
 )
 DRAWS, SEEDS = "attacks/test_reused_draws.py", "attacks/test_shared_seeds.py"
+COPIED, PATCHED = "attacks/test_copied_keys.py", "attacks/test_patched_torch.py"
+ANOTHER, BFLOAT16 = "attacks/test_steps_of_another_run.py", "attacks/test_bfloat16_in_opacus.py"
 ACCOUNTING, CALIBRATION, RELEASE, SAMPLING = (
     "mechanism/test_accounting.py",
     "mechanism/test_calibration.py",
@@ -80,6 +82,7 @@ ACCOUNTING, CALIBRATION, RELEASE, SAMPLING = (
 )
 RESUME, RESULT, TABLE = "training/test_resume.py", "training/test_result.py", "data/test_table.py"
 FILES = "cli/test_epsilon_files.py"
+DECLARATIONS = "attacks/test_lost_declarations.py"
 STATISTICS, METRICS, TERMS = (
     "audit/test_statistics.py",
     "audit/test_metrics.py",
@@ -2051,10 +2054,8 @@ KEYS = (
         "key-of-what-it-was",
         "The loss of a run with a seed may change, and its noise does not.",
         "training/run.py",
-        "            self._check_unchanged(after_steps=False)\n"
-        "            yield\n"
-        "            self._check_unchanged(after_steps=True)\n",
-        "            yield\n",
+        "        if self._unchanged is not None and self.conditions:\n",
+        "        if False:\n",
         (
             f"{UNCHANGED}::test_with_a_seed_a_change_before_the_first_step_is_refused",
             f"{UNCHANGED}::test_an_observer_that_changes_the_loss_is_found",
@@ -2205,9 +2206,11 @@ KEYS = (
         "A batch is drawn before it is in the ledger and in the journal.",
         "training/run.py",
         "        self._write(mechanism)\n        self.drawn += 1\n"
+        "        self._unused = self.run_id, index\n"
         "        B, chunks = self.batches.draw(index, self.state)\n",
         "        B, chunks = self.batches.draw(index, self.state)\n"
-        "        self._write(mechanism)\n        self.drawn += 1\n",
+        "        self._write(mechanism)\n        self.drawn += 1\n"
+        "        self._unused = self.run_id, index\n",
         (f"{BRANCHES}::test_the_file_and_its_folder_are_flushed_before_the_batch_is_drawn",),
     ),
     Fault(
@@ -2222,8 +2225,8 @@ KEYS = (
         "journal-not-counted",
         "The steps of a killed process are forgotten.",
         "training/resume.py",
-        "    journal = _earlier(run, path.parent)\n",
-        "    journal = Ledger()\n",
+        "    journal, written = _earlier(run, path.parent)\n",
+        "    journal, written = Ledger(), []\n",
         (f"{BRANCHES}::test_a_process_that_is_killed_again_and_again_is_counted_each_time",),
     ),
     Fault(
@@ -2238,16 +2241,16 @@ KEYS = (
         "resume-with-the-old-key",
         "Two continuations of one checkpoint draw the same noise.",
         "training/resume.py",
-        "run.set_key(fresh_key(run.ranks), (run_id(key), ",
-        "run.set_key(key, (run_id(key), ",
+        "run.set_key(fresh_key(run.ranks), parent)",
+        "run.set_key(key, parent)",
         (f"{BRANCHES}::test_two_continuations_of_one_checkpoint_share_nothing",),
     ),
     Fault(
         "resume-without-the-parent",
         "A branch does not say where it began.",
         "training/resume.py",
-        ', (run_id(key), secret["drawn"]))',
-        ")",
+        "        run.set_key(fresh_key(run.ranks), parent)\n",
+        "        run.set_key(fresh_key(run.ranks))\n",
         (f"{BRANCHES}::test_the_union_of_two_branches_counts_their_beginning_once",),
     ),
     Fault(
@@ -2261,7 +2264,7 @@ KEYS = (
     Fault(
         "repeats-differ",
         "A repeated step that comes out otherwise is published with the noise of the first.",
-        "training/journal.py",
+        "training/repeats.py",
         "        elif self._seen[draw] != digest:\n",
         "        elif False:\n",
         (f"{RESUME}::test_a_repeated_step_that_differs_is_stopped_before_anybody_sees_it",),
@@ -2270,16 +2273,136 @@ KEYS = (
         "fork-shares-its-noise",
         "A forked process draws the noise of its parent.",
         "training/run.py",
-        "        if os.getpid() != self._process:  # the process was forked\n",
-        "        if False:\n",
+        "        if self._alone.is_in_fork:\n            self._branch()\n",
+        "",
         (f"{BRANCHES}::test_a_forked_process_draws_its_own_noise",),
+    ),
+    Fault(
+        "fork-by-process-numbers",
+        "A forked process with the number of its parent draws the noise of its parent.",
+        "training/alone.py",
+        "return self._is_forked or os.getpid()",
+        "return os.getpid()",
+        (f"{COPIED}::test_a_forked_process_with_the_number_of_its_parent_has_another_key",),
+    ),
+    Fault(
+        "noise-is-copied",
+        "A copy of the noise of a run draws the same noise.",
+        "mechanism/words.py",
+        "    def __reduce_ex__(",
+        "    def _reduce_ex(",
+        (f"{COPIED}::test_what_holds_a_key_is_not_copied",),
+    ),
+    Fault(
+        "step-of-another-run",
+        "A run is updated with the steps of another run, which its ledger lacks.",
+        "training/inputs.py",
+        "    if (step.run_id, step.draw) != unused:\n",
+        "    if False:\n",
+        (f"{ANOTHER}::test_a_copy_refuses_the_steps_of_its_run",),
+    ),
+    Fault(
+        "step-used-twice",
+        "A step may be used by two updates.",
+        "training/run.py",
+        "        self._unused = None\n        self._update(",
+        "        self._update(",
+        (f"{ANOTHER}::test_a_step_is_used_once_and_only_the_last_one",),
+    ),
+    Fault(
+        "key-without-compiling",
+        "A compiled step and the plain step that replaces it have one noise.",
+        "training/run.py",
+        ', "compiled": str(self._graph is not None)}',
+        ', "compiled": "asked for"}',
+        (f"{SEEDS}::test_a_run_whose_step_is_not_compiled_has_another_key",),
+    ),
+    Fault(
+        "key-without-the-compiler",
+        "Two settings of the compiler have one noise.",
+        "training/run.py",
+        '"compiler": compiler()',
+        '"compiler": ""',
+        (f"{SEEDS}::test_settings_of_the_compiler_change_the_key",),
+    ),
+    Fault(
+        "fallback-compiles-again",
+        "A run whose blocks are fixed for plain steps takes compiled steps later.",
+        "training/run.py",
+        "        self._takes_plain_steps = True\n",
+        "",
+        (f"{SEEDS}::test_a_run_that_fell_back_takes_plain_steps_to_its_end",),
+    ),
+    Fault(
+        "patches-under-another-name",
+        "One of torch's functions in the place of another is not seen.",
+        "training/foreign.py",
+        "    if (function.__module__, function.__qualname__) != (home, place):\n",
+        "    if False:\n",
+        (f"{PATCHED}::test_what_is_put_into_torch_changes_the_digest",),
+    ),
+    Fault(
+        "patches-without-objects",
+        "A partial function in the place of a function of torch is not seen.",
+        "training/foreign.py",
+        "    if is_made_of_others or not libraries.library_of_class(type(part)):\n",
+        "    if not libraries.library_of_class(type(part)):\n",
+        (f"{PATCHED}::test_what_two_objects_call_is_in_their_digests",),
+    ),
+    Fault(
+        "patches-without-defaults",
+        "Another default of a function of torch is not seen.",
+        "training/patches.py",
+        "        known += _constants(owner)\n",
+        "",
+        (f"{PATCHED}::test_what_is_put_into_torch_changes_the_digest",),
+    ),
+    Fault(
+        "hooks-of-all-modules",
+        "A hook for all modules acts in a run with a seed.",
+        "training/interventions.py",
+        "    _raise_first(_hooks())\n",
+        "",
+        (f"{PATCHED}::test_what_acts_in_every_computation_is_refused_with_a_seed",),
+    ),
+    Fault(
+        "operators-registered-anew",
+        "Another operator of torch acts in a run with a seed.",
+        "training/interventions.py",
+        "    _raise_first(_operators())\n",
+        "",
+        (f"{PATCHED}::test_what_acts_in_every_computation_is_refused_with_a_seed",),
+    ),
+    Fault(
+        "modes-between-two-steps",
+        "A mode that is entered inside the loop acts in a run with a seed.",
+        "training/run.py",
+        "            check_modes()\n",
+        "            pass\n",
+        (f"{PATCHED}::test_a_mode_inside_the_loop_is_refused",),
+    ),
+    Fault(
+        "opacus-in-bfloat16",
+        "An Opacus loop divides by the number of records in bfloat16.",
+        "opacus/clipping.py",
+        "    if dtype.itemsize < torch.float32.itemsize:\n",
+        "    if dtype == torch.float16:\n",
+        (f"{BFLOAT16}::test_a_model_in_bfloat16_is_refused",),
+    ),
+    Fault(
+        "opacus-under-autocast",
+        "An Opacus loop divides by the number of records in the precision of autocast.",
+        "opacus/optimizer.py",
+        "    refuse_autocast(optimizer.params)\n",
+        "",
+        (f"{BFLOAT16}::test_a_pass_under_autocast_is_refused",),
     ),
     Fault(
         "copy-shares-its-noise",
         "A copy of a run draws the noise of the run.",
         "training/run.py",
-        "        self.set_key(os.urandom(KEY_BYTES), (self.run_id, self.drawn))\n",
-        "        self.set_key(derive(self.run_id.encode(), 'copy'), (self.run_id, self.drawn))\n",
+        "        self.set_key(os.urandom(KEY_BYTES), self.place)\n",
+        "        self.set_key(derive(self.run_id.encode(), 'copy'), self.place)\n",
         (f"{BRANCHES}::test_a_copy_is_a_branch", f"{BRANCHES}::test_two_copies_share_nothing"),
     ),
     Fault(
@@ -2359,7 +2482,7 @@ ATTEMPTS = (
         "journal-begins-late",
         "Steps before the journal are in no file.",
         "training/run.py",
-        "        self._journal.adopt(self.ledger)\n",
+        "        self._journal.adopt(self.ledger, self.declarations, self.settings.steps)\n",
         "",
         (f"{BRANCHES}::test_steps_before_the_journal_are_written_into_it",),
     ),
@@ -2474,7 +2597,7 @@ ATTEMPTS = (
         "files-without-remaining",
         "A run that was stopped early costs its drawn steps only.",
         "cli/epsilon.py",
-        "    covered = Ledger.joined(ledger, *ledgers.remaining(held))\n",
+        "    covered = Ledger.joined(ledger, ledgers.remaining(held, ledger))\n",
         "    covered = ledger\n",
         (f"{FILES}::test_a_run_that_was_stopped_early_costs_what_its_report_states",),
     ),
@@ -2504,6 +2627,194 @@ ATTEMPTS = (
     ),
 )
 
+DECLARED = (
+    Fault(
+        "declared-not-written",
+        "A journal states no declared steps.",
+        "training/run.py",
+        "declared = None if journal.has_declared(self.run_id, shift) else declaration(self)\n",
+        "declared = None\n",
+        (f"{DECLARATIONS}::test_every_choice_of_files_costs_the_declared_steps",),
+    ),
+    Fault(
+        "declared-once",
+        "Repeated draws stand for declared steps in a journal.",
+        "training/run.py",
+        "return None if known or not journal.reserved else declaration(self)\n",
+        "return None\n",
+        (f"{DECLARATIONS}::test_repeated_draws_are_declared_anew_when_a_loop_ends",),
+    ),
+    Fault(
+        "declared-not-read",
+        "`evenclip epsilon` does not read the declarations of a journal.",
+        "cli/ledgers.py",
+        "        tuple(one.remaining for one in declared),\n",
+        "        (),\n",
+        (f"{DECLARATIONS}::test_every_choice_of_files_costs_the_declared_steps",),
+    ),
+    Fault(
+        "declared-nowhere",
+        "A journal without declarations is taken for a complete run.",
+        "cli/epsilon.py",
+        "    ledgers.check_declared(held, ledger)\n",
+        "",
+        (
+            f"{DECLARATIONS}::test_a_journal_without_declarations_is_refused_or_read_with_those_of_another_file",
+        ),
+    ),
+    Fault(
+        "declared-without-a-reason",
+        "The journal of a rule without an ε has one.",
+        "cli/ledgers.py",
+        "        why=next((one.why_no_epsilon for one in declared if one.why_no_epsilon), None),\n",
+        "",
+        (f"{DECLARATIONS}::test_the_journal_of_a_rule_without_an_epsilon_has_none",),
+    ),
+    Fault(
+        "declared-before-the-first-checkpoint",
+        "An attempt before the first checkpoint declared nothing.",
+        "training/resume.py",
+        "    run.declarations = declared\n",
+        "",
+        (
+            f"{DECLARATIONS}::test_a_shorter_attempt_does_not_replace_the_declaration_of_a_longer_one",
+        ),
+    ),
+    Fault(
+        "declared-before-a-checkpoint",
+        "A resumed run forgets what earlier attempts declared.",
+        "training/resume.py",
+        "    run.declarations = [*run.declarations, *declared]\n",
+        "",
+        (
+            f"{DECLARATIONS}::test_a_copy_of_a_checkpoint_without_its_journal_declares_what_it_knows",
+            f"{DECLARATIONS}::test_going_back_within_a_process_keeps_what_was_declared",
+        ),
+    ),
+    Fault(
+        "declared-by-an-older-version",
+        "A run resumes from a journal that declares nothing.",
+        "training/resume.py",
+        "    _check_declared(folder, run.ledger, journal, {one.run for one in declared})\n",
+        "",
+        (
+            f"{DECLARATIONS}::test_a_folder_of_an_older_version_is_resumed_only_where_its_steps_are_known",
+        ),
+    ),
+    Fault(
+        "declared-by-a-rule-without-epsilon",
+        "Steps of a rule without an ε count as private ones.",
+        "training/resume.py",
+        "    _check_epsilon(run, folder, declared)\n",
+        "",
+        (f"{DECLARATIONS}::test_the_journal_of_a_rule_without_an_epsilon_has_none",),
+    ),
+    Fault(
+        "declared-by-a-longer-attempt",
+        "A shorter attempt stands for the longer one before it.",
+        "training/resume.py",
+        "    if run.settings.steps < last.steps or not drawn:\n",
+        "    if not drawn:\n",
+        (
+            f"{DECLARATIONS}::test_a_shorter_attempt_does_not_replace_the_declaration_of_a_longer_one",
+        ),
+    ),
+    Fault(
+        "declared-elsewhere",
+        "A new journal does not have the declarations of a checkpoint.",
+        "training/journal.py",
+        "                mine = [one for one in declared if one.run == run]\n",
+        "                mine = list[Declaration]()\n",
+        (
+            f"{DECLARATIONS}::test_a_copy_of_a_checkpoint_without_its_journal_declares_what_it_knows",
+        ),
+    ),
+    Fault(
+        "declared-in-the-report",
+        "The report has the declaration of the last attempt only.",
+        "training/result.py",
+        "remaining=run.open_declarations.to_json()",
+        "remaining=run.remaining.to_json()",
+        (
+            f"{DECLARATIONS}::test_a_shorter_attempt_does_not_replace_the_declaration_of_a_longer_one",
+        ),
+    ),
+    Fault(
+        "declared-in-a-checkpoint",
+        "A checkpoint has the declaration of the last attempt only.",
+        "training/resume.py",
+        '"remaining": run.open_declarations.to_json()',
+        '"remaining": run.remaining.to_json()',
+        (
+            f"{DECLARATIONS}::test_a_copy_of_a_checkpoint_without_its_journal_declares_what_it_knows",
+        ),
+    ),
+    Fault(
+        "declared-last",
+        "The last declaration replaces a larger one.",
+        "mechanism/declared.py",
+        "rest[run] |= +Counter(",
+        "rest[run] = +Counter(",
+        (f"{DECLARATIONS}::test_no_file_lowers_what_epsilon_covers",),
+    ),
+    Fault(
+        "declared-met-twice",
+        "A step of a branch stands for two declared steps of one run.",
+        "mechanism/declared.py",
+        "own = (rest.get(run, Counter[Entry]()) | chains[run]) + taken",
+        "own = rest.get(run, Counter[Entry]()) + chains[run] + taken",
+        (f"{DECLARATIONS}::test_no_file_lowers_what_epsilon_covers",),
+    ),
+    Fault(
+        "declared-with-other-noise",
+        "A step with more noise stands for a declared one.",
+        "mechanism/declared.py",
+        "multipliers, sizes = tuple(sorted(entry.multipliers)), tuple(sorted(entry.sizes))",
+        'multipliers, sizes = (("gradient", 9.0),), tuple(sorted(entry.sizes))',
+        (f"{DECLARATIONS}::test_an_attempt_with_more_noise_does_not_stand_for_declared_steps",),
+    ),
+    Fault(
+        "declared-by-an-absent-parent",
+        "A file that links two runs lowers ε.",
+        "mechanism/declared.py",
+        "parent is not None and parent[1] > 0",
+        "parent is not None",
+        (f"{DECLARATIONS}::test_no_file_lowers_what_epsilon_covers",),
+    ),
+    Fault(
+        "declared-partly-kept",
+        "A report keeps less than what counts.",
+        "mechanism/declared.py",
+        "kept[run] = Counter({kind: rest[run][kind] for kind in kinds})",
+        "kept[run] = kinds",
+        (f"{DECLARATIONS}::test_keeping_declarations_with_a_ledger_changes_nothing",),
+    ),
+    Fault(
+        "extended-unsaid",
+        "A run that was extended does not say so.",
+        "mechanism/statement.py",
+        "    if drawn and first < planned:\n",
+        "    if False:\n",
+        (f"{DECLARATIONS}::test_a_run_that_is_extended_says_so",),
+    ),
+    Fault(
+        "extended-twice",
+        "A run that was extended twice forgets what was declared at first.",
+        "training/resume.py",
+        'run.first_steps = published.get("first_steps", published["settings"]["steps"])',
+        'run.first_steps = published["settings"]["steps"]',
+        (f"{DECLARATIONS}::test_a_run_that_is_extended_says_so",),
+    ),
+    Fault(
+        "extended-in-the-journal",
+        "A run that was extended before its first checkpoint does not say so.",
+        "training/resume.py",
+        "    run.first_steps = last.first_steps\n",
+        "",
+        (f"{DECLARATIONS}::test_a_journal_keeps_what_was_declared_at_first",),
+    ),
+)
+
 FAULTS = (
     *CUSTOM_RULES,
     *CORE,
@@ -2519,6 +2830,7 @@ FAULTS = (
     *RANKS,
     *KEYS,
     *ATTEMPTS,
+    *DECLARED,
 )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from functools import partial
 
 import pytest
@@ -18,8 +19,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, multi_margin_loss
 
-from evenclip import DPSGD, prepare
+from evenclip import DPSGD, Performance, prepare
 from evenclip.mechanism.grid import Grid
+from evenclip.training import graph
+from evenclip.training.fit import train
 
 N, D, B = 40, 8, 16
 RULE = DPSGD(C0=1.0, sigma=2.0)
@@ -122,4 +125,85 @@ def test_the_same_run_from_the_same_seed_is_the_same():
 def test_the_attack_wins_against_keys_of_the_seed_alone(name, monkeypatch):
     monkeypatch.setattr("evenclip.training.run.secret_key", lambda *given: bytes(32))
     off, grid = distance(*runs(name))
+    assert off <= grid.coarse / grid.std
+
+
+# --- a step that cannot be compiled -------------------------------------------------------------
+
+COMPILED = {"performance": Performance(compile=True)}
+
+
+class NoCompiler:
+    """A process in which torch finds no compiler."""
+
+    def __init__(self, *given) -> None:
+        raise graph.NoGraph("there is no compiler")
+
+
+def compiled_and_plain(monkeypatch):
+    """Return a run with a compiled step, and the same run where compiling fails."""
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
+    one = prepare(model(), data(), **BASE, **COMPILED)
+    monkeypatch.setattr(graph, "Graph", NoCompiler)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other = prepare(model(), data(), **BASE, **COMPILED)
+        assert one._graph is not None
+        assert other._graph is None
+        return one, other, distance(one, other)
+
+
+def test_a_run_whose_step_is_not_compiled_has_another_key(monkeypatch):
+    """Sums over blocks and over whole batches round differently."""
+    one, other, (off, _) = compiled_and_plain(monkeypatch)
+    assert one.run_id != other.run_id
+    assert off > math.sqrt(2) / 4
+    assert one.conditions["compiled"] != other.conditions["compiled"]
+
+
+def test_a_run_is_compiled_again_or_ends(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
+    run = prepare(model(), data(), **BASE, **COMPILED)
+    run._graph = None
+    with run.listening():
+        assert run._graph is not None
+    run._graph = None
+    monkeypatch.setattr(graph, "Graph", NoCompiler)
+    with pytest.raises(RuntimeError) as caught, run.listening():
+        run.step()
+    assert str(caught.value) == (
+        "The steps of this run were compiled, and now they are not: there is no compiler. With a "
+        "seed, plain steps would have the same noise; prepare the run again."
+    )
+    assert run.ledger.steps == 0
+
+
+def test_a_run_that_fell_back_takes_plain_steps_to_its_end(monkeypatch):
+    """Its blocks are fixed for plain steps."""
+    run = prepare(model(), data(), **(BASE | {"seed": None}), **COMPILED)
+    with monkeypatch.context() as patched:
+        patched.setattr(graph, "Graph", NoCompiler)
+        with pytest.warns(UserWarning, match="is not compiled"):
+            train(run)
+    with run.listening():
+        assert run._graph is None
+    assert run.t == 3
+
+
+def test_settings_of_the_compiler_change_the_key(monkeypatch):
+    from torch._dynamo import config as tracing
+    from torch._inductor import config
+
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
+    ids = [prepare(model(), data(), **BASE, **COMPILED).run_id]
+    with config.patch({"cpp.enable_unsafe_math_opt_flag": True}):
+        ids.append(prepare(model(), data(), **BASE, **COMPILED).run_id)
+    with tracing.patch({"debug_dir_root": "/another/place"}):
+        ids.append(prepare(model(), data(), **BASE, **COMPILED).run_id)
+    assert ids[0] == ids[2] != ids[1]
+
+
+def test_the_attack_wins_where_both_steps_have_one_key(monkeypatch):
+    monkeypatch.setattr("evenclip.training.run.secret_key", lambda *given: bytes(32))
+    _, _, (off, grid) = compiled_and_plain(monkeypatch)
     assert off <= grid.coarse / grid.std

@@ -149,16 +149,17 @@ def test_a_killed_run_is_counted_from_any_of_its_files(capsys, tmp_path):
         checkpoint / "published.json": (100, 140),
         checkpoint: (200, 40),
         tmp_path: (200, 40),
-        tmp_path / "journal.jsonl": (200, 0),
+        tmp_path / "journal.jsonl": (200, 40),
     }
     for path, (steps, left) in names.items():
         facts = joint(capsys, path, "--delta", DELTA)
         assert (facts["steps"], facts["remaining_steps"]) == (steps, left), path
-        if left:
-            assert facts["pld"] == pytest.approx(whole, rel=1e-12)
-    assert facts["pld"] < whole
+        assert facts["pld"] == pytest.approx(whole, rel=1e-12)
+        assert f"{path} declares 240 steps" in facts["notes"][0]
     shutil.rmtree(checkpoint)
-    assert joint(capsys, tmp_path, "--delta", DELTA)["steps"] == 200
+    facts = joint(capsys, tmp_path, "--delta", DELTA)
+    assert (facts["steps"], facts["remaining_steps"]) == (200, 40)
+    assert facts["pld"] == pytest.approx(whole, rel=1e-12)
 
 
 def test_a_folder_that_is_resumed_shows_how_its_checkpoints_went_on(capsys, tmp_path):

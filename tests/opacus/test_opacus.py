@@ -348,19 +348,39 @@ def test_a_record_that_is_not_finite_contributes_nothing(mode, bad):
     assert pytest.approx(clean.Z, rel=1e-5) == run.Z
 
 
-def test_a_bfloat16_model_trains_and_a_float16_model_is_refused():
-    run = Private(DPSGDGlobalAdapt(C0=0.5, sigma=0.1), dtype=torch.bfloat16)
-    run.step(run.x, run.y)
-    assert all(p.grad.dtype == torch.bfloat16 for p in run.net.parameters())
-    assert torch.isfinite(run.parameters).all()
-    with pytest.raises(ValueError, match=r"float16 parameters or gradients, which overflow"):
-        Private(ADAPT, dtype=torch.float16)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_model_of_less_than_float32_is_refused(dtype):
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(ValueError, match=r"evenclip\.fit") as caught:
+        Private(ADAPT, dtype=dtype)
+    assert str(caught.value) == (
+        f"The model has parameters or gradients in {name}. Opacus divides by the number of records "
+        "in that precision, so one record changes the rounding of all gradients, and no ε holds. "
+        "Use float32 (model.float()), or evenclip.fit, which trains bfloat16 models."
+    )
     run = Private(ADAPT)
     run.backward(run.x, run.y)
     for p in run.net.parameters():
-        p.grad_sample = p.grad_sample.half()
-    with pytest.raises(ValueError, match=r"use float32 or bfloat16"):
+        p.grad_sample = p.grad_sample.to(dtype)
+    with pytest.raises(ValueError, match=f"parameters or gradients in {name}"):
         run.optimizer.step()
+    assert run.ledger.steps == 0
+
+
+def test_autocast_is_refused_in_training_and_not_in_evaluation():
+    run = Private(ADAPT)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="fit") as caught:
+        run.model(run.x)
+    assert str(caught.value) == (
+        "torch.autocast is on in a training pass. Opacus divides by the number of records in its "
+        "precision, so one record changes the rounding of all gradients, and no ε holds. Leave "
+        "autocast for the passes of training, or use evenclip.fit with a bfloat16 model."
+    )
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        run.model(run.x)
+    run.model.eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        run.model(run.x)
 
 
 # --- the release ---

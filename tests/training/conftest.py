@@ -137,8 +137,9 @@ class Toy:
         release = Release(release) if isinstance(release, dict) else release
         public, part = step(tape, mechanism, state, chunks, B, release)
         return Step(
-            public, part.seen, part.total, WeightedSums(tape, chunks), B, 0, mechanism, tape, state
-        )
+            public, part.seen, part.total, WeightedSums(tape, chunks), B, 0, mechanism, tape, state,
+            "", 0,
+        )  # fmt: skip
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from evenclip import DPSGD, DPSGDF, Performance, prepare
 from evenclip.data import Dataset, MapDataset
-from evenclip.training import code, keys
+from evenclip.training import code, keys, machine
 from evenclip.training.contents import NoDigest, contents
 
 # --- runs ---------------------------------------------------------------------------------------
@@ -105,6 +105,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
 def test_runs_that_differ_in_anything_have_keys_of_their_own(toy):
     runs = {name: prepare(toy.mlp(), toy.data(), **given(**more)) for name, more in OTHERS.items()}
     runs |= {
@@ -117,6 +118,7 @@ def test_runs_that_differ_in_anything_have_keys_of_their_own(toy):
         found[run.key] = name
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
 def test_equal_runs_have_one_key(toy):
     for name, more in OTHERS.items():
         one, other = (prepare(toy.mlp(), toy.data(), **given(**more)).key for _ in range(2))
@@ -142,7 +144,7 @@ def test_one_bit_of_one_record_changes_the_key(toy, column):
     assert len(keys) == 2
 
 
-@pytest.mark.parametrize("what", ["threads", "torch", "processor", "evenclip"])
+@pytest.mark.parametrize("what", ["threads", "torch", "processor", "model", "build", "evenclip"])
 def test_the_machine_and_the_code_change_the_key(toy, monkeypatch, what):
     before = prepare(toy.mlp(), toy.data(), **given()).key
     if what == "threads":
@@ -151,6 +153,10 @@ def test_the_machine_and_the_code_change_the_key(toy, monkeypatch, what):
         monkeypatch.setattr(torch, "__version__", "2.99.0")
     if what == "processor":
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX1024")
+    if what == "model":
+        monkeypatch.setattr(machine, "_processor", lambda: "model 7")
+    if what == "build":
+        monkeypatch.setattr(machine, "_libraries", lambda: "BLAS_INFO=other")
     if what == "evenclip":
         monkeypatch.setattr(keys, "sources", lambda: "other")
     assert prepare(toy.mlp(), toy.data(), **given()).key != before

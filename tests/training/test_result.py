@@ -223,6 +223,7 @@ FIELDS = {  # what a report must state -> the fields that state it
     "randomness": ["random_generator", "seed", "claim", "sampler"],
     "steps declared and drawn, by which runs": [
         "declared_steps",
+        "first_declared_steps",
         "reserved_steps",
         "steps_note",
         "runs",

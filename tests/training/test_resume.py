@@ -649,8 +649,8 @@ def test_nothing_is_unpickled(toy, tmp_path, rule):
     ]
     published = json.loads((path / "published.json").read_text())
     assert sorted(published) == [
-        "durable", "format", "journal", "ledger", "place", "remaining", "reserved", "settings",
-        "state", "state_dtype", "t",
+        "durable", "first_steps", "format", "journal", "ledger", "parent", "place", "remaining",
+        "reserved", "settings", "state", "state_dtype", "t",
     ]  # fmt: skip
 
 

@@ -582,19 +582,19 @@ def test_a_rule_whose_bound_follows_from_its_count_is_clipped_with_it(toy, one_s
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_rule_that_clips_with_its_count_and_does_not_declare_it_is_refused(toy, compile, untried):
-    run = prepare(
-        toy.mlp(),
-        toy.data(),
-        rule=FollowsInSecret(),
-        batch_size=8,
-        steps=6,
-        seed=0,
-        performance=Performance(compile=compile),
-    )
-    before = toy.vector(run.model)
     complaint = r"observe of follows returned a `now`.*counts_first = True"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a step without a graph says why
+        run = prepare(
+            toy.mlp(),
+            toy.data(),
+            rule=FollowsInSecret(),
+            batch_size=8,
+            steps=6,
+            seed=0,
+            performance=Performance(compile=compile),
+        )
+        before = toy.vector(run.model)
         with run.listening(), pytest.raises(ValueError, match=complaint):
             run.step()
     assert torch.equal(toy.vector(run.model), before)

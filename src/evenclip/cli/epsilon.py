@@ -105,7 +105,8 @@ def _of_files(
     held = [ledgers.read(path) for path in files]
     ledger = Ledger.union(*(one.ledger for one in held))
     ledger.check_whole()
-    covered = Ledger.joined(ledger, *ledgers.remaining(held))
+    ledgers.check_declared(held, ledger)
+    covered = Ledger.joined(ledger, ledgers.remaining(held, ledger))
     why = next((one.why for one in held if one.why is not None), None)
     if why is None and not covered.is_private:
         why = "a value was released in clear, or a batch was not a Poisson sample"
@@ -118,7 +119,7 @@ def _of_files(
         "remaining_steps": covered.steps - ledger.steps,
         "runs": list(dict.fromkeys(entry.run for entry in ledger.entries if entry.run)),
         "files": [str(one.path) for one in held],
-        "notes": ledgers.notes(held),
+        "notes": ledgers.notes(held, ledger),
     }
 
 

@@ -1,13 +1,14 @@
 """Ledgers in files: those of `evenclip epsilon A B`, and what is known about each.
 
 A run that was stopped, also by a kill, may have been stopped because of its results. So the steps
-that its file declares and that were not taken count, unless another file shows how it went on.
+that a file declares and that were not taken count, unless another file shows the branch that went
+on with them. A file that declares nothing takes nothing back, so a further file never lowers ε.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from evenclip.mechanism.ledger import Ledger
 
-__all__ = ["Held", "delta_of", "notes", "read", "remaining"]
+__all__ = ["Held", "check_declared", "delta_of", "notes", "read", "remaining"]
 
 _LARGEST = 2.0**53
 _EXPECTED = "give a privacy report, a checkpoint, a journal.jsonl, a stored result or a ledger"
@@ -28,19 +29,24 @@ class Held:
     Attributes:
         path: the file.
         ledger: its ledger, with the steps that were written ahead.
-        remaining: the declared steps that its run has not taken.
+        remaining: declarations, each as the entries of the steps that were still to be taken.
         delta: its δ; None if it states none.
         declared: its number of declared steps; None if it states none.
         why: why its rule has no valid ε; None if that is not known to be so.
+        lacks_journal: whether it is a checkpoint whose journal is gone.
+        stated: the runs whose declared number of steps is in it.
+        unfinished: the runs that may have been killed, so that their number of steps is needed.
     """
 
     path: Path
     ledger: Ledger
-    remaining: Ledger
+    remaining: tuple[Ledger, ...] = ()
     delta: float | None = None
     declared: int | None = None
     why: str | None = None
     lacks_journal: bool = False
+    stated: frozenset[str] = frozenset()
+    unfinished: frozenset[str] = frozenset()
 
 
 def read(path: Path) -> Held:
@@ -53,7 +59,7 @@ def read(path: Path) -> Held:
 
     if path.suffix == ".jsonl":
         _content(path)  # raises if there is none
-        return Held(path, journal.read_journal(path), _nothing())
+        return _read_journal(path)
     if (path / "published.json").is_file():
         return _read_checkpoint(path)
     last = checkpoint.latest(path)
@@ -78,11 +84,40 @@ def _read_checkpoint(path: Path) -> Held:
             f"{path / 'published.json'} has journal = {kept!r}; it must be the length and digest "
             "of a journal. Bring the file back from a copy."
         ) from error
-    ahead = journal.journaled(path.parent)
-    known = {entry.run for entry in ahead.entries}  # how far they came is in the journal
+    beside = _read_journal(path.parent / journal.NAME)
+    known = _runs(beside.ledger)  # how far they came is in the journal
     own = [entry for entry in held.ledger.entries if not (entry.reserved and entry.run in known)]
-    ledger = Ledger.joined(Ledger(own), ahead)
-    return replace(held, path=path, ledger=ledger, lacks_journal=not is_there)
+    return replace(
+        held,
+        path=path,
+        ledger=Ledger.joined(Ledger(own), beside.ledger),
+        remaining=(*held.remaining, *beside.remaining),
+        why=held.why or beside.why,
+        lacks_journal=not is_there,
+        stated=held.stated | beside.stated,
+        unfinished=beside.unfinished,
+    )
+
+
+def _read_journal(path: Path) -> Held:
+    """Read a journal, and what its runs declare; of one that does not exist, nothing."""
+    from evenclip.training import journal
+
+    ledger, declared = journal.read_journal(path), journal.declarations(path)
+    return Held(
+        path,
+        ledger,
+        tuple(one.remaining for one in declared),
+        declared=declared[-1].steps if declared else None,
+        why=next((one.why_no_epsilon for one in declared if one.why_no_epsilon), None),
+        stated=frozenset(one.run for one in declared),
+        unfinished=_runs(ledger),
+    )
+
+
+def _runs(ledger: Ledger) -> frozenset[str]:
+    """Return the runs of a ledger."""
+    return frozenset(entry.run for entry in ledger.entries)
 
 
 def _content(path: Path) -> str:
@@ -113,7 +148,8 @@ def _read_json(path: Path) -> Held:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     delta = delta if delta is not None and 0 < delta < 1 else None
-    return Held(path, ledger, left, delta, declared, _why(facts, settings))
+    stated = frozenset[str]() if declared is None else _runs(ledger)
+    return Held(path, ledger, (left,), delta, declared, _why(facts, settings), stated=stated)
 
 
 def _ledger(facts: dict[str, Any], declared: int | None) -> Ledger:
@@ -140,16 +176,14 @@ def _ledger(facts: dict[str, Any], declared: int | None) -> Ledger:
 
 def _remaining(facts: dict[str, Any], ledger: Ledger, declared: int | None) -> Ledger:
     """Return the declared steps that were not taken; like the last one, if none is listed."""
+    from evenclip.mechanism.declared import covered
     from evenclip.mechanism.ledger import Ledger
 
     missing = 0 if declared is None else max(0, declared - ledger.steps)
     if "remaining" in facts:
-        left = Ledger.from_json(facts["remaining"])
-        if (
-            missing
-            and ledger.is_private
-            and Ledger.joined(ledger, left).steps < ledger.steps + missing
-        ):
+        left = _placed(Ledger.from_json(facts["remaining"]), ledger)
+        short = covered(ledger, [left]).steps < ledger.steps + missing
+        if missing and ledger.is_private and short:
             raise ValueError(
                 f"The file declares {declared} steps, and holds {ledger.steps} and {left.steps} "
                 "that remain; it is damaged. Give the file as it was written."
@@ -161,30 +195,43 @@ def _remaining(facts: dict[str, Any], ledger: Ledger, declared: int | None) -> L
     return Ledger([replace(last, first=last.end if last.run else 0, steps=missing)])
 
 
-def _nothing() -> Ledger:
+def _placed(left: Ledger, ledger: Ledger) -> Ledger:
+    """Return declared steps after the draws of the run that declared them, if there is only one."""
     from evenclip.mechanism.ledger import Ledger
 
-    return Ledger()
+    runs = {entry.run: entry.parent for entry in ledger.entries}
+    if len(runs) != 1 or any(entry.run for entry in left.entries):
+        return left
+    ((run, parent),) = runs.items()
+    first = ledger.end_of(run) if run else 0
+    return Ledger([replace(entry, run=run, first=first, parent=parent) for entry in left.entries])
 
 
-def remaining(held: Sequence[Held]) -> list[Ledger]:
-    """Return for each file the declared steps that were not taken, which count too.
+def remaining(held: Sequence[Held], ledger: Ledger) -> Ledger:
+    """Return the declared steps that were not taken and that no branch went on with.
 
-    They do not count for a file if another one holds all its steps and more: that one shows how
-    the run went on, and has its own declared steps.
+    Args:
+        held: all files.
+        ledger: the union of their ledgers.
     """
-    return [
-        _nothing() if any(_continues(other, one) for other in held) else one.remaining
-        for one in held
-    ]
+    from evenclip.mechanism.declared import unmet
+
+    return unmet(ledger, (left for one in held for left in one.remaining))
 
 
-def _continues(other: Held, one: Held) -> bool:
-    """Return whether a file has all steps of another one, and more."""
-    from evenclip.mechanism.ledger import Ledger
+def check_declared(held: Sequence[Held], ledger: Ledger) -> None:
+    """Raise if no file states how many steps a run of a journal declared."""
+    from evenclip.mechanism.declared import undeclared
 
-    both = Ledger.joined(one.ledger, other.ledger).steps
-    return one.ledger.steps < both == other.ledger.steps
+    stated = {run for one in held for run in one.stated}
+    for one in held:
+        unknown = undeclared(ledger, one.unfinished, stated)
+        if unknown:
+            raise ValueError(
+                f"{one.path} does not state how many steps run {unknown[0]} declared, because an "
+                "older version wrote it, and ε counts all declared steps; give the run's report "
+                "or a checkpoint of it too."
+            )
 
 
 def delta_of(held: Sequence[Held]) -> float:
@@ -198,11 +245,14 @@ def delta_of(held: Sequence[Held]) -> float:
     return stated[0]
 
 
-def notes(held: Sequence[Held]) -> list[str]:
+def notes(held: Sequence[Held], ledger: Ledger) -> list[str]:
     """Return what a reader of the joint ε has to know about the files."""
-    said = []
-    for one, left in zip(held, remaining(held), strict=True):
-        if left.entries:
+    from evenclip.mechanism.declared import undeclared
+
+    said, left = [], _runs(remaining(held, ledger))
+    stated = {run for one in held for run in one.stated}
+    for one in held:
+        if left & _declaring(one.remaining):
             said.append(
                 f"{one.path} declares {one.declared} steps and holds {one.ledger.steps}; the steps "
                 "that were not taken count too, because stopping may depend on the results."
@@ -217,7 +267,17 @@ def notes(held: Sequence[Held]) -> list[str]:
             )
         if any(not entry.sizes for entry in one.ledger.entries):
             said.append(f"{one.path} has steps without sizes; their noise is taken as Gaussian.")
-    return said
+        if undeclared(ledger, _runs(one.ledger), stated):
+            said.append(
+                f"{one.path} does not state how many steps were declared; if the run was stopped "
+                "early, give its report, its checkpoints or its journal too."
+            )
+    return list(dict.fromkeys(said))
+
+
+def _declaring(remaining: Iterable[Ledger]) -> frozenset[str]:
+    """Return the runs of declarations."""
+    return frozenset(entry.run for one in remaining for entry in one.entries)
 
 
 def _steps(value: Any, name: str) -> int | None:

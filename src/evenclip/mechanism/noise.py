@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenclip.mechanism.words import Words, derive
+from evenclip.mechanism.words import Keyed, Words, derive
 
 __all__ = ["BETA", "BLOCK", "LAMBDA", "Noise", "NormalStream", "Values", "box_muller", "part"]
 
@@ -48,7 +48,7 @@ class Values(Protocol):
         """Return the values of a range.  # [end − first], float64"""
 
 
-class Noise:
+class Noise(Keyed):
     """The noise of all releases of a run.
 
     Args:
@@ -69,7 +69,7 @@ class Noise:
         return {name: stream.of(index) for name, stream in self._streams.items()}
 
 
-class NormalStream:
+class NormalStream(Keyed):
     """N(0, 1) values of one release: `size` values for each draw of the run.
 
     Block b of a draw has the values from b·BLOCK on: the cosines of its pairs, then their sines.
@@ -130,7 +130,7 @@ class NormalStream:
         return torch.from_numpy(words.view(np.int64)).to(self._device, torch.float64)
 
 
-class _Blocks:
+class _Blocks(Keyed):
     """The values of one draw of a large release, computed block by block on use."""
 
     def __init__(self, stream: NormalStream, index: int) -> None:

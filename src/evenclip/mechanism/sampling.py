@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenclip.mechanism.words import Words, derive
+from evenclip.mechanism.words import Keyed, Words, derive
 
 __all__ = ["Poisson", "Sampler", "Shuffled", "drawn_rate"]
 
@@ -63,7 +63,7 @@ class Sampler(Protocol):
         """Return the public number that the sum over the batch is divided by."""
 
 
-class Poisson:
+class Poisson(Keyed):
     """Poisson samples of n records at rate q; sums are divided by the public B.
 
     Args:
@@ -118,7 +118,7 @@ class Poisson:
         return self._B
 
 
-class Shuffled:
+class Shuffled(Keyed):
     """Consecutive batches of a new permutation in every epoch. Not private.
 
     The last batch of an epoch may be smaller.

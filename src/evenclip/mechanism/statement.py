@@ -13,13 +13,13 @@ often that was needed.
 
 *Stopping early.* Whether a run is stopped may depend on its results. So ε is that of all steps that
 were drawn, and of those that the run would have taken up to the declared number. Draws that were
-repeated, and those of other attempts, do not stand for declared steps.
+repeated do not stand for declared steps. Those of other attempts do only if these continued the
+run (`evenclip.mechanism.declared`).
 """
 
 from __future__ import annotations
 
 import platform
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from evenclip.mechanism.correction import SamplerError, Terms
+from evenclip.mechanism.declared import not_drawn, open_declarations, unmet
 from evenclip.mechanism.grid import inflation
 from evenclip.mechanism.noise import C
 from evenclip.mechanism.paragraph import paragraph, span
@@ -83,8 +84,9 @@ class Facts:
         company: whether the last bits of a sample's numbers do, as a sentence.
         rounding: ρ, by which the rounding of a sum exceeds the sensitivity; None if unknown.
         durable: whether each step was on disk in the ledger before it was taken.
-        remaining: ledger entries, as plain values, of the declared steps that the run has not
-            taken; None if they are not known.
+        remaining: ledger entries, as plain values, of the declared steps that this attempt and the
+            ones before it have not taken; None if they are not known.
+        first_steps: the number of steps that was declared at first; None if it is not known.
     """
 
     tf32: bool = False
@@ -94,6 +96,7 @@ class Facts:
     rounding: float | None = None
     durable: bool = False
     remaining: Sequence[Mapping[str, Any]] | None = None
+    first_steps: int | None = None
 
 
 def epsilon(
@@ -129,28 +132,12 @@ def remaining(settings: Settings, ledger: Ledger, facts: Facts | None = None) ->
     if not (ledger.entries and ledger.is_private):
         return Ledger()
     if facts is not None and facts.remaining is not None:
-        return Ledger.from_json(facts.remaining)
+        return unmet(ledger, [Ledger.from_json(facts.remaining)])
     last, missing = ledger.entries[-1], list[Entry]()
-    for multipliers, steps in _missing(settings, ledger).items():
+    for multipliers, steps in not_drawn(settings.rule, settings.steps, ledger).items():
         entry = Entry(last.q, multipliers, steps, last.sizes, last.tau)
         missing.append(replace(entry, lam=last.lam, beta=last.beta))
     return Ledger(missing)
-
-
-def _missing(settings: Settings, ledger: Ledger) -> Counter[tuple[tuple[str, float], ...]]:
-    """Return multipliers of a step -> how many steps like it were declared and not drawn."""
-    rule, last = settings.rule, ledger.entries[-1]
-    if type(rule).multipliers is Rule.multipliers:  # all steps are alike
-        return +Counter({last.multipliers: settings.steps - ledger.steps})
-    names = [name for name, _ in last.multipliers]
-    planned = Counter(
-        tuple((name, float(given[name])) for name in names)
-        for given in (rule.multipliers(t) for t in range(settings.steps))
-    )
-    drawn = Counter[tuple[tuple[str, float], ...]]()
-    for entry in ledger.entries:
-        drawn[entry.multipliers] += entry.steps
-    return planned - drawn
 
 
 def report(settings: Settings, ledger: Ledger, facts: Facts | None = None) -> dict[str, Any]:
@@ -280,15 +267,19 @@ def _method(rule: Rule) -> dict[str, Any]:
 
 def _steps(settings: Settings, ledger: Ledger, facts: Facts) -> dict[str, Any]:
     """Return the steps that were declared and drawn, and the runs that drew them."""
-    left = remaining(settings, ledger, facts)
+    left, kept = remaining(settings, ledger, facts), Ledger()
+    if left.entries:
+        known = None if facts.remaining is None else [Ledger.from_json(facts.remaining)]
+        kept = left if known is None else open_declarations(ledger, known)
     parents = dict.fromkeys(entry.parent for entry in ledger.entries if entry.parent is not None)
     return {
         **_multipliers(Ledger.joined(ledger, left)),
         "steps": ledger.steps,
         "declared_steps": settings.steps,
+        "first_declared_steps": facts.first_steps or settings.steps,
         "reserved_steps": sum(entry.steps for entry in ledger.entries if entry.reserved),
-        "remaining": left.to_json(),
-        "steps_note": _steps_note(settings, ledger, left.steps) if ledger.is_private else None,
+        "remaining": kept.to_json(),
+        "steps_note": _steps_note(settings, ledger, left, facts) if ledger.is_private else None,
         "runs": list(dict.fromkeys(entry.run for entry in ledger.entries if entry.run)),
         "parents": [f"draw {index} of run {run}" for run, index in parents],
     }
@@ -314,9 +305,16 @@ def _range(values: Sequence[float]) -> float | list[float] | None:
     return least if least == most else [least, most]
 
 
-def _steps_note(settings: Settings, ledger: Ledger, left: int) -> str | None:
-    """Return which steps ε belongs to, if they are not exactly the declared ones."""
-    drawn, planned = ledger.steps, settings.steps
+def _steps_note(settings: Settings, ledger: Ledger, rest: Ledger, facts: Facts) -> str | None:
+    """Return which steps ε belongs to, if they are not exactly those declared at first."""
+    drawn, planned, left = ledger.steps, settings.steps, rest.steps
+    first = facts.first_steps or planned
+    if drawn and first < planned:
+        return (
+            f"{first} steps were declared at first, and the run was extended to {planned}; "
+            f"{drawn} were drawn and {left} not taken; ε is that of all {drawn + left}, not of the "
+            "steps that were declared at first"
+        )
     if left and drawn + left > planned:
         return (
             f"{planned} steps were declared, {drawn} drawn (some were repeated or interrupted), "

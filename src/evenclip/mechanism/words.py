@@ -9,12 +9,13 @@ by a keyed BLAKE2b.
 from __future__ import annotations
 
 import hashlib
+from typing import NoReturn, SupportsIndex
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 
-__all__ = ["KEY_BYTES", "Words", "derive"]
+__all__ = ["KEY_BYTES", "Keyed", "Words", "derive"]
 
 KEY_BYTES = 32
 _COUNTERS = 2**128  # of AES, one for each block of two words
@@ -31,7 +32,22 @@ def derive(key: bytes, purpose: str) -> bytes:
     ).digest()
 
 
-class Words:
+class Keyed:
+    """What holds a secret key, and is not copied: a copy would draw the same values again."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"{type(self).__name__} holds a secret key, and a copy would draw the same values "
+            "again; copy or pickle the run itself, which then gets a key of its own."
+        )
+
+
+class Words(Keyed):
     """The 64-bit words of a key.
 
     >>> words = Words(bytes(32))

@@ -10,17 +10,18 @@ each term has at most N + 1 roundings.
 
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evenclip.gradients.layers import Formed
 from evenclip.gradients.layers.layer import square_sums
 from evenclip.mechanism import Mechanism, Release
 
-__all__ = ["Clipper", "check_dtype", "take_samples"]
+__all__ = ["Clipper", "check_dtype", "refuse_autocast", "take_samples"]
 
 
 class Clipper:
@@ -139,11 +140,45 @@ def _samples(p: Any) -> Tensor:
 
 
 def check_dtype(dtype: torch.dtype) -> None:
-    """Raise for float16, whose gradients overflow and underflow."""
-    if dtype == torch.float16:
+    """Raise for less than float32.
+
+    Opacus divides every sample's gradient by the number of records in a batch, and multiplies it by
+    that number again, in the precision of the model. In bfloat16, one record more changes the
+    gradients of all others by up to 2⁻⁸ of their norms.
+    """
+    if dtype.itemsize < torch.float32.itemsize:
         raise ValueError(
-            "The model has float16 parameters or gradients, which overflow and underflow; use "
-            "float32 or bfloat16."
+            f"The model has parameters or gradients in {str(dtype).removeprefix('torch.')}. Opacus "
+            "divides by the number of records in that precision, so one record changes the "
+            "rounding of all gradients, and no ε holds. Use float32 (model.float()), or "
+            "evenclip.fit, which trains bfloat16 models."
+        )
+
+
+def refuse_autocast(parameters: list[Tensor]) -> None:
+    """Let every module with one of these parameters refuse a training pass under `torch.autocast`.
+
+    An optimizer does not know its model, so the modules are found among all objects in memory.
+
+    Raises:
+        ValueError: in a pass of such a module, in training mode and under autocast.
+    """
+    known = {id(p) for p in parameters}
+    for module in [held for held in gc.get_objects() if issubclass(type(held), nn.Module)]:
+        if any(id(p) in known for p in module.parameters()):
+            module.register_forward_pre_hook(_check_autocast)
+
+
+def _check_autocast(module: nn.Module, inputs: Any) -> None:
+    """Raise in a training pass under `torch.autocast`."""
+    del inputs
+    if not module.training or not torch.is_grad_enabled():
+        return
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise ValueError(
+            "torch.autocast is on in a training pass. Opacus divides by the number of records in "
+            "its precision, so one record changes the rounding of all gradients, and no ε holds. "
+            "Leave autocast for the passes of training, or use evenclip.fit with a bfloat16 model."
         )
 
 

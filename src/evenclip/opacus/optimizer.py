@@ -29,7 +29,7 @@ from evenclip.opacus.checks import (
     check_rule,
     warn_if_less_noise,
 )
-from evenclip.opacus.clipping import Clipper, take_samples
+from evenclip.opacus.clipping import Clipper, refuse_autocast, take_samples
 from evenclip.opacus.draws import Batches, Draws
 from evenclip.opacus.leftovers import clear_parameters
 from evenclip.rules import Constants, Rule
@@ -72,6 +72,7 @@ def even(
     B = float(optimizer.expected_batch_size)
     batches = Batches(sampler.num_samples, sampler.sample_rate, sampler.steps, B)
     even_optimizer = EvenOptimizer(optimizer, rule, batches, accountant)
+    refuse_autocast(optimizer.params)
     engine.accountant = accountant
     # A step of the old optimizer would not be in the ledger; this hook raises.
     optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(batches.q))

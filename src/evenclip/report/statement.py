@@ -20,6 +20,7 @@ _FIELDS = (
     ("sampler", "distance of the drawn noise from Gaussian noise"),
     ("bound_inflation", "noise added for the rounding of sums, as a share"),
     ("steps", "steps drawn"), ("declared_steps", "steps declared"),
+    ("first_declared_steps", "steps declared at first"),
     ("reserved_steps", "steps reserved"), ("steps_note", "steps that ε covers"),
     ("q", "sampling rate q"),
     ("expected_batch_size", "expected batch size B"), ("divisor", "sums are divided by"),

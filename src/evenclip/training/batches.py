@@ -11,7 +11,7 @@ from evenclip.data import Dataset, Streamed
 from evenclip.data.dataset import Samples
 from evenclip.mechanism.sampling import Poisson, Sampler, Shuffled
 from evenclip.mechanism.settings import Settings
-from evenclip.mechanism.words import derive
+from evenclip.mechanism.words import Keyed, derive
 from evenclip.training.artificial import artificial
 from evenclip.training.config import Performance
 from evenclip.training.loss import targets
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["BatchStream"]
 
 
-class BatchStream:
+class BatchStream(Keyed):
     """The batches of a run, step by step, with a key for the dropout of each chunk.
 
     Args:

@@ -39,13 +39,12 @@ from torch import Tensor, nn
 from evenclip.data.streamed import Bits, fingerprint
 from evenclip.training import libraries
 from evenclip.training.bytecode import imports, reads
+from evenclip.training.foreign import WRAPPED, foreign
 
 __all__ = ["NoDigest", "contents", "shape"]
 
 _PLAIN = (type(None), type(...), type(NotImplemented), bool, int, str, bytes)
 _NUMBERS = (float, complex)
-_WRAPPED = {property: ("fget", "fset", "fdel"), staticmethod: ("__func__",),
-            classmethod: ("__func__",), functools.cached_property: ("func",)}  # fmt: skip
 _SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _BUILTIN = (
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
@@ -185,7 +184,7 @@ class _Contents:
             library = libraries.library_of_class(base)
             name = f"{base.__module__} {base.__qualname__}" if library else base.__qualname__
             parts += [_hash("class", [library.encode(), name.encode()])]
-            for part in _foreign(base) if library else _body(base):
+            for part in foreign(base) if library else _body(base):
                 parts.append(self._all("part", part))
         return _hash("classes", parts)
 
@@ -351,9 +350,9 @@ _BY_TYPE: dict[type, Any] = {
     _CACHE: _Contents._cache,
     **{
         kind: lambda self, value: self._all(
-            type(value).__name__, (getattr(value, name) for name in _WRAPPED[type(value)])
+            type(value).__name__, (getattr(value, name) for name in WRAPPED[type(value)])
         )
-        for kind in _WRAPPED
+        for kind in WRAPPED
     },
 }
 
@@ -366,14 +365,6 @@ def _body(value: type) -> Iterator[tuple[str, Any]]:
     for name, field in sorted(vars(value).get("__dataclass_fields__", {}).items()):
         if field.metadata:
             yield f"metadata of {name}", dict(field.metadata)
-
-
-def _foreign(value: type) -> Iterator[tuple[str, Any]]:
-    """Yield the methods that were put into a class of a library from outside."""
-    for name, part in sorted(vars(value).items()):
-        is_function = isinstance(part, types.FunctionType)
-        if is_function and not libraries.library_of(part.__globals__):
-            yield name, part
 
 
 def _state(module: nn.Module) -> Iterator[Any]:

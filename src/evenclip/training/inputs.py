@@ -10,7 +10,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from evenclip.rules import Rule
 from evenclip.training.artificial import artificial
 from evenclip.training.config import Performance
 from evenclip.training.processes import Processes
+
+if TYPE_CHECKING:
+    from evenclip.training.step import Step
 
 __all__ = [
     "check_data",
@@ -146,6 +149,26 @@ def check_thread(thread: int) -> None:
             "torch.autocast is on: its products have fewer bits than the parameters, so norms "
             "would be too small. Leave it for run.step(), or convert the model itself "
             "(model.bfloat16())."
+        )
+
+
+def check_step(step: Step, t: int, unused: tuple[str, int] | None) -> None:
+    """Raise unless an update may use this step: it is the last draw of the run, and unused.
+
+    Args:
+        step: from `run.step()`.
+        t: number of steps that the run has taken.
+        unused: run and number of its last draw; None if an update has used it.
+    """
+    if step.t != t:
+        raise RuntimeError(
+            f"This is step {step.t}, and the run is at step {t}; update once for each run.step()."
+        )
+    if (step.run_id, step.draw) != unused:
+        raise RuntimeError(
+            f"This step is draw {step.draw} of run {step.run_id[:8]}, and not the last unused draw "
+            "of this run, so its release may be in no ledger of this run; give run.update() what "
+            "the last run.step() of the same run returned, once."
         )
 
 

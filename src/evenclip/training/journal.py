@@ -13,6 +13,12 @@ A line replaces what the earlier lines *of its attempt* say about its first draw
 at the time of writing, the attempt has made none of these. An attempt never replaces the lines of
 another one: with `resume="exact"` both make the same draws, and the other one may have come further
 (or may still be training). The journal holds every step of every attempt once.
+
+An attempt also writes what it declared: how many steps, which of them it has not taken yet, and why
+its rule has no valid ε, if it has none. Whether it is stopped may depend on its results, so these
+steps count too (`evenclip.mechanism.declared`). A line without a declaration repeats the last one
+of its attempt; only steps that are drawn more often than declared change it. No later line takes a
+declaration back.
 """
 
 from __future__ import annotations
@@ -21,29 +27,60 @@ import errno
 import hashlib
 import json
 import os
-import struct
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from torch import Tensor
-
 from evenclip.mechanism import Ledger
 from evenclip.mechanism.entry import Entry, check_entry, read, row
-from evenclip.mechanism.words import derive
 from evenclip.training.checkpoint import CheckpointError, synchronise
 
 __all__ = [
-    "NAME", "Journal", "Repeats", "check_fingerprint", "check_place", "fingerprint", "journaled",
-    "made", "read_journal",
+    "NAME", "Declaration", "Journal", "check_fingerprint", "check_place", "declarations",
+    "fingerprint", "journaled", "made", "read_journal",
 ]  # fmt: skip
 
 NAME = "journal.jsonl"
 _VOID = b"~"  # ends a line that a process was writing when it was killed
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a run says at one of its draws about the steps that it will take.
+
+    Attributes:
+        run: id of the run.
+        steps: the declared number of steps.
+        first_steps: the number that was declared at first, before the run was extended.
+        remaining: the declared steps that are not taken yet, at the places of their draws.
+        why_no_epsilon: why the rule has no valid ε; None if it has one.
+    """
+
+    run: str
+    steps: int
+    first_steps: int
+    remaining: Ledger = field(default_factory=Ledger)
+    why_no_epsilon: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the declaration as plain values, without its run."""
+        return {
+            "steps": self.steps,
+            "first_steps": self.first_steps,
+            "remaining": self.remaining.to_json(),
+            "why_no_epsilon": self.why_no_epsilon,
+        }
+
+
+def declarations(path: Path) -> list[Declaration]:
+    """Return all declarations in a journal, in the order in which they were written.
+
+    Raises:
+        CheckpointError: a line is damaged.
+    """
+    return [line.declared for line in _lines(path) if line.declared is not None]
 
 
 def journaled(folder: Path) -> Ledger:
@@ -136,6 +173,7 @@ class _Line:
     run: str
     first: int
     entries: list[Entry]
+    declared: Declaration | None = None
 
     @property
     def place(self) -> tuple[str, str]:
@@ -172,7 +210,9 @@ def _line(path: Path, number: int, line: bytes) -> _Line:
     try:
         plain = json.loads(line)
         entries = [read(entry, place) for entry in plain["entries"]]
-        one = _Line(str(plain["attempt"]), str(plain["run"]), int(plain["first"]), entries)
+        run = str(plain["run"])
+        declared = _declaration(run, plain["declared"], place) if "declared" in plain else None
+        one = _Line(str(plain["attempt"]), run, int(plain["first"]), entries, declared)
         _check(one, place)
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
@@ -182,9 +222,20 @@ def _line(path: Path, number: int, line: bytes) -> _Line:
     return one
 
 
+def _declaration(run: str, plain: dict[str, Any], place: str) -> Declaration:
+    """Return the declaration of a line."""
+    rows = [read(entry, place) for entry in plain["remaining"]]
+    counts = plain["steps"], plain["first_steps"]
+    if any(type(count) is not int or count < 0 for count in counts):
+        raise ValueError(f"{place} declares {counts} steps.")
+    why = plain["why_no_epsilon"]
+    return Declaration(run, *counts, Ledger(rows), None if why is None else str(why))
+
+
 def _check(line: _Line, place: str) -> None:
     """Raise a ValueError if no run writes such a line."""
-    for entry in line.entries:
+    declared = [] if line.declared is None else line.declared.remaining.entries
+    for entry in (*line.entries, *declared):
         check_entry(entry, place)
         if entry.run != line.run or entry.first < line.first or not entry.steps:
             raise ValueError(f"{place} has an entry of other draws.")
@@ -226,6 +277,7 @@ class Journal:
     def __init__(self, folder: Path, *, writes: bool = True) -> None:
         self.folder, self._path, self._writes = folder, folder / NAME, writes
         self.reserved: list[Entry] = []
+        self._declared: tuple[str, int] | None = None
         self._attempt = os.urandom(8).hex()
 
     def is_in(self, folder: Path) -> bool:
@@ -241,34 +293,75 @@ class Journal:
             for entry in self.reserved
         )
 
-    def adopt(self, ledger: Ledger) -> None:
-        """Write the steps of a ledger that are not in the journal: they were taken without it."""
+    def adopt(self, ledger: Ledger, declared: Sequence[Declaration], steps: int) -> None:
+        """Write the steps of a ledger that are not in the journal: they were taken without it.
+
+        Args:
+            ledger: steps of this run and of the attempts before it.
+            declared: their declarations, as far as steps remain.
+            steps: number of steps that the others declared.
+        """
         if not self._writes:
             return
         held = read_journal(self._path)
         if Ledger.joined(held, ledger).steps > held.steps:
             for run in dict.fromkeys(entry.run for entry in ledger.entries):
-                self._write(run, 0, [entry for entry in ledger.entries if entry.run == run])
+                mine = [one for one in declared if one.run == run]
+                rows = [entry for entry in ledger.entries if entry.run == run]
+                for one in mine or [Declaration(run, steps, steps)]:
+                    self._write(run, 0, rows, one)
             self.renew()
 
-    def reserve(self, run: str, first: int, entries: Sequence[Entry]) -> None:
-        """Write entries from draw `first` of a run on, and wait until they are on the disk."""
-        self.reserved = self._write(run, first, entries)
+    def has_declared(self, run: str, shift: int) -> bool:
+        """Return whether this attempt has declared its steps.
 
-    def close(self, run: str, drawn: int) -> None:
+        Args:
+            run: id of the run.
+            shift: number of draws less the number of steps taken, which repeated steps change.
+        """
+        return self._declared == (run, shift)
+
+    def reserve(
+        self,
+        run: str,
+        first: int,
+        entries: Sequence[Entry],
+        declared: Declaration | None = None,
+        shift: int = 0,
+    ) -> None:
+        """Write entries from draw `first` of a run on, and wait until they are on the disk.
+
+        Args:
+            run: id of the run.
+            first: the next draw.
+            entries: the draws that are reserved.
+            declared: what the run declares at this draw; None: what it declared before.
+            shift: as for `has_declared`.
+        """
+        self.reserved = self._write(run, first, entries, declared)
+        if declared is not None:
+            self._declared = (run, shift)
+
+    def close(self, run: str, drawn: int, declared: Declaration | None = None) -> None:
         """Write that a run ended after `drawn` draws; the rest of its block is free again."""
-        if any(entry.run == run and entry.end > drawn for entry in self.reserved):
-            self.reserve(run, drawn, [])
+        is_open = any(entry.run == run and entry.end > drawn for entry in self.reserved)
+        if is_open or declared is not None:
+            self.reserve(run, drawn, [], declared)
 
     def renew(self) -> None:
         """Begin another attempt, which may repeat the draws of this one."""
         self.reserved, self._attempt = [], os.urandom(8).hex()
+        self._declared = None
 
-    def _write(self, run: str, first: int, entries: Sequence[Entry]) -> list[Entry]:
+    def _write(
+        self, run: str, first: int, entries: Sequence[Entry], declared: Declaration | None
+    ) -> list[Entry]:
         """Write a line, and return its entries."""
         entries = [replace(entry, reserved=True) for entry in entries]
         rows = [row(entry) for entry in entries]
         plain = {"attempt": self._attempt, "run": run, "first": first, "entries": rows}
+        if declared is not None:
+            plain["declared"] = declared.to_json()
         if self._writes:
             self._append(json.dumps(plain).encode() + b"\n")
         return entries
@@ -298,113 +391,3 @@ class Journal:
             return b""
         last = self._path.read_bytes().rpartition(b"\n")[2]
         return b"\n" if _is_complete(last) else _VOID + b"\n"
-
-
-class Repeats:
-    """Keyed digests of what each step of a run published, to compare repeated steps with.
-
-    A run that is resumed with `resume="exact"` repeats the steps after its checkpoint with the same
-    noise. If a repeated step published another value, one draw of noise would cover two sums.
-
-    Args:
-        folder: folder of the checkpoints.
-        rank: number of this process; a sharded run publishes a piece on each rank.
-        key: the run's secret key.
-    """
-
-    _ROW = struct.Struct("<16sQ16s")  # run, draw, digest
-    _AT_ONCE = 2**30  # bytes; the cipher takes less than 2³¹
-
-    def __init__(self, folder: Path, rank: int, key: bytes) -> None:
-        self._path = folder / f"digests-{rank}.secret"
-        self._cipher = AESGCM(derive(key, "published"))
-        self._run = derive(key, "repeats")[:16]
-        self._is_flushed = True
-        self._seen: dict[int, bytes] = {}
-        self._exists = self._path.exists()
-        if self._exists:
-            self._load()
-
-    def _load(self) -> None:
-        """Read the digests of this run, and cut off a row that was being written."""
-        content = self._path.read_bytes()
-        whole = len(content) - len(content) % self._ROW.size
-        os.truncate(self._path, whole)
-        for run, draw, seen in self._ROW.iter_unpack(content[:whole]):
-            if run == self._run:
-                self._seen[draw] = seen
-
-    def check_held(self, drawn: int, blocks: int, end: int) -> None:
-        """Raise unless the digests of repeated draws are there; then create the file.
-
-        Args:
-            drawn: the draw that the run repeats first.
-            blocks: the draws before this one were made for certain, and their digests flushed.
-            end: the draws before this one may have been made.
-
-        Raises:
-            CheckpointError: the file or a digest is missing.
-        """
-        lost = next((draw for draw in range(drawn, blocks) if draw not in self._seen), None)
-        if lost is None and drawn < end and not self._exists:
-            lost = drawn
-        if lost is not None:
-            raise CheckpointError(
-                f"{self._path} has no digest of draw {lost}, so it cannot be checked that a "
-                "repeated step publishes what it published before, and one noise must not hide "
-                "two sums. Bring the file back from a copy, or resume with resume=True, which "
-                "draws new noise."
-            )
-        if not self._exists:  # from here on, a file that is missing was removed
-            self._append(b"")
-            self.flush()
-            synchronise(self._path.parent)
-
-    def check(self, draw: int, published: Sequence[Tensor]) -> None:
-        """Compare what a draw published with what it published before, or keep its digest.
-
-        Raises:
-            CheckpointError: the run has published other values at this draw.
-        """
-        digest = self._digest(draw, published)
-        if draw not in self._seen:
-            self._append(self._ROW.pack(self._run, draw, digest))
-            self._seen[draw] = digest
-        elif self._seen[draw] != digest:
-            raise CheckpointError(
-                f"Draw {draw} did not come out as when this run first made it, and one noise must "
-                "not hide two sums, so nothing of it is returned. Resume with resume=True, which "
-                "draws new noise."
-            )
-
-    def flush(self) -> None:
-        """Wait until all digests are on the disk; a no-op if they are."""
-        if not self._is_flushed:
-            synchronise(self._path)
-            self._is_flushed = True
-
-    def _append(self, content: bytes) -> None:
-        """Write a row; `flush` waits until it is on the disk."""
-        try:
-            handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            try:
-                if os.write(handle, content) < len(content):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            finally:
-                os.close(handle)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._path} cannot be written ({error.strerror}), and nothing of a step is "
-                "returned before its digest is there; make room, or choose another folder."
-            ) from error
-        self._is_flushed = False
-
-    def _digest(self, draw: int, published: Sequence[Tensor]) -> bytes:
-        """Return the digest of the bits; GMAC takes a twentieth of the time of BLAKE2b."""
-        tags = b""
-        for tensor in published:
-            content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            for part in torch.split(content, self._AT_ONCE):
-                nonce = draw.to_bytes(8, "big") + len(tags).to_bytes(4, "big")
-                tags += self._cipher.encrypt(nonce, b"", part.numpy().data)
-        return hashlib.blake2b(tags, digest_size=16).digest()

@@ -28,6 +28,7 @@ from evenclip.mechanism.words import KEY_BYTES, derive
 from evenclip.training.code import sources
 from evenclip.training.config import TrainConfig
 from evenclip.training.contents import NoDigest, contents
+from evenclip.training.interventions import check_interventions
 from evenclip.training.libraries import library_of_class
 from evenclip.training.machine import machine
 from evenclip.training.patches import patches
@@ -86,6 +87,7 @@ def conditions(
             what to do.
     """
     _refuse_unread(data)
+    check_interventions()
     objects = {
         "model": model,
         "loss": config.loss,

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import platform
+from functools import cache
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +28,19 @@ _SWITCHES = (
     "backends.mkldnn.matmul.fp32_precision", "backends.mkldnn.rnn.fp32_precision",
     "backends.nnpack.enabled", "backends.opt_einsum.enabled", "backends.opt_einsum.strategy",
     "are_deterministic_algorithms_enabled", "is_deterministic_algorithms_warn_only_enabled",
-    "get_default_dtype",
+    "get_default_device", "get_default_dtype",
 )  # fmt: skip
 # Environment variables that libraries of products and convolutions read.
-_VARIABLES = ("CUBLAS_", "CUDNN_", "DNNL_", "MKL_", "NVIDIA_TF32_", "ONEDNN_", "TORCH_BLAS_")
+_VARIABLES = (
+    "ATEN_CPU_", "BLIS_", "CUBLAS_", "CUDNN_", "DNNL_", "KMP_", "MKL_", "NVIDIA_TF32_",
+    "OMP_DYNAMIC", "OMP_THREAD_LIMIT", "ONEDNN_", "OPENBLAS_", "TORCH_BLAS_",
+)  # fmt: skip
+# What /proc/cpuinfo says about a processor, and its features that libraries choose their code by.
+_PROCESSOR = (
+    "vendor_id", "cpu family", "model", "model name", "stepping",
+    "CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision",
+)  # fmt: skip
+_FEATURES = ("amx", "asimd", "avx", "bf16", "fma", "fp16", "i8mm", "sse", "sve")
 
 
 def machine(device: torch.device) -> dict[str, str]:
@@ -46,8 +57,28 @@ def machine(device: torch.device) -> dict[str, str]:
 def _device(device: torch.device) -> str:
     """Return the kind of processor; two kinds may round differently."""
     if device.type == "cuda":
-        return f"cuda {torch.cuda.get_device_name(device)}"
-    return f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        return f"cuda {torch.cuda.get_device_name(device)} {_libraries()}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{device.type} {platform.machine()} {capability} {_processor()} {_libraries()}"
+
+
+@cache
+def _processor() -> str:
+    """Return the model of the processor; libraries choose their code by more than AVX."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor()
+    facts = {name.strip(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
+    features = (facts.get("flags") or facts.get("Features") or "").split()
+    known = [f"{name} {facts[name]}" for name in _PROCESSOR if name in facts]
+    return ", ".join(known + sorted(x for x in features if x.startswith(_FEATURES)))
+
+
+@cache
+def _libraries() -> str:
+    """Return how torch was built, and with which libraries of products."""
+    return torch.__config__.show()
 
 
 def _read(name: str) -> Any:

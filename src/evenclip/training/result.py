@@ -112,7 +112,8 @@ def result(run: Run, records: Sequence[Record] = ()) -> Result:
         company=run.company,
         rounding=run.mechanism.rounding,
         durable=run.durable,
-        remaining=run.remaining.to_json(),
+        remaining=run.open_declarations.to_json(),
+        first_steps=run.first_steps,
     )
     return Result(
         run.model,

@@ -3,7 +3,8 @@
 A branch draws new batches and new noise from the operating system, so nothing that the earlier
 attempts published shares its noise. Its ledger has the steps before the checkpoint, every step that
 the earlier attempts may have taken after it (`evenclip.training.journal`), and its own; so ε is
-that of everything that may have been published.
+that of everything that may have been published. Steps that an earlier attempt declared and did not
+take count too, unless this one continues it with at least as many (`evenclip.mechanism.declared`).
 """
 
 from __future__ import annotations
@@ -15,11 +16,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from evenclip.mechanism import Ledger
-from evenclip.mechanism.entry import row
+from evenclip.mechanism.declared import undeclared
+from evenclip.mechanism.entry import Parent, row
+from evenclip.rules import NO_EPSILON
 from evenclip.training import checkpoint
+from evenclip.training.ahead import declaration
 from evenclip.training.checkpoint import Checkpoint, CheckpointError
 from evenclip.training.identity import mark
-from evenclip.training.journal import check_fingerprint, fingerprint, journaled
+from evenclip.training.journal import (
+    NAME,
+    Declaration,
+    check_fingerprint,
+    declarations,
+    fingerprint,
+    journaled,
+)
 from evenclip.training.keys import different, fresh_key, keyed, run_id
 
 if TYPE_CHECKING:
@@ -37,11 +48,13 @@ def save(run: Run, folder: Path) -> None:
         "settings": run.settings.to_json(),
         "t": run.t,
         "place": [run.run_id, run.drawn],
+        "parent": run.parent,
         "state": run.state.tolist(),
         "state_dtype": str(run.state.dtype).removeprefix("torch."),
         "ledger": run.ledger.to_json(),
         "reserved": [row(entry) for entry in run.reserved],
-        "remaining": run.remaining.to_json(),
+        "remaining": run.open_declarations.to_json(),
+        "first_steps": run.first_steps,
         "durable": run.is_durable_in(folder),
         "journal": fingerprint(folder),
     }
@@ -65,8 +78,13 @@ def restore(run: Run, path: Path, *, exact: bool) -> None:
     key: bytes = secret["key"]
     _check(run, path, saved, exact=exact)
     run.end_attempt()
-    ledger = Ledger.union(run.ledger, *_ledgers(run, path, published))
+    journal, written = _earlier(run, path.parent)
+    ledger = Ledger.union(run.ledger, *_ledgers(published, journal))
     ledger.check_whole()
+    declared = [*_declared(published), *written]
+    known = Ledger.from_json([*published["ledger"], *published["reserved"]]).entries
+    stated = {*(one.run for one in declared), *(entry.run for entry in known)}
+    _check_declared(path.parent, ledger, journal, stated)
     whole = check_fingerprint(path, published["journal"]) if run.ranks.leads else None
     run.is_on_disk &= bool(run.ranks.first(whole)) and published["durable"]
     try:
@@ -77,6 +95,10 @@ def restore(run: Run, path: Path, *, exact: bool) -> None:
             f"{path} belongs to another model ({message}). Resume with the model it was "
             "started with, or choose another folder."
         ) from error
+    if run.drawn:  # steps of this process, which may have been seen
+        declared.append(declaration(run))
+    run.declarations = [*run.declarations, *declared]
+    run.first_steps = published.get("first_steps", published["settings"]["steps"])
     run.t = published["t"]
     # A rule may return a state of another dtype than its first.
     dtype = getattr(torch, published.get("state_dtype", ""), run.state.dtype)
@@ -87,7 +109,8 @@ def restore(run: Run, path: Path, *, exact: bool) -> None:
         run.drawn = secret["drawn"]
     else:
         run.conditions = {}
-        run.set_key(fresh_key(run.ranks), (run_id(key), secret["drawn"]))
+        parent = (run_id(key), secret["drawn"]) if secret["drawn"] else _saved_parent(published)
+        run.set_key(fresh_key(run.ranks), parent)
     if run.scheduler is not None:
         run.scheduler.load_state_dict(secret["scheduler"])
     run.trace.set_state(secret["trace"])
@@ -102,11 +125,15 @@ def begin(run: Run, folder: Path, *, exact: bool) -> None:
         exact: whether to repeat the steps of a run that ended before its first checkpoint.
             Otherwise a run with a seed has new noise, because the journal may have its draws.
     """
-    run.ledger = Ledger.union(_earlier(run, folder))
+    journal, declared = _earlier(run, folder)
+    run.ledger = Ledger.union(journal)
     run.ledger.check_whole()
+    _check_declared(folder, run.ledger, journal, {one.run for one in declared})
+    _check_epsilon(run, folder, declared)
+    run.declarations = declared
     if run.ledger.entries and not exact:
         run.conditions = {}
-        run.set_key(fresh_key(run.ranks))
+        run.set_key(fresh_key(run.ranks), _continued(run, declared))
     if run.ranks.leads:
         checkpoint.create(folder)
     run.ranks.first(None)  # the folder exists from here on
@@ -118,10 +145,60 @@ def is_used(run: Run, folder: Path) -> bool:
     return bool(run.ranks.first(used))
 
 
-def _earlier(run: Run, folder: Path) -> Ledger:
-    """Return what the journal of a folder holds, as the leading rank reads it."""
-    ledger: Ledger = run.ranks.first(journaled(folder) if run.ranks.leads else None)
-    return ledger
+def _earlier(run: Run, folder: Path) -> tuple[Ledger, list[Declaration]]:
+    """Return what the journal of a folder holds and declares, as the leading rank reads it."""
+    read = (journaled(folder), declarations(folder / NAME)) if run.ranks.leads else None
+    earlier: tuple[Ledger, list[Declaration]] = run.ranks.first(read)
+    return earlier
+
+
+def _continued(run: Run, declared: list[Declaration]) -> Parent | None:
+    """Return the last draw of the attempt that a run starts again, if it has as many steps.
+
+    An attempt that declared more steps is not continued, and all its declared steps count.
+    """
+    last = declared[-1]
+    drawn = run.ledger.end_of(last.run)
+    if run.settings.steps < last.steps or not drawn:
+        return None
+    run.first_steps = last.first_steps
+    return last.run, drawn
+
+
+def _declared(published: dict[str, Any]) -> list[Declaration]:
+    """Return the declarations in a checkpoint."""
+    steps = published["settings"]["steps"]
+    first, by_run = published.get("first_steps", steps), dict[str, Ledger]()
+    for entry in Ledger.from_json(published["remaining"]).entries:
+        by_run.setdefault(entry.run, Ledger()).entries.append(entry)
+    return [Declaration(run, steps, first, ledger) for run, ledger in by_run.items()]
+
+
+def _saved_parent(published: dict[str, Any]) -> Parent | None:
+    """Return what the run of a checkpoint branches off."""
+    parent = published.get("parent")
+    return None if parent is None else (parent[0], parent[1])
+
+
+def _check_declared(folder: Path, ledger: Ledger, journal: Ledger, stated: set[str]) -> None:
+    """Raise if the journal has a run whose declared number of steps is not known."""
+    unknown = undeclared(ledger, (entry.run for entry in journal.entries), stated)
+    if unknown:
+        raise CheckpointError(
+            f"{folder / NAME} does not state how many steps run {unknown[0]} declared, because an "
+            "older version wrote it; ε counts all declared steps, so it cannot be stated. Start "
+            "again in another folder."
+        )
+
+
+def _check_epsilon(run: Run, folder: Path, declared: list[Declaration]) -> None:
+    """Raise if a run with an ε would count steps of a rule that has none."""
+    why = next((one.why_no_epsilon for one in declared if one.why_no_epsilon), None)
+    if why is not None and run.settings.rule.soundness != NO_EPSILON:
+        raise CheckpointError(
+            f"{folder / NAME} has steps of a rule without a valid ε ({why}), so no ε could be "
+            "stated for this training. Choose another folder."
+        )
 
 
 def _check(run: Run, path: Path, saved: Checkpoint, *, exact: bool) -> None:
@@ -138,12 +215,11 @@ def _check(run: Run, path: Path, saved: Checkpoint, *, exact: bool) -> None:
         checkpoint.check_conditions(path, differing, same_key=secret["key"] == run.key)
 
 
-def _ledgers(run: Run, path: Path, published: dict[str, Any]) -> list[Ledger]:
+def _ledgers(published: dict[str, Any], journal: Ledger) -> list[Ledger]:
     """Return the ledger of a checkpoint, that of its folder's journal, and what it had reserved.
 
     The journal also records how far the run came, which a checkpoint does not.
     """
-    journal = _earlier(run, path.parent)
     known = {entry.run for entry in journal.entries}
     reserved = Ledger.from_json(published["reserved"])
     reserved.entries = [entry for entry in reserved.entries if entry.run not in known]

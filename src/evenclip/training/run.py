@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,23 +18,27 @@ from torch.optim import Optimizer
 from evenclip.data import Dataset, Streamed
 from evenclip.gradients.precision import precision
 from evenclip.mechanism import Ledger, Mechanism, Release, Share
-from evenclip.mechanism.entry import Entry, Parent, entry_of
+from evenclip.mechanism.declared import open_declarations
+from evenclip.mechanism.entry import Entry, Parent
 from evenclip.mechanism.noise import Noise, Values
-from evenclip.mechanism.rounding import TAU
 from evenclip.mechanism.settings import Settings
 from evenclip.mechanism.words import KEY_BYTES, derive
+from evenclip.training.ahead import ahead, declaration, place_draw
+from evenclip.training.alone import Alone
 from evenclip.training.batches import BatchStream
 from evenclip.training.company import fix_company
+from evenclip.training.compiled import compile_step, compiler
 from evenclip.training.config import TrainConfig
 from evenclip.training.guard import ModelGuard
 from evenclip.training.identity import digest
 from evenclip.training.inputs import (
     check_optimizer,
     check_scheduler,
+    check_step,
     check_tape,
-    check_thread,
 )
-from evenclip.training.journal import Journal, Repeats, check_place, made
+from evenclip.training.interventions import check_modes
+from evenclip.training.journal import Declaration, Journal, check_place, made
 from evenclip.training.keys import (
     check_one_key,
     computed_with,
@@ -46,15 +49,9 @@ from evenclip.training.keys import (
 )
 from evenclip.training.passes import Chunk
 from evenclip.training.processes import Processes
+from evenclip.training.repeats import Repeats
 from evenclip.training.resume import restore, save
-from evenclip.training.setup import (
-    MOST_ROUNDING,
-    given,
-    make_mechanism,
-    make_tape,
-    rounding,
-    warn_of_rounding,
-)
+from evenclip.training.setup import given, make_mechanism, make_tape, rounding, warn_of_rounding
 from evenclip.training.step import Step, WeightedSums, step
 from evenclip.training.trace import Trace
 from evenclip.training.unchanged import Unchanged
@@ -70,8 +67,8 @@ _BLOCK = 100
 # A copy has its own key, and what belongs to a key.
 _NOT_COPIED = frozenset(
     (
-        "key", "batches", "noise", "conditions", "_graph", "_guard", "_in_use", "_journal",
-        "_repeats", "_shares", "_unchanged",
+        "key", "batches", "noise", "conditions", "_alone", "_graph", "_guard", "_journal",
+        "_repeats", "_shares", "_unchanged", "_unused",
     )
 )  # fmt: skip
 
@@ -101,7 +98,10 @@ class Run:
         conditions: digests of what the key depends on besides the seed; empty without a seed.
             Secret.
         data_digest: digest of the data of all ranks. Secret.
+        sizes: name of each release -> how many numbers it has.
         is_on_disk: whether every draw so far was on a disk before it was made.
+        declarations: what earlier attempts declared. May be published.
+        first_steps: the number of steps that was declared at first, before the run was extended.
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class Run:
         self.mechanism = make_mechanism(settings, model, config.loss, data)
         self.state = self.mechanism.start().to(device)
         self.ledger, self.trace = Ledger(), Trace(self.mechanism, ranks)
+        self.declarations, self.first_steps = list[Declaration](), settings.steps
         self.t = 0
         check_tape(rule, self.performance, ranks)
         ranks.check_given(given(settings, model, data) | computed_with(config))
@@ -134,21 +135,35 @@ class Run:
         check_scheduler(self.scheduler)
         # A scheduler expects that the optimiser itself takes the steps.
         self._update.is_plain &= self.scheduler is None
-        self._sizes = {**self.mechanism.statistics, "gradient": self.tape.layout.size}
-        seed = settings.seed
-        self.set_key(fresh_key(ranks) if seed is None else secret_key(seed, self.conditions))
-        self._fix_blocks(compiled=bool(self.performance.compile))
-        if not self.performance.compile:
-            warn_of_rounding(self.mechanism.rounding)
+        self.sizes = {**self.mechanism.statistics, "gradient": self.tape.layout.size}
         self._graph: Graph | None = None
+        self._alone = Alone()
+        self._takes_plain_steps = not self.performance.compile
+        self._set_first_key()
         self._journal: Journal | None = None
         self.is_on_disk, self._is_recording = True, False
-        self._in_use = threading.Lock()
         self._guard = ModelGuard(self.tape, self.independence, ranks)
         self._unchanged: Unchanged | None = None
         if self.conditions:
             whole = None if ranks.sharded else self.model  # pieces hold connections
             self._unchanged = Unchanged(whole, data, digested, config, device)
+
+    def _set_first_key(self) -> None:
+        """Set the key of the seed, or one of the operating system, and fix the blocks.
+
+        A compiled and a plain step round differently, and only compiling shows which one is taken.
+        So the key of a seed is derived after compiling; the key before it makes no draw.
+        """
+        seed = self.settings.seed
+        self.set_key(fresh_key(self.ranks) if seed is None else secret_key(seed, self.conditions))
+        self._fix_blocks(compiled=not self._takes_plain_steps)
+        if self._takes_plain_steps:
+            warn_of_rounding(self.mechanism.rounding)
+        elif self.conditions and seed is not None:
+            with self._computing():
+                self._compile()
+            self.conditions |= {"compiler": compiler(), "compiled": str(self._graph is not None)}
+            self.set_key(secret_key(seed, self.conditions))
 
     def _fix_blocks(self, *, compiled: bool) -> None:
         """Fix the size of the blocks that pass at once, and what the rounding of sums costs."""
@@ -171,18 +186,20 @@ class Run:
             parent: run and draw that this run branches off.
         """
         check_one_key(key, self.ranks)
-        self.key, self.parent, self._process = key, parent, os.getpid()
+        self.key, self.parent = key, parent
+        self._alone.claim()
         self.run_id, self.drawn = run_id(key), 0
+        self._unused: tuple[str, int] | None = None  # the draw that no update has used
         places = (self.ranks, self.device)
         self.batches = BatchStream(self.data, self.settings, self.performance, *places, key)
-        self.noise = Noise(derive(key, "noise"), self._sizes, self.device)
+        self.noise = Noise(derive(key, "noise"), self.sizes, self.device)
         self._repeats: Repeats | None = None
 
     def _branch(self) -> None:
         """Continue as a branch, with batches and noise from the operating system."""
         self._check_alone()
         self.conditions = {}
-        self.set_key(os.urandom(KEY_BYTES), (self.run_id, self.drawn))
+        self.set_key(os.urandom(KEY_BYTES), self.place)
 
     def _check_alone(self) -> None:
         """Raise if the run has several ranks, which must have one key."""
@@ -202,7 +219,7 @@ class Run:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._graph = self._journal = self._unchanged = None
-        self._in_use = threading.Lock()
+        self._alone = Alone()
         self.is_on_disk = not self.ledger.entries
         self._guard = ModelGuard(self.tape, self.independence, self.ranks)
         self._branch()
@@ -215,15 +232,15 @@ class Run:
             if self._is_noisy:
                 end = self.ledger.end_of(self.run_id)
                 self._repeats.check_held(self.drawn, made(folder, self.run_id), end)
-        self._journal.adopt(self.ledger)
+        self._journal.adopt(self.ledger, self.declarations, self.settings.steps)
 
     def end_attempt(self) -> None:
         """Write how far the run came; further draws, also repeated ones, are of another attempt."""
         if self._repeats is not None:
             self._repeats.flush()
         if self._journal is not None:
-            if os.getpid() == self._process:  # not in a forked process
-                self._journal.close(self.run_id, self.drawn)
+            if not self._alone.is_in_fork:
+                self._journal.close(self.run_id, self.drawn, self._repeated(self._journal))
             self._journal.renew()
 
     @property
@@ -238,8 +255,23 @@ class Run:
     @property
     def remaining(self) -> Ledger:
         """The declared steps that the run has not taken, at the places of their draws."""
-        left = self.settings.steps - self.t
-        return self._ahead(left) if left > 0 else Ledger()
+        return declaration(self).remaining
+
+    @property
+    def open_declarations(self) -> Ledger:
+        """The declared steps that this attempt and earlier ones have not taken."""
+        earlier = (one.remaining for one in self.declarations)
+        return open_declarations(self.ledger, [*earlier, self.remaining])
+
+    @property
+    def place(self) -> Parent | None:
+        """The draw that a branch of the run continues; of a run without a draw, its parent."""
+        return (self.run_id, self.drawn) if self.drawn else self.parent
+
+    def _repeated(self, journal: Journal) -> Declaration | None:
+        """Return the declaration, if steps were repeated since the last one."""
+        known = journal.has_declared(self.run_id, self.drawn - self.t)
+        return None if known or not journal.reserved else declaration(self)
 
     @property
     def reserved(self) -> list[Entry]:
@@ -248,7 +280,7 @@ class Run:
 
     def _write(self, mechanism: Mechanism) -> None:
         """Write the next draw, of a step by this mechanism, into the ledger, after the journal."""
-        draw = self._entry(mechanism, 0)
+        draw = place_draw(self, mechanism, 0)
         if self._journal is None:
             self.is_on_disk = False
         elif not self._journal.covers(draw):
@@ -260,32 +292,12 @@ class Run:
         check_place(self.ledger, draw)
         left = max(1, self.settings.steps - self.t)
         block = min(left, max(self.settings.epoch, _BLOCK))
-        ahead = Ledger.joined(Ledger([draw]), self._ahead(block))
+        entries = Ledger.joined(Ledger([draw]), ahead(self, block)).entries
+        shift = self.drawn - self.t
+        declared = None if journal.has_declared(self.run_id, shift) else declaration(self)
         if self._repeats is not None:
             self._repeats.flush()
-        journal.reserve(self.run_id, self.drawn, ahead.entries)
-
-    def _ahead(self, steps: int) -> Ledger:
-        """Return the next steps, one draw for each; of noise that varies, only unwritten draws."""
-        if not self.mechanism.varies:
-            return Ledger([replace(self._entry(self.mechanism.at(self.t), 0), steps=steps)])
-        ahead, written = Ledger(), self.ledger.end_of(self.run_id)
-        for i in range(max(0, written - self.drawn), steps):
-            ahead.add(self._entry(self.mechanism.at(self.t + i), i))
-        return ahead
-
-    def _entry(self, mechanism: Mechanism, i: int) -> Entry:
-        """Return the ledger's entry of the draw after i others."""
-        multipliers, q = mechanism.multipliers, self.batches.q
-        return entry_of(
-            q,
-            multipliers,
-            sizes=((name, self._sizes[name]) for name in multipliers),
-            tau=0.0 if q is None or q == 1 else TAU,
-            run=self.run_id,
-            first=self.drawn + i,
-            parent=self.parent,
-        )
+        journal.reserve(self.run_id, self.drawn, entries, declared, shift)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -316,35 +328,28 @@ class Run:
             RuntimeError: inside `listening()`; or with a seed, if what the key was derived from
                 has changed since.
         """
-        devices = [self.device] if self.device.type == "cuda" else []
-        with self._alone(), precision(self.performance.tf32), torch.random.fork_rng(devices):
-            if self.performance.compile and self._graph is None:
-                self._graph = self._compiled(self.performance.compile)
-            with self.tape.recording():
-                self._is_recording = True
-                try:
-                    yield self
-                finally:
-                    self._is_recording = False
-                    if os.getpid() == self._process:  # not in a forked process
-                        self.batches.close()
-                        self.end_attempt()
+        with self._alone.entered():
+            self._check_unchanged(after_steps=False)
+            with self._computing():
+                if self._graph is None and not self._takes_plain_steps:
+                    self._compile()
+                with self.tape.recording():
+                    self._is_recording = True
+                    try:
+                        yield self
+                    finally:
+                        self._is_recording = False
+                        if not self._alone.is_in_fork:
+                            self.batches.close()
+                            self.end_attempt()
+            self._check_unchanged(after_steps=True)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep other threads out, and check what the key was derived from, before and after."""
-        if not self._in_use.acquire(blocking=False):
-            raise RuntimeError(
-                "The run is inside `with run.listening():` already; enter it once, and give each "
-                "thread a run of its own."
-            )
-        try:
-            self._thread = threading.get_ident()
-            self._check_unchanged(after_steps=False)
+    def _computing(self) -> Iterator[None]:
+        """Compute in the precision of the run; restore torch's generators at the end."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with precision(self.performance.tf32), torch.random.fork_rng(devices):
             yield
-            self._check_unchanged(after_steps=True)
-        finally:
-            self._in_use.release()
 
     def _check_unchanged(self, *, after_steps: bool) -> None:
         """Raise if what the key of a run with a seed was derived from has changed since."""
@@ -363,13 +368,16 @@ class Run:
                 "Take steps inside `with run.listening():`; outside of it no gradients are "
                 "recorded."
             )
-        check_thread(self._thread)
-        if os.getpid() != self._process:  # the process was forked
+        self._alone.check_thread()
+        if self.conditions:
+            check_modes()
+        if self._alone.is_in_fork:
             self._branch()
         mechanism, index = self.mechanism.at(self.t), self.drawn
         # Before the step, so that an interrupted step is in the ledger.
         self._write(mechanism)
         self.drawn += 1
+        self._unused = self.run_id, index
         B, chunks = self.batches.draw(index, self.state)
         noise = self._noise(index)
         with self._guard:
@@ -385,20 +393,18 @@ class Run:
             self._repeats.check(index, (public.gradient, public.now, public.state))
         sums = WeightedSums(self.tape, chunks)
         return Step(
-            public, part.seen, part.total, sums, B, self.t, mechanism, self.tape, self.state
-        )
+            public, part.seen, part.total, sums, B, self.t, mechanism, self.tape, self.state,
+            self.run_id, index,
+        )  # fmt: skip
 
     def update(self, step: Step) -> None:
         """Update the parameters with the noisy gradient, and replace the rule's state.
 
         Raises:
-            RuntimeError: if the run has taken this step already.
+            RuntimeError: if this is not the last step of this run, or if an update has used it.
         """
-        if step.t != self.t:
-            raise RuntimeError(
-                f"This is step {step.t}, and the run is at step {self.t}; update once for each "
-                "run.step()."
-            )
+        check_step(step, self.t, self._unused)
+        self._unused = None
         self._update(step.public.gradient)
         step.weighted_sum.is_over = True
         self.state = step.public.state
@@ -422,36 +428,26 @@ class Run:
     @cached_property
     def _shares(self) -> Mapping[str, Share]:
         """This process's share of each released value; empty in a single process."""
-        return self.ranks.shares(self._update, self._sizes)
+        return self.ranks.shares(self._update, self.sizes)
 
-    def _compiled(self, mode: bool | str) -> Graph | None:
-        """Return the compiled step; warn and return None if there is none."""
-        from evenclip.training.graph import Graph, NoGraph  # imports torch's compiler
+    def _compile(self) -> None:
+        """Compile the step; warn if that fails, and take plain steps from then on.
 
-        try:
-            if self.ranks.world > 1:
-                raise NoGraph("several ranks compute it")
-            if self.needs_records:
-                raise NoGraph("the model does not take artificial records to compare it with")
-            if self.mechanism.rounding > MOST_ROUNDING:
-                raise NoGraph("the sum of a whole batch would round too much")
-            with self.tape.recording():
-                return Graph(
-                    self.tape,
-                    self.mechanism,
-                    self.state,
-                    self.settings.B,
-                    partial(self._artificial, t=self.t),
-                    self._noise(0),
-                    mode if isinstance(mode, str) else None,
-                )
-        except NoGraph as why:
-            self._fix_blocks(compiled=False)
-            warn_of_rounding(self.mechanism.rounding)
-            warnings.warn(
-                f"The step is not compiled: {why}. The run takes plain steps.", stacklevel=4
+        Raises:
+            RuntimeError: if the key was derived for compiled steps, and there are none.
+        """
+        self._graph, why = compile_step(self, partial(self._artificial, t=self.t), self._noise(0))
+        if self._graph is not None:
+            return
+        if "compiled" in self.conditions:
+            raise RuntimeError(
+                f"The steps of this run were compiled, and now they are not: {why}. With a seed, "
+                "plain steps would have the same noise; prepare the run again."
             )
-            return None
+        self._takes_plain_steps = True
+        self._fix_blocks(compiled=False)
+        warn_of_rounding(self.mechanism.rounding)
+        warnings.warn(f"The step is not compiled: {why}. The run takes plain steps.", stacklevel=4)
 
     def _check_equal(self) -> None:
         """Raise unless all processes have bitwise equal parameters and states."""

@@ -81,7 +81,7 @@ class Public(NamedTuple):
 class Step(NamedTuple):
     """A step for observers, at the parameters θ_t that it was computed with.
 
-    Everything except `public` is private.
+    Everything except `public`, `run_id` and `draw` is private.
 
     Attributes:
         public: the released values.
@@ -94,6 +94,8 @@ class Step(NamedTuple):
         mechanism: the rule with its bounds enforced.
         tape: the model and its loss at θ_t.
         state: the rule's public state before the step.
+        run_id: the run that took the step, as ledgers name it. May be published.
+        draw: number of its draw in the ledger of that run, from 0. May be published.
     """
 
     public: Public
@@ -105,6 +107,8 @@ class Step(NamedTuple):
     mechanism: Mechanism
     tape: AnyTape
     state: Tensor
+    run_id: str
+    draw: int
 
     @property
     def model(self) -> nn.Module:

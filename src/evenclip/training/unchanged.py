@@ -11,6 +11,7 @@ from evenclip.data import Dataset, Streamed
 from evenclip.training.config import TrainConfig
 from evenclip.training.contents import NoDigest, contents, shape
 from evenclip.training.identity import digest
+from evenclip.training.interventions import check_interventions
 from evenclip.training.machine import machine
 from evenclip.training.patches import patches
 
@@ -53,7 +54,9 @@ class Unchanged:
 
         Raises:
             RuntimeError: something has changed; the message says what.
+            ValueError: a hook, a mode or an operator acts in every computation.
         """
+        check_interventions()
         now = dict(self._objects())
         if after_steps:
             self._before["model"] = now["model"]
