@@ -38,9 +38,11 @@ RELATION = (
     "add or remove one record, where neither dataset has more than 2B/q records; q, B, T, δ and "
     "the rule's constants are fixed"
 )
+COUNTED = "the number of records n, from which q and T are computed"
 NOT_COVERED = (
-    "the number of records n and of groups, from which q and T are computed",
-    "preprocessing, balancing and splitting of the data",
+    "the number of groups",
+    "preprocessing, balancing and splitting of the data, except where each record's is a function "
+    "of that record alone",
     "the choice of model, rule, settings and seed, if it was made on these data",
     "a check of a few records before training, which only ever stops it",
 )
@@ -152,12 +154,13 @@ def report(
     facts = facts or Facts()
     clamped = sum(row["clamped"] for row in trace)
     return {
-        **_scope(facts.uncovered),
+        **_scope(settings, facts.uncovered),
         **_epsilons(settings, ledger, facts),
         **_method(settings.rule, clamped),
         **_steps(settings, ledger, facts),
         "q": settings.q,
         "n": settings.n,
+        "n_declared": settings.declared,
         "expected_batch_size": settings.B,
         **_release(settings, ledger, facts),
         "empty_batches": sum(row["empty_batches"] for row in trace),
@@ -184,8 +187,9 @@ def report(
     }
 
 
-def _scope(uncovered: Sequence[str]) -> dict[str, Any]:
+def _scope(settings: Settings, uncovered: Sequence[str]) -> dict[str, Any]:
     """Return what the guarantee protects, for whom, and what it does not cover."""
+    counted = () if settings.declared else (COUNTED,)
     return {
         "trust_model": "central: the trainer sees the data; recipients of the model do not",
         "claim": CLAIM,
@@ -203,7 +207,7 @@ def _scope(uncovered: Sequence[str]) -> dict[str, Any]:
             "metrics on test data",
             "the counts of empty batches, non-finite samples and clamped weights in this report",
         ],
-        "not_covered": [*NOT_COVERED, *uncovered],
+        "not_covered": [*counted, *NOT_COVERED, *uncovered],
     }
 
 
