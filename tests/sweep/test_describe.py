@@ -214,6 +214,25 @@ def test_fewer_rows_are_a_sample_of_each_part(splits, tmp_path):
     assert abs(len(held.validation) - 30) < 5 * (120 * 0.1875) ** 0.5
 
 
+def test_one_split_for_all_seeds():
+    shared = {"name": "digits", "options": {}, "split": 3}
+    one, other = (describe.load_data(shared, seed).splits for seed in (0, 1))
+    own = describe.load_data({"name": "digits", "options": {}}, 3).splits
+    assert torch.equal(one.train.x, other.train.x)
+    assert torch.equal(one.train.x, own.train.x)
+
+
+def test_declared_numbers_and_marks_are_saved(splits, tmp_path):
+    marks = torch.arange(len(splits.train))
+    given = splits._replace(train=dataclasses.replace(splits.train, records=500, marks=marks))
+    description = describe.save_splits(given, tmp_path)
+    back = describe.load_data(description, 0).splits.train
+    assert (back.records, back.marks.tolist()) == (500, marks.tolist())
+    held = describe.load_data({**description, "hold_out": 0.2}, 0).splits
+    assert (held.train.records, held.validation.records) == (400, None)
+    assert torch.equal(torch.cat([held.train.marks, held.validation.marks]).sort()[0], marks)
+
+
 def test_an_unknown_dataset():
     with pytest.raises(ValueError, match="There is no dataset 'adlut'; choose among adult"):
         describe.load_data({"name": "adlut"}, seed=0)

@@ -33,7 +33,8 @@ class Settings:
         seed: the given seed; None if the key came from the operating
             system and was not kept. Secret; not printed.
         parameters: number of trainable parameters.
-        declared: whether n was declared; if it was counted, ε does not cover that.
+        declared: whether n was given; otherwise it was counted in the training data, which ε does
+            not cover.
     """
 
     rule: Rule

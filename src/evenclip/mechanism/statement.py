@@ -160,7 +160,6 @@ def report(
         **_steps(settings, ledger, facts),
         "q": settings.q,
         "n": settings.n,
-        "n_declared": settings.declared,
         "expected_batch_size": settings.B,
         **_release(settings, ledger, facts),
         "empty_batches": sum(row["empty_batches"] for row in trace),
