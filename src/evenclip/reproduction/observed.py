@@ -162,7 +162,8 @@ def observe_run(given: ObservedRun, data_dir: str | None = None) -> dict[str, An
     train = splits.train.to(given.device)
     assert method.lr is not None
     assert train.group is not None
-    batches = _batches(method.rule, settings, train.n)
+    # Shuffled batches hold all records; the rate comes from their public number.
+    batches = _batches(method.rule, settings, train.n if method.rule.poisson else len(train))
     groups = [train.group_names.index(group) for group in load(given.dataset).groups]
     gradients = GroupGradients(groups, batches, given.norms)
     result = fit(
