@@ -257,7 +257,7 @@ def test_an_overflowing_sum_of_finite_values_is_accepted():
 
 def test_the_data_are_not_printed():
     assert repr(Dataset(X, Y, GROUP, NAMES)) == (
-        "Dataset(group_names=('a', 'b', 'c'), class_names=(), name='data')"
+        "Dataset(group_names=('a', 'b', 'c'), class_names=(), name='data', records=None)"
     )
 
 

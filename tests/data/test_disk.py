@@ -1,16 +1,15 @@
-"""Files that users provide (found, missing, wrong), and the sampling that all datasets share."""
+"""Files that users provide (found, missing, wrong), and the random numbers of generated data."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from evenclip.data import File, data_directory
 from evenclip.data.disk import cache_directory
-from evenclip.data.sample import balanced, cut, stream, thinned
+from evenclip.data.sample import stream
 
 ORIGIN = "https://example.org/a.bin"
 
@@ -94,40 +93,7 @@ def test_the_cache_directory_is_made(tmp_path, monkeypatch):
         cache_directory()
 
 
-# --- sampling ---
-
-GROUP = np.repeat([0, 1, 2, 3], [500, 4000, 1000, 0])
-
-
-def test_balancing_keeps_each_record_with_the_ratio_of_the_sizes():
-    kept = np.zeros(len(GROUP))
-    runs = 400
-    for seed in range(runs):
-        kept[balanced(GROUP[:5500], 3, stream(seed, "test"))] += 1
-    assert (kept[GROUP == 0] == runs).all()  # the smallest group, whole
-    for code, rate in ((1, 1 / 8), (2, 1 / 2)):
-        shares = kept[code == GROUP] / runs  # [record of the group]
-        variance = rate * (1 - rate) / runs
-        assert shares.mean() == pytest.approx(rate, abs=5 * (variance / len(shares)) ** 0.5)
-        assert abs(shares - rate).max() < 6 * variance**0.5  # no record is favoured
-
-
-def test_balancing_keeps_no_record_when_one_group_is_empty():
-    assert len(balanced(GROUP, 4, stream(0, "test"))) == 0
-
-
-def test_thinning_touches_one_group_only():
-    kept = GROUP[thinned(GROUP, 1, 0.09, stream(3, "test"))]
-    assert np.bincount(kept).tolist()[::2] == [500, 1000]
-    assert abs(np.count_nonzero(kept == 1) - 360) < 5 * (4000 * 0.09 * 0.91) ** 0.5
-
-
-def test_a_cut_is_disjoint_and_whole():
-    rows = np.arange(7, 1010)
-    first, rest = cut(rows, stream(0, "test"))
-    assert len(first) == 802
-    assert sorted([*first, *rest]) == rows.tolist()
-    assert first.tolist() != sorted(first)
+# --- random numbers ---
 
 
 def test_streams_differ_between_seeds_and_datasets():

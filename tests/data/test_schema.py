@@ -115,13 +115,17 @@ def test_removing_the_warning_declares_that_the_values_are_public():
 
 
 def test_with_a_schema_no_row_shapes_the_encoder():
-    made = table(rows(), target="hired", group="sex", schema=SCHEMA)
+    made = table(rows(), target="hired", group="sex", schema=SCHEMA, records=400)
     other = table(rows(seed=1).head(150), target="hired", group="sex", schema=SCHEMA, seed=5)
     assert made.encoder == other.encoder
     assert made.encoder.classes == ("yes", "no")
     assert made.encoder.groups == ("m", "f", "d")
     assert made.uncovered == (
         "a check that the rows fit the schema, which only ever stops training",
+    )
+    assert other.uncovered == (
+        *made.uncovered,
+        "the number of rows with a target, from which n, q and T are computed",
     )
     assert "d" in made.small
 
@@ -164,7 +168,8 @@ def test_values_outside_of_the_range_are_counted():
 
 
 def test_a_number_is_cut_evenly_over_its_public_range():
-    made = table(rows(), target="hired", group="age", schema=SCHEMA, group_bins=4)
+    options = {"schema": SCHEMA, "group_bins": 4, "records": 400}
+    made = table(rows(), target="hired", group="age", **options)
     assert made.encoder.groups == ("< 25", "25 to < 50", "50 to < 75", "≥ 75")
     assert len(made.uncovered) == 1
 
@@ -179,7 +184,7 @@ def test_labels_without_an_entry_come_from_the_data():
     plain = copy.deepcopy(SCHEMA)
     del plain["columns"]["sex"], plain["columns"]["hired"]
     made = table(rows(), target="hired", group="sex", schema=plain)
-    assert made.uncovered[1:] == (
+    assert made.uncovered[1:-1] == (
         "the names of the classes of 'hired', which are those found in the data",
         "the names of the groups of 'sex', which are those found in the data",
     )

@@ -53,7 +53,9 @@ def census():
 def test_dutch_has_the_known_counts(census):
     splits = dutch()
     assert len(census) == 60_420
-    assert (len(splits.train), len(splits.test), splits.validation) == (48_336, 12_084, None)
+    assert (len(splits.train) + len(splits.test), splits.validation) == (60_420, None)
+    assert splits.train.records == 48_336
+    assert abs(len(splits.train) - 48_336) < 5 * (60_420 * 0.16) ** 0.5
     sexes = sum(torch.bincount(data.group, minlength=2) for data in splits[:2])
     assert dict(zip(splits.train.group_names, sexes.tolist(), strict=True)) == {
         "Male": 30_147,
@@ -226,7 +228,8 @@ def test_digits_are_those_of_scikit_learn():
     pixels, labels = load_digits(return_X_y=True)
     train, test, validation = digits(2)
     assert validation is None
-    assert (len(pixels), len(test)) == (1797, 359)
+    assert len(pixels) == 1797
+    assert abs(len(test) - 0.2 * 1797) < 5 * (1797 * 0.16) ** 0.5
     known = {
         bytes(image.astype(np.uint8)): label for image, label in zip(pixels, labels, strict=True)
     }
@@ -244,6 +247,7 @@ def test_digits_are_those_of_scikit_learn():
     others = torch.arange(10) != 8
     assert torch.equal((kept + tested)[others], whole[others])
     assert 0 < int(kept[8]) < 35 < 100 < int(whole[8] - tested[8])
+    assert train.records == round(0.8 * int(whole[others].sum()) + 0.072 * int(whole[8])) == 1311
 
 
 def test_digits_are_decided_by_their_seed_and_thinned_at_the_rate():
@@ -295,7 +299,9 @@ def test_training_approaches_the_optimum():
 
 def test_toy_follows_its_arguments():
     train, test, validation = toy(5, n=10_000, features=3, minority=0.3)
-    assert (validation, train.x.shape, test.x.shape) == (None, (8000, 3), (2000, 3))
+    assert (validation, train.x.shape[1:], len(train) + len(test)) == (None, (3,), 10_000)
+    assert train.records == 8000
+    assert abs(len(train) - 8000) < 5 * (10_000 * 0.16) ** 0.5
     group = torch.cat([train.group, test.group]).double()
     assert float(group.mean()) == pytest.approx(0.3, abs=5 * (0.21 / 10_000) ** 0.5)
     y = torch.cat([train.y, test.y]).double()

@@ -14,6 +14,7 @@ import torch
 
 from evenclip.data.columns import Category, Date, Flag, Number
 from evenclip.data.encoder import Encoder
+from evenclip.data.rows import split_rows
 from evenclip.data.table import read, table
 
 ROWS = 1200
@@ -107,8 +108,9 @@ def test_every_kind_is_recognised(made):
 
 
 def test_useless_columns_are_left_out_and_named(made):
+    n = len(made.splits.train)
     assert made.notes[1:4] == (
-        "Column 'uuid' looks like an identifier (755 different values in 755 rows) and is not "
+        f"Column 'uuid' looks like an identifier ({n} different values in {n} rows) and is not "
         "used; to use it, keep it.",
         "Column 'unit' has one value only and is not used; to use it, keep it.",
         "Column 'nothing' has no values and is not used; to use it, keep it.",
@@ -119,12 +121,11 @@ def test_rows_without_a_target_are_left_out_and_counted(made, file):
     missing = (pd.read_csv(file)["hired"].isna()).sum()
     assert made.notes[0] == f"{missing} of 1200 rows have no 'hired' and are left out."
     lengths = [len(part) for part in made.splits]
-    assert sum(lengths) == 1200 - missing
-    assert lengths == [
-        round(0.64 * sum(lengths)),
-        sum(lengths) - round(0.8 * sum(lengths)),
-        pytest.approx(188, abs=1),
-    ]
+    total = 1200 - missing
+    assert sum(lengths) == total
+    for length, share in zip(lengths, (0.64, 0.2, 0.16), strict=True):
+        assert abs(length - share * total) < 5 * (total * share * (1 - share)) ** 0.5
+    assert made.splits.train.records == round(0.64 * total)
 
 
 def test_the_splits_do_not_overlap(made, file):
@@ -234,8 +235,11 @@ def test_the_encoder_survives_json(made, file):
     assert torch.equal(again.encode(read(file)), made.encoder.encode(read(file)))
 
 
-def test_only_training_rows_shape_the_encoder(made, file):
+def test_only_training_rows_shape_the_encoder(made, file, monkeypatch):
+    """The rows keep their places, which depend on what they hold."""
     frame = read(file)
+    split = split_rows([frame], "hired", None, None, 3)
+    monkeypatch.setattr("evenclip.data.table.split_rows", lambda *given: split)
     elsewhere = frame["id"].isin(
         [
             *raw_rows(made, made.splits.test, frame)["id"],
@@ -277,7 +281,35 @@ def test_what_epsilon_does_not_cover_is_listed(made):
         "the encoder (columns used, categories, means and deviations), fitted on the training rows",
         "the names of the classes of 'hired', which are those found in the data",
         "the names of the groups of 'sex', which are those found in the data",
+        "the number of rows with a target, from which n, q and T are computed",
     )
+
+
+def test_a_declared_number_of_rows_is_what_n_is_computed_from(file):
+    made = table(file, target="hired", group="sex", records=5000)
+    assert made.splits.train.records == 3200
+    assert not [access for access in made.uncovered if "number of rows" in access]
+    other = table(file, target="hired", group="sex", records=5000, test=file)
+    assert (other.splits.train.records, other.splits.test.records) == (4000, None)
+    assert (
+        refusal(ValueError, lambda: table(file, target="hired", group="sex", records=0))
+        == "records is 0; it must be a whole number of at least 1."
+    )
+
+
+def test_too_few_rows_for_all_parts_are_refused():
+    frame = pd.DataFrame({"x": np.arange(10), "g": ["a", "b"] * 5, "y": [0, 0, 1, 1, 0] * 2})
+    made, messages = [], set()
+    for seed in range(20):
+        try:
+            made.append(table(frame, target="y", group="g", seed=seed))
+        except ValueError as error:
+            messages.add(str(error))
+    assert made
+    assert messages == {
+        "Each of the 10 rows was put into a part by itself, and a part has none; give more rows, "
+        "or another seed."
+    }
 
 
 def test_groups_too_small_to_judge_are_marked(made, file):
@@ -425,7 +457,8 @@ def test_one_row_per_person_is_kept():
         "One row for each of the 298 persons in 'person' is kept, 602 rows are left out, 6 of "
         "them without a person."
     )
-    assert made.uncovered[-1] == "the choice of one row for each person, by the column 'person'"
+    assert made.uncovered[-1] == "the number of persons, from which n, q and T are computed"
+    assert made.splits.train.records == round(0.64 * 298)
     assert made.unit == "person"
     assert len(set((kept.round() % 3).tolist())) == 3  # each of the three rows is kept sometimes
     other = table(frame, target="y", group="g", unit="person", keep=["x"], seed=1)
@@ -443,10 +476,9 @@ def test_a_given_test_set_is_the_test_set(file, tmp_path):
     assert torch.equal(made.splits.test.x, made.encoder.encode(rows))
     assert made.encoder.groups == ("Diverse", "Female", "Male", "missing")
     n = len(read(file).dropna(subset="hired"))
-    assert (len(made.splits.train), len(made.splits.validation)) == (
-        round(0.8 * n),
-        n - round(0.8 * n),
-    )
+    assert len(made.splits.train) + len(made.splits.validation) == n
+    assert abs(len(made.splits.train) - 0.8 * n) < 5 * (0.16 * n) ** 0.5
+    assert made.splits.train.records == round(0.8 * n)
 
 
 def test_a_frame_and_its_file_give_the_same(file):

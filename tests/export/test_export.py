@@ -192,6 +192,22 @@ def test_persons_are_the_unit_where_they_are_named():
     assert made.privacy["n"] == 480
 
 
+def test_q_and_the_steps_come_from_the_declared_number_of_rows():
+    few = FEW | {"epochs": 2, "batch_size": 100}
+    reports = [
+        export.train(frame, epsilon=2.0, records=2000, **few).privacy
+        for frame in (people(), people().iloc[1:])
+    ]
+    for report in reports:
+        assert (report["n"], report["q"], report["declared_steps"]) == (1280, 100 / 1280, 26)
+        assert not [access for access in report["not_covered"] if "number of r" in access]
+    counted = export.train(people(), epsilon=2.0, **few).privacy
+    assert (counted["n"], counted["q"]) == (960, 100 / 960)
+    assert [access for access in counted["not_covered"] if "number of r" in access] == [
+        "the number of rows with a target, from which n, q and T are computed"
+    ]
+
+
 def test_the_card_says_what_it_is(trained, folder):
     text = (folder / "README.md").read_text()
     flat = " ".join(text.split())

@@ -1365,7 +1365,7 @@ def test_an_opacus_loop_with_one_changed_line_learns_what_fit_learns():
             (train.x, train.y),
             rule=rule,
             epochs=12,
-            batch_size=62,
+            batch_size=61,
             q=1 / 21,
             lr=1.0,
             seed=seed,
@@ -1388,7 +1388,7 @@ def test_an_opacus_loop_with_one_changed_line_learns_what_fit_learns():
                 cross_entropy(model(x), y).backward()
                 optimizer.step()
         accuracies["opacus"].append(accuracy(network, test))
-        assert optimizer.expected_batch_size == 62
+        assert optimizer.expected_batch_size == 61
         assert engine.get_epsilon(1e-4) == pytest.approx(result.epsilon(), rel=1e-6)
     means = {name: np.mean(values) for name, values in accuracies.items()}
     assert means["fit"] > 0.8

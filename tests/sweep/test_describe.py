@@ -186,7 +186,8 @@ def test_splits_come_back(splits, tmp_path):
 def test_held_out_rows_are_taken_from_the_training_rows(splits, tmp_path):
     description = {**describe.save_splits(splits, tmp_path), "hold_out": 0.2}
     sampled, again, other = (describe.load_data(description, seed).splits for seed in (0, 0, 1))
-    assert (len(sampled.train), len(sampled.validation), len(sampled.test)) == (160, 40, 100)
+    assert (len(sampled.train) + len(sampled.validation), len(sampled.test)) == (200, 100)
+    assert abs(len(sampled.validation) - 40) < 5 * (200 * 0.16) ** 0.5
     rows = [tuple(row) for data in (sampled.train, sampled.validation) for row in data.x.tolist()]
     assert sorted(rows) == sorted(tuple(row) for row in splits.train.x.tolist())
     assert torch.equal(sampled.validation.x, again.validation.x)
@@ -196,10 +197,11 @@ def test_held_out_rows_are_taken_from_the_training_rows(splits, tmp_path):
 def test_fewer_rows_are_a_sample_of_each_part(splits, tmp_path):
     description = {**describe.save_splits(splits, tmp_path), "rows": 120}
     sampled, again, other = (describe.load_data(description, seed).splits for seed in (0, 0, 1))
-    assert (len(sampled.train), len(sampled.test), sampled.validation) == (120, 100, None)
+    assert (len(sampled.test), sampled.validation) == (100, None)
+    assert abs(len(sampled.train) - 120) < 5 * (200 * 0.24) ** 0.5
     whole = [tuple(row) for row in splits.train.x.tolist()]
     rows = [tuple(row) for row in sampled.train.x.tolist()]
-    assert len(set(rows)) == 120
+    assert len(set(rows)) == len(rows)
     # Rows keep their order and their labels.
     assert [row for row in whole if row in set(rows)] == rows
     place = [whole.index(row) for row in rows]
@@ -208,7 +210,27 @@ def test_fewer_rows_are_a_sample_of_each_part(splits, tmp_path):
     assert torch.equal(sampled.train.x, again.train.x)
     assert not torch.equal(sampled.train.x, other.train.x)
     held = describe.load_data({**description, "hold_out": 0.25}, 0).splits
-    assert (len(held.train), len(held.validation)) == (90, 30)
+    assert len(held.train) + len(held.validation) == len(sampled.train)
+    assert abs(len(held.validation) - 30) < 5 * (120 * 0.1875) ** 0.5
+
+
+def test_one_split_for_all_seeds():
+    shared = {"name": "digits", "options": {}, "split": 3}
+    one, other = (describe.load_data(shared, seed).splits for seed in (0, 1))
+    own = describe.load_data({"name": "digits", "options": {}}, 3).splits
+    assert torch.equal(one.train.x, other.train.x)
+    assert torch.equal(one.train.x, own.train.x)
+
+
+def test_declared_numbers_and_marks_are_saved(splits, tmp_path):
+    marks = torch.arange(len(splits.train))
+    given = splits._replace(train=dataclasses.replace(splits.train, records=500, marks=marks))
+    description = describe.save_splits(given, tmp_path)
+    back = describe.load_data(description, 0).splits.train
+    assert (back.records, back.marks.tolist()) == (500, marks.tolist())
+    held = describe.load_data({**description, "hold_out": 0.2}, 0).splits
+    assert (held.train.records, held.validation.records) == (400, None)
+    assert torch.equal(torch.cat([held.train.marks, held.validation.marks]).sort()[0], marks)
 
 
 def test_an_unknown_dataset():

@@ -46,6 +46,10 @@ class CompareOptions:
         str | None,
         typer.Option(help="Comma-separated names or file.py:Class; default: all five."),
     ] = None
+    split: Annotated[
+        int | None,
+        typer.Option(help="Seed of one split for all runs; default: a split per seed."),
+    ] = None
     epochs: Annotated[int | None, typer.Option(help="Passes over the training data.")] = None
     batch_size: Annotated[int | None, typer.Option(help="Expected batch size B.")] = None
     lr: Annotated[float | None, typer.Option(help="Learning rate of all rules.")] = None

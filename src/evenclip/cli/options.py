@@ -79,6 +79,10 @@ class DataOptions:
     unit: Annotated[
         str | None, typer.Option(help="Column that identifies people; keeps one row per person.")
     ] = None
+    records: Annotated[
+        int | None,
+        typer.Option(help="Public number of rows (of people, with --unit); default: counted."),
+    ] = None
 
     def given(self) -> dict[str, Any]:
         """Return the options that were given, by the names that `evenclip.data.table` uses."""

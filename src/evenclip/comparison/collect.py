@@ -49,7 +49,7 @@ def collect(
         pair=loaded.pair,
         uncovered=(
             *loaded.uncovered,
-            *(() if any("number n" in text for text in loaded.uncovered) else _READ),
+            *(_READ if _counted(loaded) else ()),
         ),
         notes=tuple(
             dict.fromkeys(
@@ -69,11 +69,17 @@ def collect(
     )
 
 
-# Accesses to the data that every comparison makes.
+# Accesses to data that a comparison is given as they are.
 _READ = (
     "the number n of training records, from which q and the steps follow",
     "the splitting of the data",
 )
+
+
+def _counted(loaded: Loaded) -> bool:
+    """Return whether n was counted in the training records, and no note says so."""
+    said = any("number n" in access for access in loaded.uncovered)
+    return loaded.splits.train.records is None and not said
 
 
 def _outcome(method: Method, results: Sequence[Mapping[str, Any]]) -> Outcome:

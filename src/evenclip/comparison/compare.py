@@ -2,6 +2,11 @@
 
 Every rule is trained once per seed. A seed fixes the split and the initialisation, so a private run
 is paired with the non-private run of the same seed. Batches and noise differ between runs.
+
+A split per seed is a choice: the test figures then vary with the test records too. Models of
+several seeds may each have been trained on a record, with one split or with many, so what is
+published of them composes. With `split`, all runs have the split of that seed, and no run is
+trained on a record that tests another.
 """
 
 from __future__ import annotations
@@ -40,6 +45,7 @@ def compare(
     model: str | None = None,
     match: bool = False,
     rows: int | None = None,
+    split: int | None = None,
     risk: bool = False,
     device: str = "cpu",
     tf32: bool = False,
@@ -69,7 +75,8 @@ def compare(
         model: "mlp", "mlp:128,64", "linear", "cnn" or "file.py:function"; default: as published, or
             an MLP 256-256.
         match: use the matched protocol instead of the published settings.
-        rows: most training rows and most test rows, sampled; for quick runs.
+        rows: number of training rows and of test rows to sample, on average; for quick runs.
+        split: seed of one split that all runs share; default: every seed has its own.
         risk: also measure what clipping's direction and magnitude cost each group, in a further
             run of each rule.
         device: device to train on.
@@ -94,6 +101,8 @@ def compare(
     if rows is not None:
         check.natural(rows=rows)
         described["rows"] = int(rows)
+    if split is not None:
+        (described["split"],) = _seeds([split])
     loaded = load_data(described, chosen[0])
     train = loaded.splits.train
     check_groups(train, loaded.splits.test)

@@ -34,7 +34,7 @@ class Changes:
         batch_size: expected batch size B.
         lr: learning rate of all rules.
         model: the model, in the form of `--model`.
-        rows: number of training rows to sample.
+        rows: mean number of training rows to sample.
         tf32: whether a GPU may round the operands of products.
     """
 
@@ -59,7 +59,7 @@ def make_plan(
 
     Args:
         described: description of the data.
-        train: the first seed's training records.
+        train: the first seed's training records; n is their public number, if they have one.
         rules: rules to compare; None: all that have an ε.
         match: whether to use the matched protocol instead of published settings.
         changes: what the caller sets.
@@ -67,7 +67,7 @@ def make_plan(
     Raises:
         ValueError: if the plan cannot be carried out on these data.
     """
-    n = len(train)
+    n = train.n
     plan = _changed(choose_protocol(described, train, rules, match), changes, n)
     plan, notes = paced(plan, n, "name" in described)
     plan, left_out = _suited(plan, train)
@@ -155,7 +155,7 @@ def _changed(plan: Protocol, changes: Changes, n: int) -> Protocol:
 def paced(plan: Protocol, n: int, named: bool) -> tuple[Protocol, list[str]]:
     """Return the plan with its steps per epoch, and a remark if they are not the published ones.
 
-    The steps of a named dataset are fixed: n may differ between seeds, and ε must not.
+    The steps of a named dataset are fixed, so that ε is the same for every seed.
     """
     if not named:
         return plan, []
@@ -185,7 +185,7 @@ def _calibrated(plan: Protocol, epsilon: float, train: Dataset) -> Protocol:
     from evenclip.mechanism.accounting import default_delta
     from evenclip.mechanism.calibration import calibrate
 
-    n, model = len(train), make_model(plan.model, train, seed=0)
+    n, model = train.n, make_model(plan.model, train, seed=0)
     q, steps = _pace(plan, n)
     delta = default_delta(n) if plan.delta is None else plan.delta
     for method in plan.methods:
@@ -213,7 +213,7 @@ def _pace(plan: Protocol, n: int) -> tuple[float, int]:
 
 def _tried(plan: Protocol, train: Dataset) -> Protocol:
     """Return the plan with the matched learning rates, after a trial of its custom rules."""
-    q, steps = _pace(plan, len(train))
+    q, steps = _pace(plan, train.n)
     model = make_model(plan.model, train, seed=0)
     constants = Constants(
         groups=train.K,

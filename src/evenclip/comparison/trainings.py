@@ -86,7 +86,8 @@ class Trainings:
             for pair, result in zip(pairs, results, strict=True)
         }
         source = find_source(self.described)
-        return best_rates(accuracy, self.seeds, shared=source is not None and source.fixed_test)
+        fixed = "split" in self.described or (source is not None and source.fixed_test)
+        return best_rates(accuracy, self.seeds, shared=fixed)
 
     def _spec(self, rule: Rule, lr: float, seed: int, **data: Any) -> Spec:
         """Return the specification of one run; `data` adds to the description of the data."""

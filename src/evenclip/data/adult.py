@@ -2,7 +2,7 @@
 
 | | |
 |---|---|
-| samples | 48,842; 45,222 of them complete; about 29,390 after balancing, of which 80 % train |
+| samples | 48,842; 45,222 of them complete; about 29,390 after balancing, about 80 % to train |
 | features | 98: 5 standardised numbers, 2 binary values, 91 indicators of 6 categories |
 | classes | 2: at most 50K (0), more than 50K (1) |
 | groups | 2, sex: Female (0), Male (1); 14,695 and 30,527 before balancing |
@@ -25,7 +25,8 @@ and 0.89 with the opposite one.
 
 Difference from the paper's code: the paper fits scaling and categories on training and test rows
 together. Here the categories are fixed public lists and the scaling is fitted on the training rows.
-ε covers neither the scaling nor the balancing probability. The paper's text has 14,000 of each sex;
+ε does not cover the scaling. The balancing probabilities are constants, and each row is kept and
+put into a part by its own coin (`evenclip.data.sample`). The paper's text has 14,000 of each sex;
 its ε is that of the 14,695 here.
 """
 
@@ -44,8 +45,8 @@ from numpy.typing import NDArray
 
 from evenclip.data.dataset import Dataset, Splits
 from evenclip.data.disk import File, data_directory
-from evenclip.data.sample import balanced, cut, stream
-from evenclip.data.source import NUMBER, Source
+from evenclip.data.sample import Coins, coins
+from evenclip.data.source import Source
 
 __all__ = ["FEATURES", "GROUPS", "SOURCE", "adult"]
 
@@ -202,6 +203,12 @@ GROUPS = {
 }
 """The protected attributes that can be chosen, and their groups."""
 
+TRAINING = 0.8  # probability that a kept row is for training
+_SIZES = {  # public: the complete rows of each group
+    "sex": (14_695, 30_527),
+    "race": (6_319, 38_903),
+    "age": (13_045, 17_893, 11_038, 3_246),
+}
 _TEXT = "S32"  # longer than every known value, so that a truncated value is never a known one
 AGES = (30, 45, 60)  # lowest age of each bin after the first
 
@@ -209,6 +216,7 @@ AGES = (30, 45, 60)  # lowest age of each bin after the first
 class _AdultRows(NamedTuple):
     """The rows without missing values, before balancing, splitting and scaling."""
 
+    raw: NDArray[np.bytes_]  # [row], all fields of the file
     numbers: NDArray[np.float64]  # [row, 5], unscaled
     indicators: NDArray[np.float32]  # [row, 93], the other features, in their final form
     income: NDArray[np.int64]  # [row]
@@ -216,11 +224,12 @@ class _AdultRows(NamedTuple):
 
 
 def adult(seed: int = 0, *, directory: str | Path | None = None, group: str = "sex") -> Splits:
-    """Load Adult, balanced between the groups and split 80/20 into training and test rows.
+    """Load Adult, balanced between the groups and split about 80/20 into training and test rows.
 
-    Before the split, each row is kept with probability (size of the smallest group ÷ size of its
-    own group): every female, and 14,695/30,527 of the males. The numbers are standardised by mean
-    and standard deviation of the training rows. The 98 features are the same for every `group`.
+    Each row is kept with probability (size of the smallest group ÷ size of its own group, both
+    constants): every female, and a male with probability 14,695/30,527. A kept row is for training
+    with probability 0.8. The numbers are standardised by mean and standard deviation of the
+    training rows. The 98 features are the same for every `group`.
 
     Args:
         seed: determines which rows are kept and which are used for training.
@@ -236,19 +245,25 @@ def adult(seed: int = 0, *, directory: str | Path | None = None, group: str = "s
     >>> list(train.x.shape[1:]), train.group_names, 0.49 < train.group.double().mean() < 0.51
     ([98], ('Female', 'Male'), tensor(True))
     """
-    numbers = stream(seed, "adult")
     if group not in GROUPS:
         raise ValueError(
             f"group is {group!r}; Adult's protected attributes are {', '.join(map(repr, GROUPS))}."
         )
     table = _embedded() if directory is None else _original(*_files(directory))
-    train, test = cut(balanced(table.groups[group], len(GROUPS[group]), numbers), numbers)
+    drawn, sizes = coins(seed, table.raw), np.array(_SIZES[group])
+    kept = np.flatnonzero(drawn.kept((sizes.min() / sizes)[table.groups[group]]))
+    train, test = (kept[part] for part in drawn.at(kept).parts(TRAINING))
+    records = round(TRAINING * len(sizes) * sizes.min())
     mean, std = table.numbers[train].mean(0), table.numbers[train].std(0)  # [5]
     scaled = table._replace(numbers=(table.numbers - mean) / std)
-    return Splits(_dataset(scaled, train, group), _dataset(scaled, test, group))
+    return Splits(
+        _dataset(scaled, drawn, train, group, records), _dataset(scaled, drawn, test, group, None)
+    )
 
 
-def _dataset(table: _AdultRows, rows: NDArray[np.int64], group: str) -> Dataset:
+def _dataset(
+    table: _AdultRows, drawn: Coins, rows: NDArray[np.int64], group: str, records: int | None
+) -> Dataset:
     """Return some rows of the table as a `Dataset`."""
     numbers = table.numbers[rows].astype(np.float32)
     x = np.concatenate([numbers, table.indicators[rows]], axis=1)  # [row, 98]
@@ -259,6 +274,8 @@ def _dataset(table: _AdultRows, rows: NDArray[np.int64], group: str) -> Dataset:
         group_names=GROUPS[group],
         class_names=INCOMES,
         name="adult",
+        records=records,
+        marks=torch.from_numpy(drawn.marks[rows]),
     )
 
 
@@ -297,6 +314,7 @@ def _table(lines: Iterable[str]) -> _AdultRows:
     age = np.digitize(numbers[:, NUMBERS.index("age")], AGES)
     indicators = np.column_stack([~white, sex == SEXES.index("Female"), *one_hot])
     return _AdultRows(
+        raw=np.array([line.encode() for line in complete]),
         numbers=numbers,
         indicators=indicators.astype(np.float32),
         income=_codes("income", values["income"], INCOMES),
@@ -337,9 +355,6 @@ SOURCE = Source(
     uncovered=(
         "The mean and the standard deviation that five features are scaled by are those of the "
         "training records.",
-        "The probability of keeping a record, which balances the groups, is computed from the "
-        "sizes of the groups.",
-        NUMBER,
     ),
     attributes=tuple(GROUPS),
 )

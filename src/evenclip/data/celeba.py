@@ -17,8 +17,9 @@ else ~/.cache/evenclip). Pillow's bilinear filter, which averages over the sourc
 (antialiased), resizes each whole image to 64×64; nothing is cropped. The paper states 64×64 only;
 whether it crops is unknown.
 
-A copy with fewer images is refused unless `allow_partial` is set. It is then split 80/10/10 by
-identity, so that no person is in two parts: the official split needs all images.
+A copy with fewer images is refused unless `allow_partial` is set. It is then split by identity,
+about 80/10/10, so that no person is in two parts: the official split needs all images. The part of
+a person is a function of the person's number alone.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from numpy.typing import NDArray
 from evenclip import check
 from evenclip.data.dataset import Dataset, Splits
 from evenclip.data.disk import File, cache_directory
-from evenclip.data.sample import stream
+from evenclip.data.sample import coins
 from evenclip.data.source import NUMBER, Source
 
 __all__ = ["SOURCE", "celeba", "images_missing"]
@@ -88,26 +89,28 @@ def celeba(
         ValueError: a value is out of range, or a file cannot be read.
         ImportError: Pillow is not installed.
     """
-    numbers = stream(seed, "celeba")
     check.natural(side=side)
+    if seed < 0:
+        raise ValueError(f"seed is {seed}; it must be a whole number of at least 0.")
     pictures = PICTURES.require(directory, ORIGIN)
     names, male, eyeglasses = _labels(ATTRIBUTES.require(directory, ORIGIN))
-    marks = _listing(pictures)
-    present = np.array([name in marks for name in names])  # [image]
+    listing = _listing(pictures)
+    present = np.array([name in listing for name in names])  # [image]
     if present.all():
         splits = _official(names, directory)
     elif allow_partial:
-        names = [name for name in names if name in marks]
+        names = [name for name in names if name in listing]
         male, eyeglasses = male[present], eyeglasses[present]
-        splits = _by_identity(names, directory, numbers)
+        splits = _by_identity(names, directory, seed)
     else:
         raise FileNotFoundError(
             f"{pictures} lacks {np.count_nonzero(~present):,} of CelebA's {IMAGES:,} images; get "
             f"them from {ORIGIN}, or allow a partial copy (allow_partial), which is split by "
             "identity and not as published."
         )
-    x = _images(pictures, {name: marks[name] for name in names}, side)
-    train, validation, test = (_dataset(x, male, eyeglasses, rows) for rows in splits)
+    x = _images(pictures, {name: listing[name] for name in names}, side)
+    marks = coins(seed, np.array(names)).marks  # an image has its own name
+    train, validation, test = (_dataset(x, male, eyeglasses, rows, marks) for rows in splits)
     return Splits(train, test, validation)
 
 
@@ -126,6 +129,7 @@ def _dataset(
     male: NDArray[np.int64],
     eyeglasses: NDArray[np.int64],
     rows: NDArray[np.int64],
+    marks: NDArray[np.int64],
 ) -> Dataset:
     """Return some rows as a `Dataset`; contiguous rows, as in the official split, are a view."""
     first, last = int(rows[0]), int(rows[-1])
@@ -138,6 +142,7 @@ def _dataset(
         group_names=("no eyeglasses", "eyeglasses"),
         class_names=("not Male", "Male"),
         name="celeba",
+        marks=torch.from_numpy(marks[rows]),
     )
 
 
@@ -174,18 +179,18 @@ def _official(names: Sequence[str], directory: str | Path | None) -> list[NDArra
 
 
 def _by_identity(
-    names: Sequence[str], directory: str | Path | None, numbers: np.random.Generator
+    names: Sequence[str], directory: str | Path | None, seed: int
 ) -> list[NDArray[np.int64]]:
-    """Return the rows of 80, 10 and 10 % of the people, drawn at random."""
+    """Return the rows of about 80, 10 and 10 % of the people, each drawn by itself."""
     identity = _codes(IDENTITIES.require(directory, ORIGIN), names)
-    people = numbers.permutation(np.unique(identity))
-    if len(people) < 10:
+    parts = coins(seed, identity, copies=False).parts(0.8, 0.1)
+    if not all(map(len, parts)):
         raise ValueError(
-            f"The partial copy of CelebA has images of {len(people)} people; a split needs at "
-            "least 10."
+            f"The partial copy of CelebA has images of {len(np.unique(identity))} people, and "
+            "their split by themselves leaves a part without images; add images of more people, "
+            "or take another seed."
         )
-    shares = np.split(people, [round(0.8 * len(people)), round(0.9 * len(people))])
-    return [np.flatnonzero(np.isin(identity, share)) for share in shares]
+    return parts
 
 
 def _codes(path: Path, names: Sequence[str]) -> NDArray[np.int64]:

@@ -17,21 +17,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from evenclip.data import validation
+from evenclip import check
+from evenclip.data import arrays, validation
+from evenclip.data.arrays import Inputs
 from evenclip.data.streamed import Bits, Feed, Streamed, fingerprint
 from evenclip.data.validation import describe, remedy
 
 __all__ = ["Dataset", "Inputs", "MapDataset", "Samples", "Splits", "as_dataset"]
-
-Inputs: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
-"""Input of a model: a tensor [sample, ...], or a tuple or dict of them for several inputs."""
 
 ACCEPTED = (
     "give (x, y) or (x, y, group) as a tuple of tensors or numpy arrays, an evenclip Dataset, or "
@@ -76,6 +74,11 @@ class Dataset:
         group_names: public names of all groups, including groups without samples.
         class_names: public names of the classes; empty if y is not a class or classes are unnamed.
         name: name for reports.
+        records: public number of records from which q, T and δ are computed, such as the share of
+            a split times the number of all records; None: the length, which ε does not cover.
+        marks: random word of each sample [sample] int64, a function of its raw fields alone (see
+            `evenclip.data.sample`), by which later choices among the samples are made; None: a
+            function of x, y and group.
 
     Raises:
         ValueError: there are no samples, lengths differ, values are non-finite, or a code has no
@@ -95,10 +98,15 @@ class Dataset:
     group_names: tuple[str, ...] = ()
     class_names: tuple[str, ...] = ()
     name: str = "data"
+    records: int | None = None
+    marks: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         tensors = _named(self.x, self.y, self.group)
-        validation.check_lengths(tensors)
+        marks = {} if self.marks is None else {"marks": self.marks}
+        validation.check_lengths(tensors | marks)
+        if self.records is not None:
+            check.natural(records=self.records)
         for name, tensor in tensors.items():
             validation.check_finite(name, tensor)
         validation.check_groups(self.group, self.group_names)
@@ -111,6 +119,11 @@ class Dataset:
     def K(self) -> int:
         """Number of groups; 1 without groups."""
         return max(1, len(self.group_names))
+
+    @property
+    def n(self) -> int:
+        """The public number of records, or the length if there is none."""
+        return len(self) if self.records is None else self.records
 
     def take(self, indices: Tensor) -> Samples:
         """Return the rows at `indices` [row] int64, with bytes as floats.
@@ -185,9 +198,11 @@ class MapDataset(Streamed):
         """Return the rows on the CPU with bytes unchanged, as other processes send them."""
         if not rows:  # the shapes of an empty batch are those of one row, cut to length 0
             return self.read([0]).cut(0, 0)
-        columns = torch_data.default_collate([_item(self.source, i) for i in rows])
+        columns = torch_data.default_collate([arrays.item(self.source, i) for i in rows])
         x = tuple(columns[0]) if isinstance(columns[0], list) else columns[0]
-        samples = Samples(x, _whole(columns[1]), _whole(columns[2]) if len(columns) == 3 else None)
+        samples = Samples(
+            x, arrays.whole(columns[1]), arrays.whole(columns[2]) if len(columns) == 3 else None
+        )
         validation.check_groups(samples.group, self.group_names)
         validation.check_classes(samples.y, self.class_names)
         if self.labels is not None:
@@ -241,6 +256,7 @@ def as_dataset(data: Any, *, group_names: Sequence[str] = ()) -> Dataset | Strea
         TypeError: `data` is anything else; the message lists the accepted forms.
         ValueError: `Dataset` refuses the data, or `group_names` lacks a group.
 
+    >>> import numpy as np
     >>> data = as_dataset((np.eye(3), np.array([True, False, True]), np.array(["m", "f", "f"])))
     >>> data.y, data.group, data.group_names
     (tensor([1, 0, 1]), tensor([1, 0, 0]), ('f', 'm'))
@@ -269,95 +285,11 @@ def _from_arrays(
     x: Any, y: Any, group: Any = None, *, group_names: tuple[str, ...] = ()
 ) -> Dataset:
     """Build a `Dataset` from tensors or arrays."""
-    y, class_names = _coded("y", y, ())
+    y, class_names = arrays.coded("y", y, ())
     if group is not None:
-        group, group_names = _coded("group", group, group_names)
-        group_names = group_names or _numbered(group)
-    return Dataset(_inputs(x), y, group, group_names, class_names)
-
-
-def _numbered(group: Tensor) -> tuple[str, ...]:
-    """Return the names "0" to "K−1" for groups without names."""
-    codes = np.unique(group.cpu().numpy()).tolist()
-    if group.is_floating_point() or codes == list(range(len(codes))):  # `Dataset` refuses floats
-        return tuple(str(code) for code in codes)
-    raise ValueError(
-        f"group has {len(codes)} different codes from {codes[0]} to {codes[-1]}; without "
-        "group_names they must be 0 to K−1, each in use: give group_names, or number the groups "
-        "from 0."
-    )
-
-
-def _inputs(x: Any) -> Inputs:
-    """Convert the features to tensors."""
-    if isinstance(x, dict):
-        return {key: _tensor(f"x[{key!r}]", value) for key, value in x.items()}
-    if isinstance(x, tuple):
-        return tuple(_tensor(f"x[{i}]", value) for i, value in enumerate(x))
-    return _tensor("x", x)
-
-
-def _coded(name: str, values: Any, names: tuple[str, ...]) -> tuple[Tensor, tuple[str, ...]]:
-    """Return targets or groups as a tensor, and their names; by default the sorted strings."""
-    if not isinstance(values, np.ndarray) or values.dtype.kind not in "UOT":
-        return _whole(_tensor(name, values)), names
-    if not all(isinstance(value, str) for value in values.flat):
-        raise TypeError(
-            f"{name} has dtype {values.dtype} and values that are not strings, such as missing "
-            "ones; remove them, or give integers or strings only."
-        )
-    distinct, codes = np.unique(values.astype(str), return_inverse=True)
-    names = names or tuple(distinct.tolist())
-    unknown = [value for value in distinct.tolist() if value not in names]
-    if unknown:
-        raise ValueError(
-            f"{name} has the value {unknown[0]!r}, which is not one of {names}; add it to them."
-        )
-    positions = [names.index(value) for value in distinct.tolist()]
-    return torch.from_numpy(np.array(positions, dtype=np.int64)[codes]), names
-
-
-def _item(source: Any, i: int) -> tuple[Inputs | Tensor, ...]:
-    """Read one row of a torch dataset."""
-    try:
-        item = source[i]
-    except Exception as error:
-        raise ValueError(
-            f"Item {i} of the dataset cannot be read ({type(error).__name__}: {error}); correct "
-            "it, or leave it out."
-        ) from error
-    return _row(item)
-
-
-def _row(item: Any) -> tuple[Inputs | Tensor, ...]:
-    """Convert the elements of an item to tensors."""
-    if not isinstance(item, tuple | list) or len(item) not in (2, 3):
-        raise ValueError(
-            f"An item of the dataset is {describe(item)}; it must be (x, y) or (x, y, group)."
-        )
-    return _inputs(item[0]), _tensor("y", item[1]), *(_tensor("group", group) for group in item[2:])
-
-
-def _tensor(name: str, value: Any) -> Tensor:
-    """Return a tensor; numpy arrays are copied, floating ones to torch's default dtype."""
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, bool | int | float):
-        return torch.tensor(value)
-    if not isinstance(value, np.ndarray | np.generic):
-        raise TypeError(
-            f"{name} is {describe(value)}; give a tensor or a numpy array.{remedy(value)}"
-        )
-    if value.dtype.kind not in "fiub":
-        raise TypeError(f"{name} has dtype {value.dtype}; encode it as numbers before training.")
-    default = torch.empty(0).numpy().dtype
-    dtype = default if value.dtype.kind == "f" else value.dtype.newbyteorder("=")
-    return torch.from_numpy(np.array(value, dtype=dtype, order="C"))
-
-
-def _whole(values: Tensor) -> Tensor:
-    """Convert integers and booleans to int64, for use as indices; floats are unchanged."""
-    return values if values.is_floating_point() else values.long()
+        group, group_names = arrays.coded("group", group, group_names)
+        group_names = group_names or arrays.numbered(group)
+    return Dataset(arrays.inputs(x), y, group, group_names, class_names)
 
 
 def _each(function: Callable[..., Tensor], x: Inputs, *arguments: Any) -> Inputs:

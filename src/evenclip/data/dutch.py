@@ -2,7 +2,7 @@
 
 | | |
 |---|---|
-| samples | 60,420, 80 % of them for training |
+| samples | 60,420, each for training with probability 0.8 |
 | features | 59: sex, previous residence, 57 indicators of 9 categories; nothing is scaled |
 | classes | 2, occupation: low-level (0; 5_4_9 in the file), high-level (1; 2_1) |
 | groups | 2, sex: Male (0; code 1 in the file, 30,147), Female (1; code 2, 30,273) |
@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 
 from evenclip.data.dataset import Dataset, Splits
 from evenclip.data.disk import File
-from evenclip.data.sample import cut, stream
-from evenclip.data.source import NUMBER, Source
+from evenclip.data.sample import Coins, coins
+from evenclip.data.source import Source
 
 __all__ = ["FEATURES", "SOURCE", "dutch"]
 
@@ -40,6 +40,8 @@ FILE = File(
     "dutch/dutch_census_2001.arff",
     "0e7e3f32668919c239db820f625815e1ea834c71402cdea595e03ef08c8616ef",
 )
+TRAINING = 0.8  # probability that a row is for training
+RECORDS = 48_336  # public: 0.8 of the 60,420 rows
 
 CATEGORIES = {
     "age": ("4", "5", "6", "7", "8", "9", "10", "11", "12", "13", "14", "15"),
@@ -75,23 +77,28 @@ FEATURES = (
 
 
 def dutch(seed: int = 0, *, directory: str | Path | None = None) -> Splits:
-    """Load Dutch, split 80/20 into training and test rows.
+    """Load Dutch, split about 80/20 into training and test rows.
 
     Args:
-        seed: determines the training rows.
+        seed: determines the training rows, each by itself (see `evenclip.data.sample`).
         directory: the data directory, with dutch/dutch_census_2001.arff; by default EVENCLIP_DATA.
 
     Raises:
         FileNotFoundError: the file does not exist.
         ValueError: the seed is negative, or the file is another one.
     """
-    numbers = stream(seed, "dutch")
     columns = _columns(FILE.read(directory, ORIGIN).decode())
-    train, test = cut(np.arange(len(columns["sex"])), numbers)
-    return Splits(_dataset(columns, train), _dataset(columns, test))
+    drawn = coins(seed, *columns.values())
+    train, test = drawn.parts(TRAINING)
+    return Splits(_dataset(columns, drawn, train, RECORDS), _dataset(columns, drawn, test, None))
 
 
-def _dataset(columns: dict[str, NDArray[np.str_]], rows: NDArray[np.int64]) -> Dataset:
+def _dataset(
+    columns: dict[str, NDArray[np.str_]],
+    drawn: Coins,
+    rows: NDArray[np.int64],
+    records: int | None,
+) -> Dataset:
     """Return some rows as a `Dataset`."""
     features = [
         columns[name][rows] == value for name, value in (feature.split("=") for feature in FEATURES)
@@ -103,6 +110,8 @@ def _dataset(columns: dict[str, NDArray[np.str_]], rows: NDArray[np.int64]) -> D
         group_names=("Male", "Female"),
         class_names=("low-level", "high-level"),
         name="dutch",
+        records=records,
+        marks=torch.from_numpy(drawn.marks[rows]),
     )
 
 
@@ -132,6 +141,5 @@ SOURCE = Source(
     uncovered=(
         "The values of each category are those that the file has, training and test records "
         "together.",
-        NUMBER,
     ),
 )

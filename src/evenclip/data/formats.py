@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -125,6 +125,7 @@ def _parsed(file: Path, text: Collection[str]) -> pd.DataFrame:
             na_values=ABSENT,
             skipinitialspace=True,
             low_memory=False,
+            **_precision(pd.__version__),
             dtype=dict.fromkeys(text, str),
         )
     except UnicodeDecodeError:
@@ -143,6 +144,15 @@ def _parsed(file: Path, text: Collection[str]) -> pd.DataFrame:
             f"{file} is not a table ({reason}); every line must have as many fields as the header, "
             "and texts with separators in them must be quoted."
         ) from None
+
+
+def _precision(version: str) -> dict[str, Any]:
+    """Return the option for exact numbers, so that they equal the same numbers in a text column.
+
+    pandas 3.1 reads them exactly by default, and warns of the option.
+    """
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return {} if (major, minor) >= (3, 1) else {"float_precision": "round_trip"}
 
 
 def _dialect(file: Path) -> tuple[str, str]:

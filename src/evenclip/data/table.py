@@ -8,7 +8,8 @@
   text in UTF-8.
 - Missing values: empty, NA, N/A, n/a, NaN, nan, NULL, null, <NA>, #N/A and ?.
 - Split: 64 % training, 16 % validation, 20 % test; with a given test set 80 % training and 20 %
-  validation.
+  validation. These are probabilities: each row (each person, with a unit) is put into a part by
+  itself, see `evenclip.data.sample`.
 - Features: the other columns, encoded by `evenclip.data.columns` and `evenclip.data.encoder`, which
   are fitted on the training rows alone.
 - Groups: the values of the group column, bins of a number with more than 20 values, or combinations
@@ -21,20 +22,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from evenclip.data import columns
+from evenclip import check
 from evenclip.data import schema as schemas
 from evenclip.data.columns import Column, listed
 from evenclip.data.dataset import Dataset, Splits
 from evenclip.data.encoder import Encoder, fit_columns, nearest
 from evenclip.data.formats import read
 from evenclip.data.labels import Codes, groups_of, labels_of
+from evenclip.data.rows import split_rows, with_target
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,10 +51,7 @@ __all__ = [
     "table",
 ]
 
-SHARES = (0.64, 0.16)  # training, validation; the rest is for testing
-LEAST_ROWS = 10
 LEAST_TEST = 30  # test rows of a group; with fewer, its figures are meaningless
-STREAM = int.from_bytes(b"table", "big")  # separates these random numbers from others of the seed
 
 
 @dataclass(frozen=True)
@@ -101,6 +99,8 @@ class TableOptions:
             into.
         unit: the column that identifies a row's person. One row per person is kept, so that a
             record is a person.
+        records: public number of rows with a target, or of persons with a unit; None: their real
+            number, which ε does not cover. q, T and δ are computed from the training share of it.
     """
 
     test: str | os.PathLike[str] | pd.DataFrame | None = None
@@ -110,6 +110,7 @@ class TableOptions:
     exclude_group: bool = False
     group_bins: int | None = None
     unit: str | None = None
+    records: int | None = None
 
     def __post_init__(self) -> None:
         if self.group_bins is not None and (
@@ -118,6 +119,8 @@ class TableOptions:
             raise ValueError(
                 f"group_bins is {self.group_bins}; it must be a whole number of at least 2."
             )
+        if self.records is not None:
+            check.natural(records=self.records)
 
 
 def table(
@@ -136,7 +139,7 @@ def table(
         group: the protected column, or several, whose combinations are the groups.
         seed: determines the split, and with `unit` which row of a person is kept.
         **options: fields of `TableOptions` by name: test, schema, keep, drop, exclude_group,
-            group_bins, unit.
+            group_bins, unit, records.
 
     Raises:
         FileNotFoundError: a file does not exist.
@@ -151,33 +154,35 @@ def table(
     group = (group,) if isinstance(group, str) else tuple(group)
     plain = schemas.load(schema) if isinstance(schema, str | os.PathLike) else schema
     entries = None if plain is None else schemas.validated(plain)["columns"]
-    frame, name = _frame(source, "The table", entries or {})
+    frame, name = _frame(source, "The table", entries or {}, unit)
     frames = [frame]
     if chosen.test is not None:
-        frames.append(_frame(chosen.test, "The test set", entries or {})[0])
+        frames.append(_frame(chosen.test, "The test set", entries or {}, unit)[0])
     for part, where in zip(frames, (name, "the test set"), strict=False):
         _check_names(part, where, target, group, (keep, drop, () if unit is None else (unit,)))
     notes = schemas.notes(plain)
     notes += [note for part in frames if plain is not None for note in schemas.check(plain, part)]
-    rows, row_notes = _rows(frames, target, unit, seed)
+    rows, row_notes = split_rows(frames, target, unit, chosen.records, seed)
     unused = {target, unit, *drop, *(group if chosen.exclude_group else ())}
     used = [column for column in frame.columns if column not in unused]
     encoded, uncovered, column_notes = _columns(frame, rows.train, used, keep, entries)
     notes += [*row_notes, *column_notes]
     # Labels come from all rows with a target, so that they depend on neither the seed nor the unit.
-    labelled = [(part, _with_target(part, target, "", [])) for part in frames]
+    labelled = [(part, with_target(part, target, "", [])) for part in frames]
     labels, accesses = labels_of(labelled, target, group, chosen.group_bins, entries or {})
     declared = plain is not None and not (schemas.accesses(plain) or accesses)
     uncovered = [*schemas.accesses(plain), *uncovered, *accesses]
-    if unit is not None:
-        uncovered.append(f"the choice of one row for each person, by the column {unit!r}")
+    if chosen.records is None:
+        what = "rows with a target" if unit is None else "persons"
+        uncovered.append(f"the number of {what}, from which n, q and T are computed")
     groups = groups_of(labelled, labels[1:], entries or {})
     encoder = Encoder(encoded, labels[0], labels[1:], groups)
     splits = Splits(
-        train=_dataset(encoder, frame, rows.train, name),
-        test=_dataset(encoder, frames[-1], rows.test, name),
-        validation=_dataset(encoder, frame, rows.validation, name),
+        train=_dataset(encoder, frame, rows.train, name, rows.marks),
+        test=_dataset(encoder, frames[-1], rows.test, name, rows.test_marks),
+        validation=_dataset(encoder, frame, rows.validation, name, rows.marks),
     )
+    splits = splits._replace(train=replace(splits.train, records=rows.records))
     small = _small(splits.test)
     notes += _doubts(splits, small)
     return Tabled(splits, encoder, tuple(uncovered), tuple(notes), small, unit, declared)
@@ -194,16 +199,11 @@ def _chosen(options: Mapping[str, Any]) -> TableOptions:
     return TableOptions(**options)
 
 
-class _Rows(NamedTuple):
-    """Positions of rows in the source; test rows in the test set, if one is given."""
-
-    train: Codes
-    validation: Codes
-    test: Codes
-
-
 def _frame(
-    source: str | os.PathLike[str] | pd.DataFrame, where: str, entries: dict[str, Any]
+    source: str | os.PathLike[str] | pd.DataFrame,
+    where: str,
+    entries: dict[str, Any],
+    unit: str | None,
 ) -> tuple[pd.DataFrame, str]:
     """Return the rows of a file or a DataFrame, and a name for them."""
     import pandas as pd
@@ -215,6 +215,8 @@ def _frame(
                 "DataFrame."
             )
         texts = [name for name, entry in entries.items() if entry["kind"] == "category"]
+        # As text, 01 and 1 are two persons whatever the ids of others look like.
+        texts += [] if unit is None else [unit]
         return read(source, text=texts), Path(source).name
     if not all(isinstance(name, str) for name in source.columns):
         source = source.rename(columns=str)
@@ -259,63 +261,6 @@ def _check_names(
         raise ValueError(f"The column {both[0]!r} is to be kept and to be dropped; choose one.")
 
 
-# --- rows ---------------------------------------------------------------------------------------
-
-
-def _rows(
-    frames: list[pd.DataFrame], target: str, unit: str | None, seed: int
-) -> tuple[_Rows, list[str]]:
-    """Split the rows; return the splits and notes on rows that are left out."""
-    stream = np.random.Generator(np.random.PCG64(np.random.SeedSequence([int(seed), STREAM])))
-    notes: list[str] = []
-    kept = [
-        _with_target(frame, target, what, notes)
-        for frame, what in zip(frames, ("", "test "), strict=False)
-    ]
-    rows = stream.permutation(kept[0])
-    if unit is not None:
-        rows = _one_each(frames[0][unit], unit, rows, notes)
-    if len(rows) < LEAST_ROWS:
-        raise ValueError(
-            f"There are {len(rows)} rows to learn from and to test on; at least {LEAST_ROWS} are "
-            "needed."
-        )
-    shares = SHARES if len(frames) == 1 else (0.8, 0.2)
-    ends = np.round(np.cumsum(shares) * len(rows)).astype(int)
-    train, validation, test = (np.sort(part) for part in np.split(rows, ends))
-    return _Rows(train, validation, test if len(frames) == 1 else kept[1]), notes
-
-
-def _with_target(frame: pd.DataFrame, target: str, what: str, notes: list[str]) -> Codes:
-    """Return the positions of the rows that have a target."""
-    codes = columns.factor(frame[target]).codes
-    kept = np.flatnonzero(codes >= 0)
-    if len(kept) == 0:
-        raise ValueError(
-            f"The target {target!r} is missing in every {what}row; choose another column."
-        )
-    if len(kept) < len(frame):
-        notes.append(
-            f"{len(frame) - len(kept)} of {len(frame)} {what}rows have no {target!r} and are left "
-            "out."
-        )
-    return kept
-
-
-def _one_each(series: pd.Series, unit: str, rows: Codes, notes: list[str]) -> Codes:
-    """Keep each person's first row in this (random) order; rows without a person are left out."""
-    codes = columns.factor(series).codes[rows]
-    known = codes >= 0
-    _, first = np.unique(codes[known], return_index=True)
-    kept = rows[known][np.sort(first)]
-    notes.append(
-        f"One row for each of the {len(kept)} persons in {unit!r} is kept, "
-        f"{len(rows) - len(kept)} rows are left out"
-        + (f", {int((~known).sum())} of them without a person." if not known.all() else ".")
-    )
-    return kept
-
-
 # --- columns ------------------------------------------------------------------------------------
 
 
@@ -351,7 +296,9 @@ def _columns(
 # --- results ------------------------------------------------------------------------------------
 
 
-def _dataset(encoder: Encoder, frame: pd.DataFrame, rows: Codes, name: str) -> Dataset:
+def _dataset(
+    encoder: Encoder, frame: pd.DataFrame, rows: Codes, name: str, marks: Codes
+) -> Dataset:
     """Encode some rows as a `Dataset`."""
     return Dataset(
         encoder.encode(frame, rows),
@@ -360,6 +307,7 @@ def _dataset(encoder: Encoder, frame: pd.DataFrame, rows: Codes, name: str) -> D
         group_names=encoder.groups,
         class_names=encoder.classes,
         name=name,
+        marks=torch.from_numpy(marks[rows]),
     )
 
 

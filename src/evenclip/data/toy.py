@@ -2,7 +2,7 @@
 
 | | |
 |---|---|
-| samples | n = 2,000, 80 % of them for training |
+| samples | n = 2,000, each for training with probability 0.8 |
 | features | 10, normal |
 | classes | 2, "no" and "yes", equally likely in both groups |
 | groups | 2: majority (0), minority (1; each sample with probability 0.2) |
@@ -35,12 +35,13 @@ from numpy.typing import NDArray
 
 from evenclip import check
 from evenclip.data.dataset import Dataset, Splits
-from evenclip.data.sample import cut, stream
+from evenclip.data.sample import Coins, Rows, coins, stream
 from evenclip.data.source import Source
 
 __all__ = ["SOURCE", "optimum", "toy"]
 
 SEPARATION = (1.5, 0.75)
+TRAINING = 0.8  # probability that a sample is for training
 
 
 def toy(
@@ -51,7 +52,7 @@ def toy(
     minority: float = 0.2,
     separation: tuple[float, float] = SEPARATION,
 ) -> Splits:
-    """Generate training and test samples, split 80/20.
+    """Generate training and test samples, about 80/20.
 
     Args:
         seed: determines all random numbers.
@@ -64,8 +65,8 @@ def toy(
         ValueError: a value is out of range.
 
     >>> train, test, _ = toy()
-    >>> list(train.x.shape), len(test), train.group_names
-    ([1600, 10], 400, ('majority', 'minority'))
+    >>> len(train) + len(test), train.records, list(train.x.shape[1:]), train.group_names
+    (2000, 1600, [10], ('majority', 'minority'))
     """
     check.natural(n=n, features=features)
     check.fraction(minority=minority)
@@ -80,9 +81,11 @@ def toy(
     shift = (2 * y - 1) * np.array(separation)[group] / math.sqrt(features)
     noise = numbers.standard_normal((n, features))
     x = (shift[:, None] + noise).astype(np.float32)  # [sample, features]
-    train, test = cut(np.arange(n), numbers)
+    drawn = coins(seed, x, y, group)
+    train, test = drawn.parts(TRAINING)
     return Splits(
-        _dataset(x[train], y[train], group[train]), _dataset(x[test], y[test], group[test])
+        _dataset(x, y, group, drawn, train, round(TRAINING * n)),
+        _dataset(x, y, group, drawn, test, None),
     )
 
 
@@ -96,15 +99,24 @@ def optimum(separation: tuple[float, float] = SEPARATION) -> tuple[float, float]
     return majority, minority
 
 
-def _dataset(x: NDArray[np.float32], y: NDArray[np.int64], group: NDArray[np.int64]) -> Dataset:
-    """Return the arrays as a `Dataset`."""
+def _dataset(
+    x: NDArray[np.float32],
+    y: NDArray[np.int64],
+    group: NDArray[np.int64],
+    drawn: Coins,
+    rows: Rows,
+    records: int | None,
+) -> Dataset:
+    """Return some samples as a `Dataset`."""
     return Dataset(
-        torch.from_numpy(x),
-        torch.from_numpy(y),
-        torch.from_numpy(group),
+        torch.from_numpy(x[rows]),
+        torch.from_numpy(y[rows]),
+        torch.from_numpy(group[rows]),
         group_names=("majority", "minority"),
         class_names=("no", "yes"),
         name="toy",
+        records=records,
+        marks=torch.from_numpy(drawn.marks[rows]),
     )
 
 

@@ -20,7 +20,8 @@ class Settings:
 
     Attributes:
         rule: the clipping rule.
-        n: number of records; ε does not cover this access to the data.
+        n: number of records, as declared or counted. The number that are really there is not
+            published if it was declared.
         groups: number of groups K.
         q: Poisson rate; None for shuffled batches.
         B: expected batch size, the divisor of sums.
@@ -32,6 +33,8 @@ class Settings:
         seed: the given seed; None if the key came from the operating
             system and was not kept. Secret; not printed.
         parameters: number of trainable parameters.
+        declared: whether n was given; otherwise it was counted in the training data, which ε does
+            not cover.
     """
 
     rule: Rule
@@ -46,6 +49,7 @@ class Settings:
     optimizer: str
     seed: int | None = field(repr=False)
     parameters: int
+    declared: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the constants as plain values that may be published.

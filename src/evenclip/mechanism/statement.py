@@ -45,9 +45,11 @@ RELATION = (
     "add or remove one record, where neither dataset has more than 2B/q records; q, B, T, δ and "
     "the rule's constants are fixed"
 )
+COUNTED = "the number of records n, from which q and T are computed"
 NOT_COVERED = (
-    "the number of records n and of groups, from which q and T are computed",
-    "preprocessing, balancing and splitting of the data",
+    "the number of groups",
+    "preprocessing, balancing and splitting of the data, except where each record's is a function "
+    "of that record alone",
     "the choice of model, rule, settings and seed, if it was made on these data",
     "a check of a few records before training, which only ever stops it",
 )
@@ -150,7 +152,7 @@ def report(settings: Settings, ledger: Ledger, facts: Facts | None = None) -> di
     """
     facts = facts or Facts()
     return {
-        **_scope(facts.uncovered),
+        **_scope(settings, facts.uncovered),
         **encoder(None),
         **_epsilons(settings, ledger, facts),
         **_method(settings.rule),
@@ -189,8 +191,9 @@ def encoder(declared: bool | None) -> dict[str, Any]:
     return {"encoder": DECLARED if declared else ENCODER, "encoder_declared": declared}
 
 
-def _scope(uncovered: Sequence[str]) -> dict[str, Any]:
+def _scope(settings: Settings, uncovered: Sequence[str]) -> dict[str, Any]:
     """Return what the guarantee protects, for whom, and what it does not cover."""
+    counted = () if settings.declared else (COUNTED,)
     return {
         "trust_model": "central: the trainer sees the data; recipients of the model do not",
         "claim": CLAIM,
@@ -208,7 +211,7 @@ def _scope(uncovered: Sequence[str]) -> dict[str, Any]:
             "metrics on test data",
             "counts of empty batches, of samples without a finite gradient and of clamped weights",
         ],
-        "not_covered": [*NOT_COVERED, *uncovered],
+        "not_covered": [*counted, *NOT_COVERED, *uncovered],
     }
 
 

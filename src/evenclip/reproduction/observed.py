@@ -162,7 +162,8 @@ def observe_run(given: ObservedRun, data_dir: str | None = None) -> dict[str, An
     train = splits.train.to(given.device)
     assert method.lr is not None
     assert train.group is not None
-    batches = _batches(method.rule, settings, len(train))
+    # Shuffled batches hold all records; the rate comes from their public number.
+    batches = _batches(method.rule, settings, train.n if method.rule.poisson else len(train))
     groups = [train.group_names.index(group) for group in load(given.dataset).groups]
     gradients = GroupGradients(groups, batches, given.norms)
     result = fit(
@@ -187,7 +188,7 @@ def observe_run(given: ObservedRun, data_dir: str | None = None) -> dict[str, An
         "rule": repr(method.rule),
         "groups": [train.group_names[k] for k in groups],
         "shares": [float((train.group == k).double().mean()) for k in groups],
-        "n": len(train),
+        "n": train.n,
         "q": result.settings.q,
         "B": result.settings.B,
         "steps": result.settings.steps,

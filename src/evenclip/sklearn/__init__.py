@@ -105,6 +105,8 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         deterministic_noise: derive batches and noise from `random_state` too. DANGEROUS: everyone
             who knows it can subtract the noise, and it is pickled with the estimator. Use it for
             tests, never for a model that you publish.
+        records: public number of rows, from which q, T and δ are computed; otherwise n is counted,
+            and ε does not cover that.
         device: device to train on.
         verbose: whether to show progress.
 
@@ -142,6 +144,7 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         schema: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         random_state: int | np.random.RandomState | None = None,
         deterministic_noise: bool = False,
+        records: int | None = None,
         device: str = "cpu",
         verbose: bool = False,
     ) -> None:
@@ -156,6 +159,7 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.schema = schema
         self.random_state = random_state
         self.deterministic_noise = deterministic_noise
+        self.records = records
         self.device = device
         self.verbose = verbose
 
@@ -181,7 +185,9 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         target = inputs.target_of(y, self.classes, len(frame))
         groups = inputs.groups_for(rule, sensitive_features, len(frame), len(target.classes))
         encoder, uncovered = inputs.encoder_of(frame, self.schema)
-        n = len(frame)
+        if self.records is not None:
+            check.natural(records=self.records)
+        n = len(frame) if self.records is None else int(self.records)
         B = min(int(self.batch_size), n)
         delta = accounting.default_delta(n) if self.delta is None else self.delta
         start = initial_model(self.model, len(encoder.features), len(target.classes), seed)
@@ -190,6 +196,7 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         config = TrainConfig(
             rule=private, epochs=self.epochs, batch_size=B, delta=delta,
             seed=seed if self.deterministic_noise else None, device=self.device,
+            records=self.records,
         )  # fmt: skip
         constants = config.settings(start, n, max(1, len(groups.names))).constants(
             len(target.classes)

@@ -54,7 +54,7 @@ class BatchStream(Keyed):
         self._ranks, self._device = ranks, device
         self.rows = ranks.rows(len(data))
         self._key = derive(key, "batches")
-        self.sampler = _sampler(settings, self._key)
+        self.sampler = _sampler(settings, self.rows.n, self._key)
         self.dropout = derive(key, "dropout")
         self._zeros = torch.zeros(0, dtype=torch.int64, device=device)
         self._feed: Feed | None = None
@@ -144,7 +144,7 @@ class BatchStream(Keyed):
             return None
         if self._feed is None or index >= self._settings.steps:  # after T, one draw at a time
             self.close()
-            sampler = _sampler(self._settings, self._key)
+            sampler = _sampler(self._settings, self.rows.n, self._key)
             draws = range(index, max(index + 1, self._settings.steps))
             batches = (self._ranks.share(sampler.batch(i), self.rows) for i in draws)
             self._feed = self._data.ahead(batches, self._performance.readers)
@@ -157,8 +157,8 @@ class BatchStream(Keyed):
         self._feed = None
 
 
-def _sampler(settings: Settings, key: bytes) -> Sampler:
-    """Return Poisson samples, or shuffled batches for a rule that is not private."""
+def _sampler(settings: Settings, n: int, key: bytes) -> Sampler:
+    """Return Poisson samples of n records, or shuffled batches for a rule that is not private."""
     if settings.q is None:
-        return Shuffled(settings.n, int(settings.B), key)
-    return Poisson(settings.n, settings.q, settings.B, key)
+        return Shuffled(n, int(settings.B), key)
+    return Poisson(n, settings.q, settings.B, key)

@@ -78,6 +78,9 @@ class TrainConfig:
         scheduler: called as scheduler(optimizer); its `step()` is called after every epoch.
         q: Poisson rate; None: batch_size/n. With q, an epoch has round(1/q) steps.
         steps: T, instead of epochs.
+        records: public number of records N, from which q, T and δ are computed; None: that of the
+            dataset, or else the real number, which ε does not cover. Ignored by rules without
+            Poisson sampling.
         performance: how the run is computed, which does not change the mechanism.
         independence: None passes each sample through the model by itself, unless the types of the
             layers show that samples are independent, or torch cannot map the model; "tested"
@@ -96,6 +99,7 @@ class TrainConfig:
     scheduler: Callable[[Optimizer], Any] | None = None
     q: float | None = None
     steps: int | None = None
+    records: int | None = None
     performance: Performance = Performance()
     independence: str | None = None
 
@@ -141,12 +145,16 @@ class TrainConfig:
         return replace(self, **(changes | given))
 
     def settings(self, model: nn.Module, n: int, groups: int) -> Settings:
-        """Return the public constants of a run on n records.
+        """Return the public constants of a run on n records, or on the declared number of records.
 
         They are built-in numbers, because numpy's cannot be written to JSON.
         """
         check.natural(epochs=self.epochs, batch_size=self.batch_size)
         check.positive(lr=self.lr)
+        declared = self.records is not None and self.rule.poisson
+        if self.records is not None:
+            check.natural(records=self.records)
+            n = int(self.records) if declared else n
         q, epoch = self._pace(n)
         if self.steps is not None:
             check.natural(steps=self.steps)
@@ -163,6 +171,7 @@ class TrainConfig:
             optimizer=_name(self.optimizer),
             seed=_seed(self.seed),
             parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            declared=declared,
         )
 
     def _pace(self, n: int) -> tuple[float | None, int]:

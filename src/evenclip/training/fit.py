@@ -1,7 +1,8 @@
 """`fit` trains a model privately; `prepare` and `train` are its parts, for custom loops.
 
 The public constants are fixed before anything else is computed: B = batch size, q = B/n and
-T = epochs · ⌈n/B⌉. Then the run takes T steps of `evenclip.training.step`.
+T = epochs · ⌈n/B⌉, with the declared number n of records, or else their number. Then the run takes
+T steps of `evenclip.training.step`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
-from evenclip.data import as_dataset
+from evenclip.data import Dataset, as_dataset
 from evenclip.gradients.losses import Loss
 from evenclip.rules import Rule
 from evenclip.training.config import Performance, TrainConfig
@@ -26,6 +27,7 @@ from evenclip.training.progress import Interrupt, Progress
 from evenclip.training.result import Record, Result, result
 from evenclip.training.run import Run
 from evenclip.training.session import AfterStep, EpochLogger, Observer, Resume, Session, start
+from evenclip.training.setup import check_number
 from evenclip.training.step import Step
 
 __all__ = ["fit", "fit_config", "prepare", "result", "train"]
@@ -52,6 +54,7 @@ def fit(
     logs: Sequence[Log] = (),
     q: float | None = None,
     steps: int | None = None,
+    records: int | None = None,
     performance: Performance | None = None,
     independence: str | None = None,
     progress: bool | None = None,
@@ -94,6 +97,9 @@ def fit(
             `evenclip.training.logs`.
         q: Poisson rate, by default batch_size/n. With q, an epoch has round(1/q) steps.
         steps: T, instead of epochs.
+        records: public number of records N: q = batch_size/N and T = epochs · ⌈N/batch_size⌉, and δ
+            by default below 1/(2N). By default that of the `Dataset`, or else the real number n,
+            which the report then lists as not covered by ε. At most 2N records are accepted.
         performance: how the run is computed, which does not change the mechanism.
         independence: None passes each sample through the model by itself, unless the types of the
             layers show that samples are independent, or torch cannot map the model; "tested"
@@ -121,6 +127,7 @@ def fit(
         scheduler=scheduler,
         q=q,
         steps=steps,
+        records=records,
         performance=performance,
         independence=independence,
     )
@@ -230,6 +237,10 @@ def _prepare(model: nn.Module, data: Any, config: TrainConfig, ranks: Processes 
         )
     model, place = copy_to_device(model, config.device)
     processes = SingleProcess() if ranks is None else ranks
-    settings = config.settings(model, processes.rows(len(data)).n, data.K)
+    if config.records is None and isinstance(data, Dataset) and not processes.local:
+        config = config.but(records=data.records)
+    total = processes.rows(len(data)).n
+    settings = config.settings(model, total, data.K)
+    check_number(settings, total)
     data = check_data(model, config.loss, data.to(place), config.rule, place)
     return Run(model, data, settings, config, place, processes)

@@ -30,6 +30,7 @@ from evenclip.training.loss import RuleLoss, changes_loss, targets
 
 __all__ = [
     "MOST_ROUNDING",
+    "check_number",
     "given",
     "make_mechanism",
     "make_tape",
@@ -44,23 +45,36 @@ _ARTIFICIAL = 66
 
 
 def rounding(tape: AnyTape, settings: Settings, performance: Performance, ranks: int) -> float:
-    """Return ρ of the run's sums, a function of public constants other than n.
-
-    Raises:
-        ValueError: if there are more records than ρ is for.
-    """
+    """Return ρ of the run's sums, a function of public constants other than n."""
     if settings.q is None or not settings.rule.bounded:
         return 0.0
     blocks = [size for size in (performance.chunk, tape.rows) if size is not None]
     covered = covered_records(settings.q, settings.B)
-    if settings.n > covered + 1:
-        raise ValueError(
-            f"At q = {settings.q:g} and batch_size = {settings.B:g}, the bounds on rounding cover "
-            f"at most {covered + 1} records, and there are {settings.n}; give the mean size of a "
-            f"batch, q·n = {settings.q * settings.n:g}, as batch_size."
-        )
     records, block = most_records(settings.q, covered), min(blocks, default=None)
     return sum_rounding(records, block, cancelling=tape.cancels, ranks=ranks)
+
+
+def check_number(settings: Settings, n: int) -> None:
+    """Raise if there are more records than `rounding` is for.
+
+    Args:
+        settings: constants of the run; their number of records may be a declared one.
+        n: the number of records that are there.
+    """
+    if settings.q is None or not settings.rule.bounded:
+        return
+    most = covered_records(settings.q, settings.B) + 1
+    if n > most and settings.declared:
+        raise ValueError(
+            f"records is {settings.n}, and the bounds on rounding cover at most {most} records, "
+            "twice as many; there are more: declare a number that is nearer to theirs."
+        )
+    if n > most:
+        raise ValueError(
+            f"At q = {settings.q:g} and batch_size = {settings.B:g}, the bounds on rounding cover "
+            f"at most {most} records, and there are {n}; give the mean size of a batch, q·n = "
+            f"{settings.q * n:g}, as batch_size."
+        )
 
 
 def given(settings: Settings, model: nn.Module, data: Dataset | Streamed) -> dict[str, Any]:

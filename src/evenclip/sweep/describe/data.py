@@ -1,7 +1,8 @@
 """Data as plain values: a named or custom dataset, a table, or splits given in memory.
 
-With `rows` in the description, each split is sampled down to at most that many rows. With
-`hold_out`, this fraction of the training rows becomes the validation split, unless there is one.
+With `rows` in the description, each split is sampled down to about that many rows. With `hold_out`,
+about this fraction of the training rows becomes the validation split, unless there is one. Both are
+decided row by row, by the marks of the rows. With `split`, this seed splits the data in every run.
 
 The `content` of a custom dataset is a digest of what it returned for seed 0, because its file may
 read others.
@@ -21,10 +22,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from evenclip.data import SOURCES, Dataset, Source, Splits, data_directory
-from evenclip.data.source import check_splits, source_of
+from evenclip.data.sample import Coins, coins
+from evenclip.data.source import NUMBER, check_splits, source_of
 from evenclip.sweep.describe.files import call, check_content, describe_file, load_module
 
 __all__ = [
@@ -36,8 +39,6 @@ __all__ = [
     "load_data",
     "save_splits",
 ]
-
-STREAM = int.from_bytes(b"held out", "big")
 
 NO_DATASET = (
     "There is no dataset {!r}; choose among {}, or give a table or your own dataset "
@@ -66,6 +67,7 @@ class Loaded:
 
 def load_data(description: Mapping[str, Any], seed: int) -> Loaded:
     """Load the data of a run."""
+    seed = int(description.get("split", seed))
     loaded = _load(description, seed)
     rows = description.get("rows")
     if rows:
@@ -89,7 +91,9 @@ def _load(description: Mapping[str, Any], seed: int) -> Loaded:
         splits = _custom_splits(description, source, directory, seed)
     else:
         splits = source.load(seed, directory=directory, **description.get("options", {}))
-    return Loaded(splits, source.pair, source.uncovered)
+    declared = splits.train.records is not None
+    uncovered = tuple(access for access in source.uncovered if not (declared and access == NUMBER))
+    return Loaded(splits, source.pair, uncovered)
 
 
 def find_source(description: Mapping[str, Any]) -> Source | None:
@@ -181,7 +185,7 @@ def _digest(splits: Splits) -> str:
         if data is None:
             digest.update(b"no split")
             continue
-        digest.update(repr((data.group_names, data.class_names, data.name)).encode())
+        digest.update(repr((data.group_names, data.class_names, data.name, data.records)).encode())
         for tensor in (data.x, data.y, data.group):
             assert isinstance(tensor, Tensor)
             digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
@@ -213,6 +217,8 @@ def save_splits(splits: Splits, folder: Path) -> dict[str, Any]:
             "y": data.y,
             "group": data.group,
             "names": [list(data.group_names), list(data.class_names)],
+            "records": data.records,
+            "marks": data.marks,
         }
         for split, data in zip(Splits._fields, splits, strict=True)
         if data is not None
@@ -231,7 +237,14 @@ def _tensors(description: Mapping[str, Any]) -> Loaded:
     plain = torch.load(description["path"], weights_only=True)
     splits = {
         split: Dataset(
-            d["x"], d["y"], d["group"], tuple(d["names"][0]), tuple(d["names"][1]), plain["name"]
+            d["x"],
+            d["y"],
+            d["group"],
+            tuple(d["names"][0]),
+            tuple(d["names"][1]),
+            plain["name"],
+            d["records"],
+            d["marks"],
         )
         for split, d in plain.items()
         if split != "name"
@@ -240,34 +253,51 @@ def _tensors(description: Mapping[str, Any]) -> Loaded:
 
 
 def _fewer(splits: Splits, most: int, seed: int) -> Splits:
-    """Sample at most `most` rows of each split."""
+    """Sample about `most` rows of each split."""
     train, test, validation = splits
     held = None if validation is None else _sampled(validation, most, seed)
     return Splits(_sampled(train, most, seed), _sampled(test, most, seed), held)
 
 
 def _sampled(data: Dataset, most: int, seed: int) -> Dataset:
-    if len(data) <= most:
+    """Keep each row with probability `most` ÷ number of rows; all if there are no more."""
+    if data.n <= most:
         return data
-    stream = np.random.SeedSequence([seed, STREAM, len(data)])
-    chosen = np.random.Generator(np.random.PCG64(stream)).permutation(len(data))[:most]
-    return _rows(data, torch.from_numpy(np.sort(chosen)))
+    kept = np.flatnonzero(_coins(data, seed).kept(np.full(len(data), most / data.n)))
+    return _rows(data, kept, None if data.records is None else most)
 
 
 def _held_out(splits: Splits, fraction: float, seed: int) -> Splits:
-    """Use a fraction of the training rows as the validation split."""
+    """Use each training row for validation with probability `fraction`."""
     train = splits.train
-    order = np.random.Generator(
-        np.random.PCG64(np.random.SeedSequence([seed, STREAM]))
-    ).permutation(len(train))
-    cut = round(fraction * len(train))
-    held, rest = torch.from_numpy(np.sort(order[:cut])), torch.from_numpy(np.sort(order[cut:]))
-    return splits._replace(train=_rows(train, rest), validation=_rows(train, held))
+    held, rest = _coins(train, seed).parts(fraction)
+    records = None if train.records is None else max(1, round((1 - fraction) * train.records))
+    return splits._replace(train=_rows(train, rest, records), validation=_rows(train, held, None))
 
 
-def _rows(data: Dataset, rows: Tensor) -> Dataset:
-    """Select rows."""
+def _coins(data: Dataset, seed: int) -> Coins:
+    """Return the coins of the rows, by their marks or else by their values."""
+    if data.marks is not None:
+        halves = data.marks.cpu().numpy().view(np.uint32).reshape(-1, 2)  # float64 holds 53 bits
+        return coins(seed, halves)
     assert isinstance(data.x, Tensor)
+    tensors = (data.x, data.y) if data.group is None else (data.x, data.y, data.group)
+    return coins(seed, *(tensor.detach().cpu().numpy() for tensor in tensors))
+
+
+def _rows(data: Dataset, chosen: NDArray[np.int64], records: int | None) -> Dataset:
+    """Select rows; `records` is their public number."""
+    assert isinstance(data.x, Tensor)
+    if len(chosen) == 0:
+        raise ValueError(
+            f"Each of the {len(data)} rows was drawn by itself, and none is left; take more rows."
+        )
+    rows = torch.from_numpy(chosen)
     return replace(
-        data, x=data.x[rows], y=data.y[rows], group=None if data.group is None else data.group[rows]
+        data,
+        x=data.x[rows],
+        y=data.y[rows],
+        group=None if data.group is None else data.group[rows],
+        records=records,
+        marks=None if data.marks is None else data.marks[rows],
     )
