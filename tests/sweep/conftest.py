@@ -101,7 +101,12 @@ def one_of_three_fails(store, spec, progress):
 
 NET = """
 import os
+import weakref
+
+import torch
 from torch import nn
+
+WAITED = weakref.WeakSet()  # not in the model, whose attributes are put back after every step
 
 
 def wait():
@@ -116,12 +121,13 @@ def wait():
 class Net(nn.Module):
     def __init__(self, width, classes):
         super().__init__()
-        self.linear, self.has_waited = nn.Linear(width, classes), False
+        self.linear = nn.Linear(width, classes)
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, x):
-        if not self.has_waited and self.linear.bias.any():
-            self.has_waited = True
+        # In float64, copies with other parameters are tested before training.
+        if self not in WAITED and x.dtype == torch.float32 and self.linear.bias.any():
+            WAITED.add(self)
             wait()
         return self.linear(x)
 

@@ -9,10 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from evenclip.gradients.errors import ModelError
 from evenclip.gradients.layout import Layout
 from evenclip.gradients.losses import Loss
 from evenclip.gradients.per_sample import PerSample
-from evenclip.gradients.plan import ModelError, plan
+from evenclip.gradients.plan import plan
+from evenclip.gradients.state import ModelState
 from evenclip.gradients.tape import AnyTape, Tape, WholeTape
 
 __all__ = [
@@ -43,8 +45,11 @@ def per_sample_gradients(model: nn.Module, loss: Loss, x: Any, y: Any) -> PerSam
     Raises:
         ModelError: if samples influence each other; the message names the module.
     """
+    state = ModelState(model)
     with plan(model, loss, x, y).recording() as tape:
-        return tape(x, y)
+        gradients = tape(x, y)
+    state.check()
+    return gradients
 
 
 def per_sample_norms(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tensor:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from evenclip.gradients.state import ModelState
+
 __all__ = [
     "first_two",
     "generator_states",
@@ -24,11 +26,16 @@ __all__ = [
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Restore torch's generators and the model's buffers on exit."""
-    before = {name: b.clone() for name, b in model.named_buffers()}
+    """Restore torch's generators, the model's buffers and its attributes on exit.
+
+    Raises:
+        ModelError: a parameter or an attribute has changed that cannot be restored.
+    """
+    before, state = {name: b.clone() for name, b in model.named_buffers()}, ModelState(model)
     try:
         with torch.random.fork_rng(devices=_gpus()):
             yield
+        state.check()
     finally:
         for name, buffer in model.named_buffers():
             if not torch.equal(buffer, before[name]):

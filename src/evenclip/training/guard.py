@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 
+from torch import nn
+
 from evenclip.gradients import AnyTape, Tape
 from evenclip.gradients.calls import count
 from evenclip.gradients.errors import ModelError
@@ -14,7 +16,12 @@ from evenclip.gradients.tape import Independence
 from evenclip.training.passes import Chunk
 from evenclip.training.processes import Processes
 
-__all__ = ["ModelGuard"]
+__all__ = ["ModelGuard", "state_of"]
+
+
+def state_of(model: nn.Module, ranks: Processes) -> ModelState:
+    """Return the state of a model that steps must not change."""
+    return ModelState(model, trained=False, frozen=not ranks.sharded)
 
 
 class ModelGuard:
@@ -26,14 +33,26 @@ class ModelGuard:
         tape: the tape of the run.
         independence: why samples are independent.
         ranks: the processes that train together.
+        state: the model's state to compare with; None: as it is now.
     """
 
-    def __init__(self, tape: AnyTape, independence: Independence, ranks: Processes) -> None:
+    def __init__(
+        self,
+        tape: AnyTape,
+        independence: Independence,
+        ranks: Processes,
+        state: ModelState | None = None,
+    ) -> None:
         self._tape, self._independence, self._ranks = tape, independence, ranks
         self._state: ModelState | None = None
         if independence is not Independence.LAYERS:
-            self._state = ModelState(tape.model, trained=False, frozen=not ranks.sharded)
+            self._state = state or state_of(tape.model, ranks)
         self._versions: list[int] = []
+
+    def reset(self) -> None:
+        """Put attributes back; raise for anything else that has changed."""
+        if self._state is not None:
+            self._state.check()
 
     def __enter__(self) -> None:
         """Put attributes back, and remember the parameters."""

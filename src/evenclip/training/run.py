@@ -29,7 +29,7 @@ from evenclip.training.batches import BatchStream
 from evenclip.training.company import fix_company
 from evenclip.training.compiled import compile_step, compiler
 from evenclip.training.config import TrainConfig
-from evenclip.training.guard import ModelGuard
+from evenclip.training.guard import ModelGuard, state_of
 from evenclip.training.identity import digest
 from evenclip.training.inputs import (
     check_optimizer,
@@ -108,7 +108,7 @@ class Run:
         self, model: nn.Module, data: Dataset | Streamed, settings: Settings, config: TrainConfig,
         device: torch.device, ranks: Processes,
     ) -> None:  # fmt: skip
-        rule = settings.rule
+        rule, state = settings.rule, state_of(model, ranks)  # as given, before any pass
         self.model, self.data, self.settings, self.device = model, data, settings, device
         self.performance, self.ranks = config.performance, ranks
         self.mechanism = make_mechanism(settings, model, config.loss, data)
@@ -142,7 +142,7 @@ class Run:
         self._set_first_key()
         self._journal: Journal | None = None
         self.is_on_disk, self._is_recording = True, False
-        self._guard = ModelGuard(self.tape, self.independence, ranks)
+        self._guard = ModelGuard(self.tape, self.independence, ranks, state)
         self._unchanged: Unchanged | None = None
         if self.conditions:
             whole = None if ranks.sharded else self.model  # pieces hold connections
@@ -315,6 +315,7 @@ class Run:
 
     def close(self) -> None:
         """End the run; its model then has separate memory for each parameter, and no gradients."""
+        self._guard.reset()
         self._graph = None
         self.model = self._update.close()
 
