@@ -95,7 +95,7 @@ def test_a_proposal_is_a_schema_that_fits(tmp_path):
 def test_while_the_warning_is_there_the_values_count_as_read_from_the_data(warning):
     proposed = schemas.propose(rows()) | {"warning": warning}
     proposed["columns"]["age"]["range"] = [0, 120]  # edited, and the rest is not
-    made = table(rows(), target="hired", group="sex", schema=proposed)
+    made = table(rows(), target="hired", group="sex", schema=proposed, records=400)
     assert made.uncovered == (schemas.READ, schemas.FITS)
     assert made.notes[0] == schemas.NOTE
     assert not made.declared
@@ -108,7 +108,7 @@ def test_removing_the_warning_declares_that_the_values_are_public():
         in (proposed["warning"])
     )
     del proposed["warning"]
-    made = table(rows(), target="hired", group="sex", schema=proposed)
+    made = table(rows(), target="hired", group="sex", schema=proposed, records=400)
     assert made.uncovered == (schemas.FITS,)
     assert made.notes == ()
     assert made.declared

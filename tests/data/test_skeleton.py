@@ -143,7 +143,7 @@ def test_a_filled_skeleton_is_a_declared_schema():
         "late": {"kind": "category", "values": ["no", "yes"]},
         "größe": {"kind": "category", "values": ["s", "m", "l"]},
     }
-    made = table(frame(), target="late", group="größe", schema=schema)
+    made = table(frame(), target="late", group="größe", schema=schema, records=400)
     assert made.declared
     assert made.uncovered == (schemas.FITS,)
     assert made.encoder.groups == ("s", "m", "l", "missing")

@@ -55,7 +55,13 @@ _COMPANY, _ALONE = 66, 3
 
 
 def plan(
-    model: nn.Module, loss: Loss, x: Any, y: Any, independence: str | None = None
+    model: nn.Module,
+    loss: Loss,
+    x: Any,
+    y: Any,
+    independence: str | None = None,
+    *,
+    maps: bool = True,
 ) -> Tape | WholeTape:
     """Choose the tape for this model and loss, and check it on a few samples.
 
@@ -68,6 +74,7 @@ def plan(
         independence: "tested" passes the samples of a block at once, and tests that they do not
             influence each other; by default they pass by themselves wherever that is possible,
             unless the types of the layers show that they are independent.
+        maps: whether passes may be mapped, which torch cannot do where parameters are sharded.
     """
     refuse_stateful(model)
     _refuse_parameters(model)
@@ -89,7 +96,7 @@ def plan(
         company = _company(model, each, x, y)
         _refuse_mixing(model, each, *company, alone=_ALONE)
         ways = at_once(model, each, x3, Independence.TESTED)
-        maps = foreign_operator(partial(_forward, model, each, x3, y3)) is None
+        maps = maps and foreign_operator(partial(_forward, model, each, x3, y3)) is None
         if independence is None and maps:
             tape = _first_right(model, each, x3, y3, mapped(model, each, x3))
             if tape is not None:

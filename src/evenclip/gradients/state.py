@@ -98,9 +98,9 @@ class _Kept:
     def put_back(self, module: nn.Module, name: str) -> bool:
         """Set the attribute to what it was; return False for a value that cannot be restored."""
         value, content = self._value, self._content
-        if isinstance(value, list):
+        if type(value) is list:
             value[:] = content
-        elif isinstance(value, dict | set):
+        elif type(value) in (dict, set):
             value.clear()
             value.update(content)
         setattr(module, name, value)
@@ -117,9 +117,9 @@ def _changed(what: str) -> ModelError:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield a module's own attributes."""
+    """Yield a module's own attributes, without those in which torch keeps its shards."""
     for name, value in vars(module).items():
-        if name not in _KNOWN:
+        if name not in _KNOWN and not name.startswith("__composable_api_"):
             yield name, value
 
 

@@ -124,8 +124,8 @@ class Run:
             self.conditions = conditions(
                 settings, config, model, data, self.data_digest, device, ranks
             )
-        way = "tested" if ranks.sharded else config.independence
-        tape, self.needs_records = make_tape(model, config.loss, data, rule, self.state, way)
+        places = config.loss, data, rule, self.state, config.independence
+        tape, self.needs_records = make_tape(model, *places, maps=not ranks.sharded)
         self.independence = tape.independence
         self.tape = type(rule).tape(rule, tape)  # the method that `check_tape` has checked
         self._update = ranks.update(self.tape, config.optimizer, settings.lr)

@@ -148,6 +148,8 @@ def make_tape(
     rule: Rule,
     state: Tensor,
     independence: str | None,
+    *,
+    maps: bool,
 ) -> tuple[Tape | WholeTape, bool]:
     """Plan the model's gradients with artificial samples.
 
@@ -167,11 +169,11 @@ def make_tape(
     places = rule, state
     try:
         made = artificial(records, _ARTIFICIAL, len(data.group_names))
-        tape = plan(model, used, *_inputs(made, *places), independence)
+        tape = plan(model, used, *_inputs(made, *places), independence, maps=maps)
     except Exception as error:  # anything that a model may raise for samples of another kind
         if isinstance(error, ModelError) and not error.unverified:
             raise
-        return plan(model, used, *_inputs(records, *places), independence), True
+        return plan(model, used, *_inputs(records, *places), independence, maps=maps), True
     if tape.independence is Independence.TESTED:
         check_plan(tape, used, *_inputs(records, *places))
     return tape, False
