@@ -36,7 +36,8 @@ class ModelState:
     Args:
         model: the model.
         trained: whether trainable parameters are compared too, which updates change.
-        frozen: whether frozen parameters are; torch replaces those of a sharded model in a pass.
+        frozen: whether frozen parameters are. No parameters of a sharded model are, because torch
+            replaces them in every pass.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
     >>> state = ModelState(model)
@@ -47,7 +48,8 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module, *, trained: bool = True, frozen: bool = True) -> None:
-        self._model, self._trained, self._frozen = model, trained, frozen
+        whole = not any(hasattr(p, "full_tensor") for p in model.parameters())
+        self._model, self._trained, self._frozen = model, trained and whole, frozen and whole
         self._tensors = {name: (t, t._version) for name, t in self._named()}
         self._attributes = {
             path: {name: _Kept(value) for name, value in _attributes(module)}
