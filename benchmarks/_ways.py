@@ -15,7 +15,6 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -111,30 +110,25 @@ def plain(setup: Setup, *, compile: bool = False) -> Loop:
 
 def private(setup: Setup, *, compile: bool = False) -> Loop:
     """Train as `fit` does, yielding after every step."""
-    run = evenclip.prepare(
-        setup.model(),
-        setup.data(),
-        rule=evenclip.DPSGDGlobalAdapt(C0=1.0, sigma=1.0),
-        epochs=10_000,
-        batch_size=setup.batch,
-        lr=LR,
-        seed=0,
-        device=setup.device,
-        performance=evenclip.Performance(compile=compile, tf32=setup.tf32),
-    )
+    with warnings.catch_warnings():  # `fit` would warn and take the plain step
+        warnings.filterwarnings("error", message="The step is not compiled")
+        run = evenclip.prepare(
+            setup.model(),
+            setup.data(),
+            rule=evenclip.DPSGDGlobalAdapt(C0=1.0, sigma=1.0),
+            epochs=10_000,
+            batch_size=setup.batch,
+            lr=LR,
+            seed=0,
+            device=setup.device,
+            performance=evenclip.Performance(compile=compile, tf32=setup.tf32),
+        )
     return steps(run)
 
 
 def steps(run: evenclip.Run) -> Loop:
-    """Take the steps of a run.
-
-    Raises:
-        UserWarning: the step cannot be compiled; `fit` would warn and use the plain step.
-    """
-    with ExitStack() as stack:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="The step is not compiled")
-            stack.enter_context(run.listening())
+    """Take the steps of a run."""
+    with run.listening():
         while True:
             run.update(run.step())
             yield run.settings.ends(run.t)

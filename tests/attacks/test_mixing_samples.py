@@ -208,7 +208,7 @@ def test_a_batch_of_an_epoch_shows_it_and_the_step_is_not_published(data):
 
 
 class Whole(torch.autograd.Function):
-    """Subtracts the mean over the batch, which only a mapping rule of its own can see."""
+    """The identity, whose mapping rule sees the batch and uses it where a value is large."""
 
     @staticmethod
     def forward(x):
@@ -224,7 +224,7 @@ class Whole(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, x):
-        return x - x.mean(in_dims[0], keepdim=True), in_dims[0]
+        return x - (x.amax() > 1e3) * x.mean(in_dims[0], keepdim=True), in_dims[0]
 
 
 class WithARule(nn.Module):

@@ -63,8 +63,10 @@ def test_one_record_changes_nothing_that_the_plan_decides(neighbours):
     assert choices(neighbours["with"]) == choices(neighbours["without"])
 
 
-def test_one_record_changes_no_line_of_the_report(neighbours):
-    one, other = (fit(Summed(), data, **settings()).privacy for data in neighbours.values())
+@pytest.mark.parametrize("independence", [None, "tested"], ids=str)
+def test_one_record_changes_no_line_of_the_report(neighbours, independence):
+    given = settings() | {"independence": independence}
+    one, other = (fit(Summed(), data, **given).privacy for data in neighbours.values())
     assert one["epsilon"] < 0.05
     for name in ("bound_inflation", "independence", "company", "not_covered"):
         assert one[name] == other[name]
