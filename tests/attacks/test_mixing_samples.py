@@ -17,7 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from evenclip import DPSGD, fit
-from evenclip.gradients import ModelError, plan
+from evenclip.gradients import ModelError, WholeTape, plan
+from evenclip.gradients.anylayer import Mode
+from evenclip.gradients.losses import per_sample
 from evenclip.gradients.tape import Independence
 
 D, CLASSES, N = 4, 3, 16
@@ -205,6 +207,26 @@ def test_a_batch_of_an_epoch_shows_it_and_the_step_is_not_published(data):
         fit(OnAValue(), (x[[*range(8, 80), *range(8)]], y), **given, independence="tested")
     result = fit(OnAValue(), (x, y), **given)
     assert result.privacy["independence"].startswith("by construction")
+
+
+class Unmappable(OnAValue):
+    """The same, with a branch on a value, so that each sample passes in a loop."""
+
+    def forward(self, x):
+        return super().forward(x) if bool(x.isfinite().all()) else x[:, :CLASSES]
+
+
+@pytest.mark.parametrize("model", [OnAValue, Unmappable])
+def test_outputs_that_a_statistic_uses_are_of_each_sample_alone(model, data):
+    torch.manual_seed(0)
+    made, (x, y) = model(), data
+    tape = plan(made, F.cross_entropy, x, y)
+    if model is Unmappable:  # as for models that neither can be mapped nor split into layers
+        tape = WholeTape(made, per_sample(F.cross_entropy), 2, Mode.LOOP)
+    attack = torch.cat([x[:5], torch.full((1, D), 2e3)])
+    with tape.recording():
+        torch.testing.assert_close(tape.outputs(attack)[:5], tape.outputs(x[:5]))
+    assert not torch.allclose(made(attack)[:5], made(x[:5]))
 
 
 class Whole(torch.autograd.Function):

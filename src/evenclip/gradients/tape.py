@@ -211,6 +211,12 @@ class WholeTape:
         formed = {name: each[f"model.{name}"] for name in self.layout.names}
         return PerSample(losses.detach(), [Whole(formed)], self.layout)
 
+    def outputs(self, x: Any) -> Any:
+        """Return the model's outputs for these samples, each passed by itself."""
+        alone = [tree_map(partial(_rows, i, i + 1), x) for i in range(count(x))]
+        parts = [call(self.model, sample) for sample in alone or [x]]
+        return parts[0] if len(parts) == 1 else tree_map(_joined, *parts)
+
 
 class LossOf(nn.Module):
     """A model and its loss as one module: (x, y) -> losses."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from evenclip.gradients import AnyTape, PerSample, Tape
+from evenclip.gradients import AnyTape, PerSample, Tape, WholeTape
 from evenclip.gradients.calls import call
 from evenclip.mechanism.generators import fill_generators
 from evenclip.mechanism.words import KEY_BYTES
@@ -139,7 +139,9 @@ def _further(tape: AnyTape, chunk: Chunk, losses: Tensor, wants: Sequence[str]) 
         _fill_generators(chunk)
         with torch.no_grad():
             further["output"] = (
-                tape.outputs(chunk.x) if isinstance(tape, Tape) else call(tape.model, chunk.x)
+                tape.outputs(chunk.x)
+                if isinstance(tape, Tape | WholeTape)
+                else call(tape.model, chunk.x)
             )
     if "y" in wants:
         further["y"] = chunk.y.y if isinstance(chunk.y, Labelled) else chunk.y
