@@ -150,6 +150,31 @@ def test_rows_that_a_forward_pass_rewrites_are_refused(independence, data):
         fit(Rewrites(), (x, data[1]), **settings(), independence=independence)
 
 
+class LaterLoss(nn.Module):
+    """A loss that changes a buffer, from some call on."""
+
+    total = 0
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(CLASSES))
+
+    def forward(self, output, y):
+        LaterLoss.total += 1
+        if LaterLoss.total > 20:
+            self.mean += 1
+        return F.cross_entropy(output, y, reduction="none")
+
+
+@WAYS
+def test_a_loss_that_keeps_records_is_refused_too(independence, data):
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, CLASSES))
+    LaterLoss.total = -400  # it begins long after every check before training
+    given = settings() | {"steps": 2000, "loss": LaterLoss(), "independence": independence}
+    with pytest.raises(ModelError, match=r"A pass through the (loss|model or the loss) changes"):
+        fit(model, data, **given)
+
+
 @WAYS
 def test_attributes_are_put_back_and_a_counter_never_grows(independence, data):
     for make in (Cached, BufferLater):

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Loss", "per_sample"]
+__all__ = ["Loss", "module_of", "per_sample"]
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -48,16 +48,27 @@ def per_sample(loss: Loss) -> Loss:
     return _Unknown(loss)
 
 
+def module_of(loss: Any) -> nn.Module | None:
+    """Return the module that a loss per sample calls; None if it is a function.
+
+    >>> isinstance(module_of(per_sample(nn.MSELoss())), nn.MSELoss)
+    True
+    """
+    while not (loss is None or isinstance(loss, nn.Module)):
+        loss = getattr(loss, "plain", None)
+    return loss
+
+
 @dataclass(frozen=True)
 class _Reduced:
     """A torch loss, reduced within each sample only."""
 
-    _loss: Callable[..., Tensor]
+    plain: Callable[..., Tensor]
     _mean: bool
     _options: tuple[tuple[str, str], ...]
 
     def __call__(self, output: Any, target: Any) -> Tensor:
-        values = self._loss(output, target, **dict(self._options))
+        values = self.plain(output, target, **dict(self._options))
         if values.ndim == 0 or values.shape[0] != _count(target):
             raise _wrong_shape(values, target)
         if values.ndim == 1:
@@ -70,10 +81,10 @@ class _Reduced:
 class _Unknown:
     """A custom loss: values per sample are used directly, one number is mapped over samples."""
 
-    _loss: Loss
+    plain: Loss
 
     def __call__(self, output: Any, target: Any) -> Tensor:
-        values = self._loss(output, target)
+        values = self.plain(output, target)
         if values.ndim > 0 and values.shape[0] == _count(target):
             return values if values.ndim == 1 else values.flatten(1).sum(dim=1)
         if values.numel() != 1:
@@ -83,7 +94,7 @@ class _Unknown:
     def _alone(self, output: Any, target: Any) -> Tensor:
         """Return the loss of a batch of one."""
         batch = torch.utils._pytree.tree_map(_with_sample_axis, (output, target))
-        return self._loss(*batch).reshape(())
+        return self.plain(*batch).reshape(())
 
 
 def _count(target: Any) -> int:

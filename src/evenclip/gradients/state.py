@@ -35,6 +35,7 @@ class ModelState:
 
     Args:
         model: the model.
+        what: what it is called in messages.
         trained: whether trainable parameters are compared too, which updates change.
         frozen: whether frozen parameters are. No parameters of a sharded model are, because torch
             replaces them in every pass.
@@ -47,7 +48,15 @@ class ModelState:
     False
     """
 
-    def __init__(self, model: nn.Module, *, trained: bool = True, frozen: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        what: str = "the model",
+        *,
+        trained: bool = True,
+        frozen: bool = True,
+    ) -> None:
+        self._what = what
         whole = not any(hasattr(p, "full_tensor") for p in model.parameters())
         self._model, self._trained, self._frozen = model, trained and whole, frozen and whole
         self._tensors = {name: (t, t._version) for name, t in self._named()}
@@ -73,7 +82,7 @@ class ModelState:
         for name in {**self._tensors, **now}:
             before, version = self._tensors.get(name, (None, 0))
             if now.get(name) is not before or (before is not None and before._version != version):
-                raise _changed(repr(name))
+                raise _changed(self._what, repr(name))
         for path, module in self._model.named_modules():
             kept = self._attributes.get(path, {})
             current = dict(_attributes(module))
@@ -82,8 +91,8 @@ class ModelState:
                 if name not in kept:
                     delattr(module, name)
                 elif not kept[name].is_same(value) and not kept[name].put_back(module, name):
-                    where = f"{path or 'the model'} ({type(module).__name__})"
-                    raise _changed(f"the attribute {name!r} of {where}")
+                    where = f"{path or self._what} ({type(module).__name__})"
+                    raise _changed(self._what, f"the attribute {name!r} of {where}")
 
 
 class _Kept:
@@ -109,10 +118,10 @@ class _Kept:
         return self.is_same(value)
 
 
-def _changed(what: str) -> ModelError:
+def _changed(passed: str, what: str) -> ModelError:
     """Return the error for state that a pass has changed."""
     return ModelError(
-        f"A pass through the model changes {what}. What a batch leaves there would be published "
+        f"A pass through {passed} changes {what}. What a batch leaves there would be published "
         "without noise, and would reach later steps. Build the layer without running statistics, "
         "or compute the value from one sample alone."
     )

@@ -190,7 +190,7 @@ class WholeTape:
     independence = Independence.CONSTRUCTION
 
     def __init__(self, model: nn.Module, loss: Loss, inputs: int, mode: Mode) -> None:
-        self.model, self.layout = model, Layout.of(model)
+        self.model, self.loss, self.layout = model, loss, Layout.of(model)
         self._layer = AnyLayer(LossOf(model, loss), (Axis(),) * inputs, (Axis(),), (0,), mode)
 
     @contextmanager

@@ -48,8 +48,8 @@ RELATION = (
 COUNTED = "the number of records n, from which q and T are computed"
 NOT_COVERED = (
     "the number of groups",
-    "preprocessing, balancing and splitting of the data, except where each record's is a function "
-    "of that record alone",
+    "preprocessing, balancing and splitting of the data, except where a record's place depends "
+    "on that record alone",
     "the choice of model, rule, settings and seed, if it was made on these data",
     "a check of a few records before training, which only ever stops it",
 )

@@ -10,6 +10,7 @@ from torch import nn
 from evenclip.gradients import AnyTape, Tape
 from evenclip.gradients.calls import count
 from evenclip.gradients.errors import ModelError
+from evenclip.gradients.losses import module_of
 from evenclip.gradients.mixing import mixing_module
 from evenclip.gradients.state import ModelState
 from evenclip.gradients.tape import Independence
@@ -25,7 +26,7 @@ def state_of(model: nn.Module, ranks: Processes) -> ModelState:
 
 
 class ModelGuard:
-    """Compare a model's state around each step, with that before the first one.
+    """Compare the state of model and loss around each step, with that before the first one.
 
     Layers that are known by their types keep no state, so their models are not compared.
 
@@ -47,17 +48,20 @@ class ModelGuard:
         self._state: ModelState | None = None
         if independence is not Independence.LAYERS:
             self._state = state or state_of(tape.model, ranks)
+        loss = module_of(getattr(tape, "loss", None))
+        self._loss = None if loss is None or self._state is None else ModelState(loss, "the loss")
         self._versions: list[int] = []
 
     def reset(self) -> None:
         """Put attributes back; raise for anything else that has changed."""
-        if self._state is not None:
-            self._state.check()
+        for state in (self._state, self._loss):
+            if state is not None:
+                state.check()
 
     def __enter__(self) -> None:
         """Put attributes back, and remember the parameters."""
+        self.reset()
         if self._state is not None:
-            self._state.check()
             self._versions = self._trained()
 
     def __exit__(
@@ -67,9 +71,14 @@ class ModelGuard:
         trace: TracebackType | None,
     ) -> None:
         """Raise if the step has changed anything."""
+        if isinstance(error, RuntimeError) and "mutate a captured Tensor" in str(error):
+            raise ModelError(
+                "A pass through the model or the loss changes a tensor that it holds. What a batch "
+                "leaves there would reach later steps; compute the value from one sample alone."
+            ) from error
         if self._state is None or error is not None:
             return
-        self._state.check()
+        self.reset()
         if self._trained() != self._versions:
             raise ModelError(
                 "A pass through the model changes its trainable parameters, which only the noisy "

@@ -51,7 +51,7 @@ class RuleLoss:
     """The user's loss, changed by the rule if the targets are `Labelled`."""
 
     def __init__(self, loss: Loss, rule: Rule) -> None:
-        self._plain, self._rule = per_sample(loss), rule
+        self.plain, self._rule = per_sample(loss), rule
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Return the loss of every sample.  # [sample]
@@ -60,8 +60,8 @@ class RuleLoss:
             ValueError: if the rule's loss cannot be mapped over samples, or is not one number.
         """
         if not isinstance(target, Labelled):
-            return self._plain(output, target)
-        losses: Tensor = self._plain(output, target.y)
+            return self.plain(output, target)
+        losses: Tensor = self.plain(output, target.y)
         try:
             changed: Tensor = torch.func.vmap(self._one)(losses, output, *target)
         except Exception as error:  # anything that a custom rule may raise
