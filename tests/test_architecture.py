@@ -27,6 +27,7 @@ ORDER = [
     ["mechanism"],
     ["rules"],
     ["gradients", "data", "models"],
+    ["files"],
     ["check"],
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}

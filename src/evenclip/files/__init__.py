@@ -1,0 +1,44 @@
+"""How files are written and read: one writer for every file, and nothing damaged is believed.
+
+kinds       every kind of file: who may read it, what vouches for it
+write       a file, atomically; leftovers of dead processes
+folder      a folder, atomically; exchange of an existing one
+seal        sealed JSON, manifests of folders
+private     folders for private rows, removed in every ending
+"""
+
+from evenclip.files import kinds
+from evenclip.files.folder import check_place, make_folder, write_folder
+from evenclip.files.kinds import KINDS, Kind
+from evenclip.files.private import private_folder
+from evenclip.files.seal import (
+    MANIFEST,
+    DamagedError,
+    parsed,
+    read_folder,
+    read_sealed,
+    sealed,
+    unsealed,
+)
+from evenclip.files.write import check_name, clear_leftovers, synchronise, write
+
+__all__ = [
+    "KINDS",
+    "MANIFEST",
+    "DamagedError",
+    "Kind",
+    "check_name",
+    "check_place",
+    "clear_leftovers",
+    "kinds",
+    "make_folder",
+    "parsed",
+    "private_folder",
+    "read_folder",
+    "read_sealed",
+    "sealed",
+    "synchronise",
+    "unsealed",
+    "write",
+    "write_folder",
+]
