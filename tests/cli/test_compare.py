@@ -118,8 +118,7 @@ def test_where_results_cannot_be_kept(typed, tmp_path):
     (tmp_path / "file").write_text("")
     status, _, err = typed(*QUICK, "--out", tmp_path / "file" / "out")
     assert status == 2
-    where = f"{tmp_path}/file/out"
-    assert err == f"evenclip: {where} cannot be created (Not a directory); choose another --out.\n"
+    assert err == f"evenclip: {tmp_path}/file is not a folder; choose another place.\n"
 
 
 def test_runs_that_fail_are_status_1(typed, tmp_path):

@@ -16,10 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from evenclip import export, models
+from evenclip import export, files, models
 from evenclip.data.table import table
-from evenclip.export import folder as folder_module
 from evenclip.export.card import card
+from evenclip.files import folder as folder_module
+from evenclip.files import kinds
 from evenclip.mechanism.accounting import epsilon
 from evenclip.mechanism.release import Ledger
 from evenclip.models import mlp
@@ -67,7 +68,8 @@ def folder(trained, tmp_path):
 
 def test_the_folder_holds_a_model_and_no_more(folder):
     assert sorted(path.name for path in folder.iterdir()) == [
-        "README.md", "encoder.json", "model.json", "model.safetensors", "privacy.json"
+        "README.md", "encoder.json", "manifest.json", "model.json", "model.safetensors",
+        "privacy.json",
     ]  # fmt: skip
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
     described = json.loads((folder / "model.json").read_text())
@@ -328,7 +330,7 @@ def test_nothing_else_is_ever_replaced(trained, tmp_path):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.tex").write_text("...")
     said = refusal(ValueError, lambda: export.save(trained, tmp_path / "precious", force=True))
-    expected = "is not empty and holds no model; give a new folder."
+    expected = "is not empty and holds 'thesis.tex'; give a new folder."
     assert said == f"{tmp_path / 'precious'} {expected}"
     (tmp_path / "file").write_text("")
     said = refusal(ValueError, lambda: export.save(trained, tmp_path / "file", force=True))
@@ -337,17 +339,33 @@ def test_nothing_else_is_ever_replaced(trained, tmp_path):
     assert export.load(export.save(trained, tmp_path / "empty")).encoder == trained.tabled.encoder
 
 
-@pytest.mark.parametrize("fails_at", ["privacy.json", "README.md"])
+def test_a_model_with_a_file_of_mine_is_not_replaced(trained, folder):
+    (folder / "notes.txt").write_text("mine")
+    said = refusal(ValueError, lambda: export.save(trained, folder, force=True))
+    assert said == f"{folder} is not empty and holds 'notes.txt'; give a new folder."
+
+
+def test_a_link_stays_a_link(trained, folder):
+    link = folder.parent / "current"
+    link.symlink_to(folder)
+    (folder / "README.md").write_text("old")
+    export.save(trained, link, force=True)
+    assert link.is_symlink()
+    assert (folder / "README.md").read_text() != "old"
+
+
+@pytest.mark.parametrize("fails_at", [0, 4])
 def test_a_full_disk_leaves_what_was_there(trained, folder, monkeypatch, fails_at):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    write = folder_module._write
+    write, written = folder_module.write_all, []
 
-    def full(path, content):
-        if path.name == fails_at:
+    def full(handle, content):
+        written.append(len(content))
+        if len(written) > fails_at:
             raise OSError(28, "No space left on device")
-        write(path, content)
+        write(handle, content)
 
-    monkeypatch.setattr(folder_module, "_write", full)
+    monkeypatch.setattr(folder_module, "write_all", full)
     assert "No space left" in refusal(OSError, lambda: export.save(trained, folder, force=True))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert "No space left" in refusal(OSError, lambda: export.save(trained, folder.parent / "new"))
@@ -358,7 +376,8 @@ def test_a_full_disk_leaves_what_was_there(trained, folder, monkeypatch, fails_a
 def test_a_folder_that_cannot_be_written_is_said_so(tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)
     said = refusal(OSError, lambda: export.check_place(tmp_path / "locked" / "model"))
-    assert said == f"{tmp_path / 'locked'} cannot be written to; choose another folder."
+    place = tmp_path / "locked" / "model"
+    assert said == f"{place} cannot be written (Permission denied); choose another place."
 
 
 # --- refused ------------------------------------------------------------------------------------
@@ -405,7 +424,8 @@ def test_folders_without_a_model_are_explained(folder, tmp_path):
     )
 
 
-def damaged(folder, tmp_path, name, content):
+def changed(folder, tmp_path, name, content):
+    """Return a copy with another file."""
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     (copy / name).write_bytes(
@@ -414,10 +434,38 @@ def damaged(folder, tmp_path, name, content):
     return copy
 
 
-def test_damaged_files_are_explained(folder, tmp_path):
+def forged(folder, tmp_path, name, content):
+    """Return a copy with another file and a manifest that lists it."""
+    copy = changed(folder, tmp_path, name, content)
+    contents = {n: (copy / n).read_bytes() for n in names_of(copy)}
+    return files.write_folder(copy, contents, kinds.MODEL, replace=True)
+
+
+def names_of(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name != files.MANIFEST)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model.json", "encoder.json", "privacy.json"]
+)
+def test_a_flipped_bit_or_another_models_file_is_named(trained, folder, tmp_path, name):
+    content = (folder / name).read_bytes()
+    middle = len(content) // 2
+    flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+    for damage in (flipped, content[:middle], b"", content + b" "):
+        copy = changed(folder, tmp_path, name, damage)
+        assert f"{copy / name} is damaged, or of another model" in refusal(
+            files.DamagedError, lambda place=copy: export.load(place)
+        )
+        shutil.rmtree(copy)
+
+
+def test_a_forged_manifest_allocates_nothing_and_says_why(folder, tmp_path):
     described = json.loads((folder / "model.json").read_text())
+    huge = {"inputs": 6, "classes": 2, "hidden": [10**6, 10**6]}
     cases = [
         ("model.json", b"{", "model.json is damaged ("),
+        ("model.json", b"[" * 10**5, "nested too deep"),
         (
             "model.json",
             described | {"name": "net"},
@@ -440,10 +488,16 @@ def test_damaged_files_are_explained(folder, tmp_path):
             described | {"options": {"inputs": 6, "classes": 2, "hidden": [8]}},
             "do not belong together (Error(s) in loading state_dict for Sequential:",
         ),
+        (
+            "model.json",
+            described | {"options": huge},
+            "model.safetensors is too small for a model of [6, 1000000, 1000000, 2]",
+        ),
         ("encoder.json", {}, "do not belong together ('columns'); train the model again."),
+        ("privacy.json", {"epsilon": 0.1}, "privacy.json has no checksum"),
     ]
     for name, content, message in cases:
-        copy = damaged(folder, tmp_path, name, content)
+        copy = forged(folder, tmp_path, name, content)
         assert message in refusal(ValueError, lambda place=copy: export.load(place))
         shutil.rmtree(copy)
 

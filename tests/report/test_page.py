@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import evenclip
+from evenclip import files
 from evenclip.cli import main
 from evenclip.data import Dataset, Splits
 from evenclip.report import charts, words
@@ -432,26 +433,62 @@ def test_markers_stand_at_their_values():
 
 
 def test_report_writes_the_page_beside_the_results(results, tmp_path, capsys):
-    (tmp_path / "results.json").write_text(json.dumps(results))
+    (tmp_path / "results.json").write_bytes(files.sealed(results))
     with pytest.raises(SystemExit) as stopped:
         main(["report", str(tmp_path)])
     assert stopped.value.code == 0
-    assert (tmp_path / "report.html").read_text() == page(results)
+    assert (tmp_path / "report.html").read_text() == page(json.loads(json.dumps(results)))
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+
+
+def test_changed_results_are_drawn_only_with_a_mark(results, tmp_path, capsys):
+    written = files.sealed(results)
+    assert b'"epsilon_pld": 3' in written or b'"epsilon_pld": 2.9' in written
+    changed = re.sub(rb'"epsilon_pld": [0-9.]+', b'"epsilon_pld": 0.1', written)
+    (tmp_path / "results.json").write_bytes(changed)
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert not (tmp_path / "report.html").exists()
+    assert capsys.readouterr().err == (
+        f"evenclip: {tmp_path / 'results.json'} is damaged or was changed: its checksum does not "
+        "match its content; make it again with `evenclip compare --out`, or pass --unverified.\n"
+    )
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", str(tmp_path), "--unverified"])
+    assert stopped.value.code == 0
+    drawn = (tmp_path / "report.html").read_text()
+    assert drawn.index("<strong>Not verified.</strong>") < drawn.index("<h1>")
+
+
+def test_results_of_another_shape_are_one_sentence(results, tmp_path, capsys):
+    """Also with the right checksum, as of a forger or another version."""
+    for name in NEEDED:
+        for value in (None, 3, "text", [], {}, [[]], {"a": {}}):
+            (tmp_path / "results.json").write_bytes(files.sealed({**results, name: value}))
+            with pytest.raises(SystemExit) as stopped:
+                main(["report", str(tmp_path)])
+            said = capsys.readouterr().err
+            assert stopped.value.code in (0, 2)
+            assert "Traceback" not in said
+            assert said == "" or (said.startswith("evenclip: ") and said.endswith(".\n"))
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
         (None, "cannot be read"),
-        ("{", "is not JSON"),
-        ("[]", "contains no results"),
-        ("{}", "There is no 'dataset'"),
+        (b"{", "is damaged (no JSON: "),
+        (b"[" * 10**5, "is damaged (no JSON: nested too deep)"),
+        (b"\xff\xfe", "is damaged (no JSON: "),
+        (b"[]", "is damaged (no JSON object)"),
+        (b"{}", "has no checksum"),
+        (files.sealed({}), "There is no 'dataset'"),
     ],
 )
 def test_what_is_no_result_is_one_sentence(content, says, tmp_path, capsys):
     if content is not None:
-        (tmp_path / "results.json").write_text(content)
+        (tmp_path / "results.json").write_bytes(content)
     with pytest.raises(SystemExit) as stopped:
         main(["report", str(tmp_path)])
     assert stopped.value.code == 2

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
+from evenclip import files
 from evenclip.cli import app, main
 from evenclip.comparison.presets import PUBLISHED
 from evenclip.reproduction import figures, observed
@@ -21,9 +22,9 @@ def filled(folder, kept, seen):
     artifacts.observed.mkdir(parents=True)
     for method in PUBLISHED["adult"].methods:
         path = artifacts.observed / f"{ObservedRun('adult', method.name).name}.json"
-        path.write_text(json.dumps(seen(method.name)))
-    (artifacts.observed / "adult-published-dpsgd-eigenvalues.json").write_text(
-        json.dumps(seen("dpsgd"))
+        path.write_bytes(files.sealed(seen(method.name)))
+    (artifacts.observed / "adult-published-dpsgd-eigenvalues.json").write_bytes(
+        files.sealed(seen("dpsgd"))
     )
     return artifacts
 
@@ -192,8 +193,8 @@ def test_the_matched_reference_has_the_rates_that_its_table_chose(tmp_path):
     artifacts = Artifacts(tmp_path)
     assert artifacts.reference_lr("adult") == []
     (tmp_path / "tables").mkdir()
-    (tmp_path / "tables" / "adult-matched.json").write_text(
-        '{"rules": {"non-private": {"lr": [0.3, 0.1]}}}'
+    (tmp_path / "tables" / "adult-matched.json").write_bytes(
+        files.sealed({"rules": {"non-private": {"lr": [0.3, 0.1]}}})
     )
     plan = observed.plan("adult", match=True, reference_lr=artifacts.reference_lr("adult"))
     assert len({w.name for w in plan}) == len(plan) == 5 * 7  # six rules, and one with eigenvalues

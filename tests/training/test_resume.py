@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import io
 import json
 import os
 import pickle
@@ -23,8 +23,9 @@ from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
-from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, Performance, fit
+from evenclip import DPSGD, DPSGDF, DPSGDGlobalAdapt, NonPrivate, Performance, files, fit
 from evenclip.data import Dataset, as_dataset
+from evenclip.files import kinds
 from evenclip.mechanism import Mechanism
 from evenclip.training.checkpoint import CheckpointError, load
 from evenclip.training.identity import digest
@@ -396,6 +397,12 @@ def resume(toy, folder, rule=None, data=None, model=None, how="exact", **more):
     return fit(model or toy.mlp(), data or toy.data(), **given, checkpoint=folder, resume=how)
 
 
+def replaced(path, name, content):
+    """Put another file into a checkpoint, with a manifest that lists it."""
+    contents = files.read_folder(path, kinds.CHECKPOINT) | {name: content}
+    files.write_folder(path, contents, kinds.CHECKPOINT, replace=True)
+
+
 @pytest.mark.parametrize("name", ["model.pt", "secret.pt", "published.json"])
 @pytest.mark.parametrize("damage", ["cut", "changed"])
 def test_a_damaged_file_is_named_and_the_checkpoint_before_it_still_loads(
@@ -412,9 +419,9 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_still_loads(
     with pytest.raises(CheckpointError) as caught:
         resume(toy, folder)
     assert str(caught.value) == (
-        f"{bad / name} is damaged: {len(content)} bytes, {size} were written, and the checksum "
-        f"differs. The previous one, {folder / 'step-00000005'}, is still there: remove "
-        "step-00000007 and resume from that."
+        f"{bad / name} is damaged, or of another checkpoint: it is not the file that the manifest "
+        "lists; use another checkpoint. The previous one, "
+        f"{folder / 'step-00000005'}, is still there: remove step-00000007 and resume from that."
     )
     shutil.rmtree(bad)
     assert_identical(toy, resume(toy, folder), fit(toy.mlp(), toy.data(), **settings(DPSGDF())))
@@ -426,10 +433,14 @@ def test_a_missing_file_is_named(toy, folder, name):
     (bad / name).unlink()
     with pytest.raises(CheckpointError) as caught:
         resume(toy, folder)
+    what = (
+        f"{bad} is not a complete checkpoint ({name}: No such file or directory)."
+        if name == "manifest.json"
+        else f"{bad / name} is missing; use another checkpoint."
+    )
     assert str(caught.value) == (
-        f"{bad} is not a complete checkpoint ({name}: No such file or directory). The previous "
-        f"one, {folder / 'step-00000005'}, is still there: remove step-00000007 and resume from "
-        "that."
+        f"{what} The previous one, {folder / 'step-00000005'}, is still there: remove "
+        "step-00000007 and resume from that."
     )
     shutil.rmtree(bad)
     assert_identical(toy, resume(toy, folder), fit(toy.mlp(), toy.data(), **settings(DPSGDF())))
@@ -441,7 +452,7 @@ def test_a_damaged_manifest_is_named(toy, folder, content):
     (bad / "manifest.json").write_text(content)
     with pytest.raises(CheckpointError) as caught:
         resume(toy, folder)
-    assert str(caught.value).startswith(f"{bad} is not a complete checkpoint (manifest.json: ")
+    assert str(caught.value).startswith(f"{bad / 'manifest.json'} ")
     assert "remove step-00000007 and resume from that." in str(caught.value)
 
 
@@ -457,16 +468,11 @@ def test_a_damaged_checkpoint_with_none_before_it(toy, folder):
 def test_one_of_another_format_is_refused(toy, folder):
     path = folder / "step-00000007"
     published = json.loads((path / "published.json").read_text()) | {"format": 99}
-    (path / "published.json").write_text(json.dumps(published))
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["published.json"]["sha256"] = hashlib.sha256(
-        (path / "published.json").read_bytes()
-    ).hexdigest()
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    replaced(path, "published.json", json.dumps(published).encode())
     with pytest.raises(CheckpointError) as caught:
         resume(toy, folder)
     assert str(caught.value) == (
-        f"{path} has another format than this version reads (4); resume with the version that "
+        f"{path} has another format than this version reads (5); resume with the version that "
         "wrote it."
     )
 
@@ -589,8 +595,8 @@ def test_nothing_is_a_checkpoint_before_it_is_whole(toy, folder, monkeypatch):
     synchronise, replace = os.fsync, os.replace
 
     def watched_synchronise(handle):
-        files = checkpoints(folder).items()
-        seen.append({name: content for name, content in files if name.startswith("step-")})
+        there = checkpoints(folder).items()
+        seen.append({name: content for name, content in there if name.startswith("step-")})
         synchronise(handle)
 
     def watched_replace(source, target):
@@ -614,7 +620,7 @@ def test_nothing_is_a_checkpoint_before_it_is_whole(toy, folder, monkeypatch):
 
 def test_a_power_cut_while_writing_is_overlooked(toy, folder):
     """The files of a killed process are not taken for a checkpoint."""
-    left = folder / ".writing-1-9"
+    left = folder / ".evenclip-0123456789abcdef"
     left.mkdir()
     (left / "model.pt").write_bytes(b"half")
     assert_identical(toy, resume(toy, folder), fit(toy.mlp(), toy.data(), **settings(DPSGDF())))
@@ -669,10 +675,9 @@ def test_code_in_a_checkpoint_is_not_run(toy, tmp_path, name):
     """Even if the manifest has the right checksum."""
     stopped(toy.mlp(), toy.data(), tmp_path, 7, **settings(DPSGD()))
     path, made = tmp_path / "step-00000007", tmp_path / "made"
-    torch.save({"payload": Payload(made)}, path / name)
-    manifest, content = json.loads((path / "manifest.json").read_text()), (path / name).read_bytes()
-    manifest[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    packed = io.BytesIO()
+    torch.save({"payload": Payload(made)}, packed)
+    replaced(path, name, packed.getvalue())
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         load(path)
     assert not made.exists()

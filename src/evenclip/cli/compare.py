@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -12,10 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from evenclip.cli import files
+from evenclip import files
 from evenclip.cli.executors import ExecutorOptions
 from evenclip.cli.options import DataDir, DataOptions, grouped
 from evenclip.cli.stops import kept
+from evenclip.files import kinds
 
 __all__ = ["compare"]
 
@@ -137,12 +137,12 @@ def compare(
         )
     for note in outcome.private_notes:
         print(f"note: {note}", file=sys.stderr)
-    results = outcome.to_json() | {"command": shlex.join(["evenclip", *sys.argv[1:]])}
-    text = json.dumps(results, indent=1)
+    results = outcome.to_json() | {"command": shlex.join(["evenclip", *_without_folders()])}
+    content = files.sealed(results)
     if out is not None:
-        files.write(out / "results.json", text + "\n")
-        files.write(out / "report.html", page(results))
-    print(text if as_json else table(results))
+        files.write(out / "results.json", content, kinds.RESULTS)
+        files.write(out / "report.html", page(results), kinds.REPORT)
+    print(content.decode().rstrip() if as_json else table(results))
     if out is not None and not as_json:
         print(f"\nWrote {out / 'report.html'} and {out / 'results.json'}.")
 
@@ -159,13 +159,18 @@ def _options(options: DataOptions, allow_partial: bool) -> dict[str, Any]:
     return given | ({"allow_partial": True} if allow_partial else {})
 
 
+def _without_folders() -> list[str]:
+    """Return the arguments of the command with the last part of every path alone."""
+    arguments = []
+    for argument in sys.argv[1:]:
+        option, equals, value = argument.rpartition("=")
+        arguments.append(f"{option}{equals}{os.path.basename(value.rstrip(os.sep))}")
+    return arguments
+
+
 def _check_writable(folder: Path) -> None:
     """Raise before training if results cannot be written to `folder`."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(
-            f"{folder} cannot be created ({error.strerror}); choose another --out."
-        ) from error
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(f"{folder} cannot be written to; choose another --out.")
+    files.make_folder(folder, kinds.RESULTS)
+    for name in ("results.json", "report.html"):
+        files.check_name(folder / name)
+        files.check_place(folder / name)

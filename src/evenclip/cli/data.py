@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from evenclip import files
 from evenclip.cli.options import DataDir
+from evenclip.files import kinds
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,14 +73,18 @@ def schema(
 
     Example: evenclip data schema loans.csv --columns-only --target default --out schema.json
     """
-    if out is not None and out.exists():
-        raise ValueError(f"--out is {out}, which already exists; remove it or name another file.")
+    if out is not None:
+        if os.path.lexists(out):
+            raise ValueError(
+                f"--out is {out}, which already exists; remove it or name another file."
+            )
+        files.check_place(out)
     written = _skeleton(file, target) if columns_only else _proposed(file, target)
     text = json.dumps(written, indent=2, ensure_ascii=False)
     if out is None:
         print(text)
         return
-    out.write_text(text + "\n", encoding="utf-8")
+    files.write(out, text + "\n", kinds.SCHEMA)
     print(f"{out}: {len(written['columns'])} columns. {_ONLY if columns_only else _READ}")
 
 

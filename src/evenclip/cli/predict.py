@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenclip.cli import files
+from evenclip import files
+from evenclip.files import kinds
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,7 +55,7 @@ def predict(
     if out is None:
         sys.stdout.write(text)
     else:
-        files.write(out, text)
+        files.write(out, text, kinds.PREDICTIONS)
 
 
 def _numbered(rows: pd.DataFrame, predictions: pd.DataFrame, keep: list[str]) -> pd.DataFrame:

@@ -1,14 +1,14 @@
-"""`evenclip report`: redraw the HTML page of a comparison from its results."""
+"""`evenclip report`: draw the page from stored results."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from evenclip.cli import files
+from evenclip import files
+from evenclip.files import kinds
 
 __all__ = ["report"]
 
@@ -20,33 +20,36 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="File to write; default: report.html beside the results.")
     ] = None,
+    unverified: Annotated[
+        bool,
+        typer.Option(
+            "--unverified", help="Draw results whose checksum does not match, and mark the page."
+        ),
+    ] = False,
 ) -> None:
-    """Write report.html, a self-contained page with answer, table, charts and privacy statement."""
+    """Write report.html, a self-contained page with answer, table, charts and privacy statement.
+
+    Results that are not what `evenclip compare` wrote are refused.
+    """
     from evenclip.report.page import page
 
     results = folder / "results.json" if folder.is_dir() else folder
-    try:
-        text = results.read_text(encoding="utf-8")
-    except OSError as error:
-        raise FileNotFoundError(
-            f"{results} cannot be read ({error.strerror}); give the folder that `evenclip compare "
-            "--out` wrote."
-        ) from error
     path = results.with_name("report.html") if out is None else out
-    files.write(path, page(_parsed(text, results)))
-    print(path)
-
-
-def _parsed(text: str, source: Path) -> dict[str, Any]:
-    """Parse the text of a results file."""
+    files.check_name(path)
     try:
-        results = json.loads(text)
-    except ValueError as error:
-        raise ValueError(
-            f"{source} is not JSON ({error}); make it again with `evenclip compare --out`."
+        values = files.read_sealed(results, kinds.RESULTS, verify=not unverified)
+    except OSError as error:
+        raise type(error)(
+            f"{results} cannot be read ({error.strerror or error}); give the folder that `evenclip "
+            "compare --out` wrote."
         ) from error
-    if not isinstance(results, dict):
+    try:
+        drawn = page(values, unverified=unverified)
+    except (KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
+        reason = f"{type(error).__name__}: {error}".rstrip(".")
         raise ValueError(
-            f"{source} contains no results; give the folder that `evenclip compare --out` wrote."
-        )
-    return results
+            f"{results} does not hold the results of a comparison ({reason}); make it again with "
+            "`evenclip compare --out`."
+        ) from error
+    files.write(path, drawn, kinds.REPORT)
+    print(path)

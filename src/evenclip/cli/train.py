@@ -117,16 +117,19 @@ def train(
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", UserWarning)
         trained = export.train(file, **given, **options.given(), device=device, seed=seed)
-    export.save(
+    out, problem = export.save_or_rescue(
         trained, folder.out, force=folder.force, with_group_figures=folder.with_group_figures
     )
     for note in (*trained.tabled.notes, *dict.fromkeys(str(warning.message) for warning in warned)):
         print(f"note: {note}", file=sys.stderr)
     print(
-        json.dumps(_facts(trained, folder.out), indent=2, ensure_ascii=False)
+        json.dumps(_facts(trained, out), indent=2, ensure_ascii=False)
         if as_json
-        else _text(trained, folder.out)
+        else _text(trained, out)
     )
+    if problem is not None:
+        print(f"evenclip: {problem}", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 def _facts(trained: Trained, out: Path) -> dict[str, Any]:

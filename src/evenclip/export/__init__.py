@@ -6,8 +6,8 @@
 Unless a seed is given, the noise comes from the operating system's entropy and is not kept.
 """
 
-from evenclip.export.folder import check_place, load, save
+from evenclip.export.folder import check_place, load, save, save_or_rescue
 from evenclip.export.predict import Predictor
 from evenclip.export.train import Trained, train
 
-__all__ = ["Predictor", "Trained", "check_place", "load", "save", "train"]
+__all__ = ["Predictor", "Trained", "check_place", "load", "save", "save_or_rescue", "train"]

@@ -41,11 +41,19 @@ def make_folder(folder: Path, kind: Kind) -> Path:
         OSError: it cannot be created.
     """
     with explained(folder):
-        if folder.exists() and not folder.is_dir():
-            raise NotADirectoryError(f"{folder} is a file; choose another place.")
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        _make_parents(folder / "anything")
         folder.mkdir(mode=kind.folder_mode, exist_ok=True)
     return folder
+
+
+def _make_parents(target: Path) -> None:
+    """Create the folders above a path."""
+    for folder in target.parents:
+        if os.path.lexists(folder):
+            if not folder.is_dir():
+                raise NotADirectoryError(f"{folder} is not a folder; choose another place.")
+            break
+    target.parent.parent.mkdir(parents=True, exist_ok=True)
 
 
 def check_place(target: Path, room: int = 2**20) -> None:
@@ -57,7 +65,8 @@ def check_place(target: Path, room: int = 2**20) -> None:
     with explained(target):
         with suppress(FileNotFoundError):
             os.lstat(target)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make_parents(target)
+        target.parent.mkdir(exist_ok=True)
         with scratch_file(target.parent, 0o600) as (_, handle):
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(handle, 0, room)
@@ -99,7 +108,7 @@ def write_folder(
 def _move(scratch: Path, place: Path, *, replace: bool) -> None:
     """Give a finished folder its name. What it replaces, if anything, is at `scratch` then."""
     try:
-        os.rename(scratch, place)  # works if there is none, or an empty one
+        os.replace(scratch, place)  # works if there is none, or an empty one
         return
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
@@ -109,11 +118,11 @@ def _move(scratch: Path, place: Path, *, replace: bool) -> None:
     if _exchange(scratch, place):
         return
     aside = place.with_name(f"{place.name}.replaced")
-    os.rename(place, aside)
+    os.replace(place, aside)
     try:
-        os.rename(scratch, place)
+        os.replace(scratch, place)
     except BaseException:
-        os.rename(aside, place)
+        os.replace(aside, place)
         raise
     shutil.rmtree(aside, ignore_errors=True)
 

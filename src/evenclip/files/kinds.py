@@ -45,8 +45,7 @@ MODEL = Kind("model", LISTED, "train the model again, or take an undamaged copy"
 STATEMENT = Kind(
     "privacy statement", SEALED, "take an undamaged copy from the model's folder", public=True
 )
-ENCODER = Kind("encoder", SEALED, "train the model again, or take an undamaged copy", public=True)
-CHECKPOINT = Kind("checkpoint", LISTED)
+CHECKPOINT = Kind("checkpoint", LISTED, "use another checkpoint")
 JOURNAL = Kind("journal", LINES)
 RUN = Kind("run", LISTED, "the same command trains it again")
 RESULTS = Kind(

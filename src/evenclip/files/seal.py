@@ -39,14 +39,14 @@ class DamagedError(ValueError):
     """A file is not what was written; the message names it and says what to do."""
 
 
-def sealed(value: Mapping[str, Any]) -> bytes:
-    """Return an object as JSON with its checksum.
+def sealed(value: Mapping[str, Any], indent: int | None = 1) -> bytes:
+    """Return an object as JSON with its checksum; without `indent`, in one line.
 
     >>> sealed({"a": 1}) == sealed({"a": 1, "checksum": "an older one"})
     True
     """
     plain = json.loads(json.dumps({name: value[name] for name in value if name != _CHECKSUM}))
-    text = json.dumps(plain | {_CHECKSUM: _checksum(plain)}, indent=1, ensure_ascii=False)
+    text = json.dumps(plain | {_CHECKSUM: _checksum(plain)}, indent=indent, ensure_ascii=False)
     return (text + "\n").encode()
 
 

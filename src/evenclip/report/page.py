@@ -39,8 +39,18 @@ WARNING = (
 )
 
 
-def page(results: Mapping[str, Any]) -> str:
+UNVERIFIED = (
+    "These results were not checked against their checksum: they may be damaged or changed since "
+    "they were computed. Make the page again without --unverified before you rely on it."
+)
+
+
+def page(results: Mapping[str, Any], *, unverified: bool = False) -> str:
     """Return the page as HTML.
+
+    Args:
+        results: the content of results.json.
+        unverified: whether to mark the page, because nothing vouches for the results.
 
     Raises:
         ValueError: the results are not those of a comparison.
@@ -52,7 +62,11 @@ def page(results: Mapping[str, Any]) -> str:
             "--out`."
         )
     title = f"What privacy costs each group: {results['dataset']}"
+    mark = (
+        f'<aside class="warning" role="alert"><strong>Not verified.</strong> {UNVERIFIED}</aside>'
+    )
     sections = [
+        mark if unverified else "",
         _head(results, title),
         tables(results),
         pictures(results),
@@ -68,6 +82,13 @@ def page(results: Mapping[str, Any]) -> str:
         '<meta name="color-scheme" content="light dark">'
         f"<title>{text(title)}</title><style>{style}</style></head>"
         f"<body><main>{body}</main></body></html>\n"
+    )
+
+
+def _unverified() -> str:
+    return (
+        '<aside class="warning" role="alert"><strong>Not verified.</strong> '
+        f"{text(UNVERIFIED)}</aside>"
     )
 
 

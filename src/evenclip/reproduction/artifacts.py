@@ -5,20 +5,22 @@
     figures/NAME.svg, NAME.png      the figures
     index.html                      one page with all tables and figures
 
-Every other file is drawn from the JSON files, so it can be redrawn without training.
+Every other file is drawn from the JSON files, so it can be redrawn without training. The JSON files
+are sealed (`evenclip.files.seal`), so a damaged one is never drawn.
 """
 
 from __future__ import annotations
 
 import html
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from evenclip import files
 from evenclip.comparison.presets import PUBLISHED, SETTINGS
+from evenclip.files import kinds
 from evenclip.reproduction import (
     directions,
     figures,
@@ -59,13 +61,14 @@ class Artifacts:
     def keep(self, record: Mapping[str, Any]) -> Path:
         """Write a record and its table; return the path of the table."""
         name = record["table"]
-        _write(self.tables / f"{name}.json", json.dumps(record, indent=1) + "\n")
+        files.make_folder(self.tables, kinds.RECORD)
+        files.write(self.tables / f"{name}.json", files.sealed(record), kinds.RECORD)
         return self.draw_table(name)
 
     def record(self, name: str) -> dict[str, Any] | None:
         """Return the record of a table; None if it does not exist."""
         path = self.tables / f"{name}.json"
-        return json.loads(path.read_text()) if path.is_file() else None
+        return files.read_sealed(path, kinds.RECORD) if path.is_file() else None
 
     def reference_lr(self, dataset: str) -> list[float]:
         """Return the learning rates of the non-private runs in the matched table, by seed.
@@ -92,7 +95,7 @@ class Artifacts:
             paths = [self.observed / f"{run.name}.json" for run in observed]
             if all(path.is_file() for path in paths):
                 for rule, path in zip(rules, paths, strict=True):
-                    runs[rule].append(json.loads(path.read_text()))
+                    runs[rule].append(files.read_sealed(path, kinds.OBSERVED))
         return runs if runs[rules[0]] else None
 
     def draw_table(self, name: str) -> Path:
@@ -237,9 +240,6 @@ def _inline(text: str) -> str:
 
 
 def _write(path: Path, text: str) -> Path:
-    """Write a file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.writing-{os.getpid()}")
-    scratch.write_text(text)
-    scratch.replace(path)
-    return path
+    """Write a table or a page, and create its folder."""
+    files.make_folder(path.parent, kinds.DRAWING)
+    return files.write(path, text, kinds.DRAWING)

@@ -19,16 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenclip import files
 from evenclip.audit import RiskTerms
 from evenclip.comparison import protocol
 from evenclip.comparison.presets import PUBLISHED, SETTINGS
 from evenclip.comparison.protocol import Method, Protocol
 from evenclip.data import SOURCES, Dataset, Splits, data_directory
+from evenclip.files import kinds
 from evenclip.reproduction.published import load
 from evenclip.rules import DPSGD, Constants, NonPrivate, Rule
 from evenclip.sweep import Executor, Local
 from evenclip.sweep.describe import load_data, make_model
-from evenclip.sweep.pool import write_whole
 from evenclip.sweep.spec import code
 from evenclip.training.fit import fit
 from evenclip.training.step import Step
@@ -293,7 +294,7 @@ def carry_out(
     on: Executor | None = None,
 ) -> Iterator[tuple[ObservedRun, dict[str, Any]]]:
     """Yield each run with its measurements, as they finish; stored runs are not repeated."""
-    folder.mkdir(parents=True, exist_ok=True)
+    files.make_folder(folder, kinds.OBSERVED)
     todo = []
     for given in runs:
         stored = read(folder, given)
@@ -303,7 +304,7 @@ def carry_out(
             yield given, stored
     observe = partial(observe_run, data_dir=None if data_dir is None else str(data_dir))
     for i, measured in (on or Local()).map_processes(observe, todo):
-        write_whole(folder / f"{todo[i].name}.json", json.dumps(measured) + "\n")
+        files.write(folder / f"{todo[i].name}.json", files.sealed(measured, None), kinds.OBSERVED)
         yield todo[i], measured
 
 
@@ -312,7 +313,7 @@ def read(folder: Path, given: ObservedRun) -> dict[str, Any] | None:
     path = folder / f"{given.name}.json"
     if not path.is_file():
         return None
-    measured: dict[str, Any] = json.loads(path.read_text())
+    measured = files.read_sealed(path, kinds.OBSERVED)
     return measured if measured.get("hash") == given.hash else None
 
 

@@ -8,11 +8,15 @@ redraw gives the same bytes. matplotlib is imported on first use.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from evenclip import files
+from evenclip.files import kinds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -191,15 +195,18 @@ def figure(
 def save(figure: Figure, folder: Path | str, name: str) -> list[Path]:
     """Write NAME.svg and NAME.png into a folder, without dates; return their paths."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    files.make_folder(folder, kinds.DRAWING)
     svg, png = folder / f"{name}.svg", folder / f"{name}.png"
     with applied():
         for _ in range(2):  # the second pass starts from the positions of the first
             figure.draw_without_rendering()
         # Fix the positions, so that both files and every later save agree.
         figure.set_layout_engine("none")
-        figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
-        figure.savefig(png, format="png", dpi=DPI, metadata={"Software": None})
+        vector, pixels = io.BytesIO(), io.BytesIO()
+        figure.savefig(vector, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(pixels, format="png", dpi=DPI, metadata={"Software": None})
+    for path, drawn in ((svg, vector), (png, pixels)):
+        files.write(path, drawn.getvalue(), kinds.DRAWING)
     return [svg, png]
 
 

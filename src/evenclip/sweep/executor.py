@@ -7,12 +7,15 @@ bundle of runs.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from evenclip import files
+from evenclip.files import kinds
 from evenclip.sweep.spec import Spec
 from evenclip.sweep.store import Store
 
@@ -68,8 +71,8 @@ def _traces(failures: Sequence[Failure], store: Store) -> Path | None:
     if not any(failure.trace for failure in failures):
         return None
     path = store.root / "failures.txt"
-    path.write_text("\n".join(f"{_summary(failure)}\n{failure.trace}" for failure in failures))
-    return path
+    text = "\n".join(f"{_summary(failure)}\n{failure.trace}" for failure in failures)
+    return files.write(path, text, kinds.TRACEBACKS)
 
 
 class ProgressDisplay(Protocol):
@@ -128,6 +131,10 @@ def carry_out(
         RunsError: some runs failed; raised after all others have been carried out.
     """
     distinct = list({spec.hash: spec for spec in specs}.values())
+    for spec in distinct:
+        sentence = store.set_aside(spec)
+        if sentence is not None:
+            warnings.warn(sentence, stacklevel=2)
     todo = [spec for spec in distinct if not store.has(spec)]
     show.planned(len(todo))
     failures = executor.carry_out(todo, store, show) if todo else []

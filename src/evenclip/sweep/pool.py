@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from evenclip.sweep.process import cores
 
-__all__ = ["map_processes", "write_whole"]
+__all__ = ["map_processes"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -38,10 +36,3 @@ def map_processes(
         running = {pool.submit(work, item): index for index, item in enumerate(items)}
         for future in as_completed(running):
             yield running[future], future.result()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    scratch = path.with_suffix(f".writing-{os.getpid()}")
-    scratch.write_text(text)
-    scratch.replace(path)

@@ -6,12 +6,13 @@ is the same run as in the tables. The measurements are stored beside its result.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from evenclip import files
+from evenclip.files import kinds
 from evenclip.sweep.executor import Executor
-from evenclip.sweep.pool import write_whole
 from evenclip.sweep.spec import Spec
 from evenclip.sweep.store import Store
 
@@ -30,13 +31,22 @@ def measure_risk(
     specs: Sequence[Spec], store: Store, executor: Executor
 ) -> list[list[Measurement]]:
     """Return the measurements of every run, computing those that are not in the store."""
-    folder = store.root / "risk"
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{spec.hash}.json" for spec in specs]
-    todo = [(spec, path) for spec, path in zip(specs, paths, strict=True) if not path.is_file()]
-    for i, measurements in executor.map_processes(_measure, [spec for spec, _ in todo]):
-        write_whole(todo[i][1], json.dumps(measurements) + "\n")
-    return [json.loads(path.read_text()) for path in paths]
+    folder = files.make_folder(store.root / "risk", kinds.MEASUREMENTS)
+    todo = [spec for spec in specs if _stored(folder, spec) is None]
+    for i, measurements in executor.map_processes(_measure, todo):
+        content = files.sealed({"run": todo[i].hash, "measurements": measurements}, None)
+        files.write(folder / f"{todo[i].hash}.json", content, kinds.MEASUREMENTS)
+    measured = [_stored(folder, spec) for spec in specs]
+    return [measurements for measurements in measured if measurements is not None]
+
+
+def _stored(folder: Path, spec: Spec) -> list[Measurement] | None:
+    """Return the stored measurements of a run; None if there are none, or damaged ones."""
+    try:
+        stored = files.read_sealed(folder / f"{spec.hash}.json", kinds.MEASUREMENTS)
+    except (FileNotFoundError, files.DamagedError):
+        return None
+    return list(stored["measurements"]) if stored.get("run") == spec.hash else None
 
 
 def _measure(spec: Spec) -> list[Measurement]:

@@ -3,10 +3,13 @@
     ROOT/HASH/spec.json            specification
               result.json          result: metrics, ledger, trace, environment
               model.safetensors    model
+              manifest.json        checksums of the others, and the name of the run
+    ROOT/damaged/                  results that are not what was written
     ROOT/locks/HASH                lock of the process that computes the run
 
-Writing is atomic: a folder is written under another name, flushed to disk, and renamed. An existing
-result is never overwritten.
+Writing is atomic, and an existing result is never overwritten. A result is believed only if its
+manifest says that it is the result of this run; another one is set aside, and the run is computed
+again.
 """
 
 from __future__ import annotations
@@ -15,15 +18,16 @@ import errno
 import fcntl
 import json
 import os
-import shutil
-import uuid
+import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from evenclip import files
+from evenclip.files import kinds
 from evenclip.sweep.spec import Spec
 
 __all__ = ["Store", "default_root"]
@@ -39,50 +43,66 @@ def default_root() -> Path:
 
 
 class Store:
-    """A folder of results."""
+    """A folder of results. Private: only its owner can read it."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        self.root = Path(root)
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OSError(
-                f"{self.root} cannot be created ({error.strerror}); choose another folder for "
-                "results."
-            ) from error
+        self.root = files.make_folder(Path(root), kinds.RUN)
+        files.clear_leftovers(self.root)
 
     def folder(self, spec: Spec) -> Path:
         """Return the folder of a run's result, existing or not."""
         return self.root / spec.hash
 
     def has(self, spec: Spec) -> bool:
-        """Return whether the result of a run is stored."""
-        return (self.folder(spec) / "result.json").is_file()
+        """Return whether the undamaged result of a run is stored."""
+        try:
+            files.read_folder(self.folder(spec), kinds.RUN, run=spec.hash)
+        except (OSError, files.DamagedError):
+            return False
+        return True
 
     def read(self, spec: Spec) -> dict[str, Any]:
-        """Read the result of a run."""
-        result: dict[str, Any] = json.loads((self.folder(spec) / "result.json").read_text())
-        return result
+        """Read the result of a run.
+
+        Raises:
+            FileNotFoundError: there is none.
+            DamagedError: it is not what was written.
+        """
+        place = self.folder(spec)
+        content = files.read_folder(place, kinds.RUN, run=spec.hash)["result.json"]
+        return files.parsed(content, place / "result.json", kinds.RUN)
+
+    def set_aside(self, spec: Spec) -> str | None:
+        """Move a damaged result out of the way; return a sentence about it, if there is one."""
+        place = self.folder(spec)
+        if not place.exists():
+            return None
+        try:
+            files.read_folder(place, kinds.RUN, run=spec.hash)
+            return None
+        except FileNotFoundError:
+            why = f"{place / files.MANIFEST} is missing."
+        except (OSError, files.DamagedError) as error:
+            why = str(error)
+        aside = files.make_folder(self.root / "damaged", kinds.RUN)
+        aside /= f"{spec.hash}-{secrets.token_hex(4)}"
+        with suppress(FileNotFoundError):  # another command was faster
+            os.rename(place, aside)
+        return f"{why} The run is trained again; what was there is in {aside}."
 
     def write(self, spec: Spec, result: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         """Write a result atomically, unless another process has already written it."""
         from safetensors.torch import save
 
-        scratch = self.root / f".writing-{spec.hash}-{uuid.uuid4().hex}"
-        try:
-            scratch.mkdir()
-            contents = {
-                "spec.json": json.dumps(spec.to_json(), indent=1).encode(),
-                "model.safetensors": save(
-                    {name: tensor.contiguous().cpu() for name, tensor in weights.items()}
-                ),
-                "result.json": json.dumps(result, indent=1).encode(),
-            }
-            for name, content in contents.items():
-                _write(scratch / name, content)
-            _put(scratch, self.folder(spec))
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        contents = {
+            "spec.json": json.dumps(spec.to_json(), indent=1).encode(),
+            "model.safetensors": save(
+                {name: tensor.contiguous().cpu() for name, tensor in weights.items()}
+            ),
+            "result.json": json.dumps(result, indent=1).encode(),
+        }
+        self.set_aside(spec)
+        files.write_folder(self.folder(spec), contents, kinds.RUN, replace=False, run=spec.hash)
 
     @contextmanager
     def claim(self, spec: Spec) -> Iterator[bool]:
@@ -100,22 +120,3 @@ class Store:
                 if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
                     raise
             yield True  # closing the file releases the lock, and so does the end of the process
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file and flush it to the disk."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _put(scratch: Path, target: Path) -> None:
-    """Rename `scratch` to `target`, unless that holds a complete result."""
-    if target.exists() and not (target / "result.json").is_file():
-        shutil.rmtree(target)  # incomplete: some of its files were deleted
-    try:
-        os.rename(scratch, target)
-    except OSError:
-        if not (target / "result.json").is_file():
-            raise

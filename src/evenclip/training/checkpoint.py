@@ -4,20 +4,18 @@
         model.pt          parameters and buffers                               may be published
         published.json    specification, step, the rule's state, the ledger    may be published
         secret.pt         key, data fingerprint, optimiser, traces             never share
-        manifest.json     size and SHA-256 of the others, written last
+        manifest.json     size and SHA-256 of the others
 
 secret.pt reveals the batches, and the noise can be subtracted with it. The folder also holds the
 journal of its runs (`evenclip.training.journal`), and one belongs to the other. Loading does not
 unpickle objects: only tensors, plain values (`weights_only=True`) and JSON are read. A checkpoint
-is written under a temporary name and renamed when it is complete. The previous one is kept.
+is written as a whole (`evenclip.files`). The previous one is kept.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from evenclip import files
+from evenclip.files import kinds, synchronise
 
 __all__ = [
     "Checkpoint",
@@ -36,10 +37,9 @@ __all__ = [
     "latest",
     "load",
     "save",
-    "synchronise",
 ]
 
-FORMAT = 4
+FORMAT = 5
 _IDENTITY = ("place", "ledger", "durable")  # which draws were made
 _FILES = ("model.pt", "published.json", "secret.pt")
 
@@ -76,29 +76,13 @@ def save(directory: Path, step: int, checkpoint: Checkpoint) -> Path:
         return same[-1]
     if same:
         target = _following(same[-1])
-    for unfinished in directory.glob(".writing-*"):  # of a killed process; may hold secrets
-        shutil.rmtree(unfinished, ignore_errors=True)
-    scratch = directory / f".writing-{os.getpid()}-{step}"
-    scratch.mkdir()
+    published = json.dumps({"format": FORMAT, **checkpoint.published}, indent=1)
     contents = {
         "model.pt": _tensors(checkpoint.model),
-        "published.json": json.dumps({"format": FORMAT, **checkpoint.published}, indent=1).encode(),
+        "published.json": published.encode(),
         "secret.pt": _tensors(checkpoint.secret),
     }
-    manifest = {
-        name: {"bytes": len(b), "sha256": hashlib.sha256(b).hexdigest()}
-        for name, b in contents.items()
-    }
-    contents["manifest.json"] = json.dumps(manifest, indent=1).encode()
-    try:
-        for name, content in contents.items():
-            _write(scratch / name, content)
-        synchronise(scratch)
-        os.replace(scratch, target)
-    except BaseException:  # also on Ctrl-C: a partial checkpoint may hold secrets
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    synchronise(directory)
+    files.write_folder(target, contents, kinds.CHECKPOINT, replace=False)
     for old in _steps(directory)[:-2]:
         shutil.rmtree(old)
     return target
@@ -133,8 +117,7 @@ def load(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: if it is incomplete, damaged, or in another format.
     """
-    manifest = _manifest(path)
-    contents = {name: _checked(path, name, manifest[name]) for name in _FILES}
+    contents = _contents(path)
     published = json.loads(contents["published.json"])
     if published.pop("format", None) != FORMAT:
         raise CheckpointError(
@@ -228,41 +211,17 @@ def _is_saved(path: Path, checkpoint: Checkpoint) -> bool:
     return all(saved.published.get(name) == ours.get(name) for name in _IDENTITY)
 
 
-def _manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the size and checksum of each file."""
-    content = _read(path, "manifest.json")
+def _contents(path: Path) -> dict[str, bytes]:
+    """Return the contents of the files by name; raise unless they are those of the manifest."""
     try:
-        manifest = json.loads(content)
-        return {
-            name: {"bytes": int(manifest[name]["bytes"]), "sha256": str(manifest[name]["sha256"])}
-            for name in _FILES
-        }
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} is not a complete checkpoint (manifest.json: damaged). {_remedy(path)}"
-        ) from error
-
-
-def _read(path: Path, name: str) -> bytes:
-    """Return the content of a file; raise if it cannot be read."""
-    try:
-        return (path / name).read_bytes()
+        return files.read_folder(path, kinds.CHECKPOINT, _FILES)
     except OSError as error:
-        why = f"{name}: {error.strerror}"
+        why = f"{files.MANIFEST}: {error.strerror}"
         raise CheckpointError(
             f"{path} is not a complete checkpoint ({why}). {_remedy(path)}"
         ) from error
-
-
-def _checked(path: Path, name: str, expected: dict[str, Any]) -> bytes:
-    """Return the content of a file; raise if it differs from the manifest."""
-    content = _read(path, name)
-    if hashlib.sha256(content).hexdigest() != expected["sha256"]:
-        raise CheckpointError(
-            f"{path / name} is damaged: {len(content)} bytes, {expected['bytes']} were written, "
-            f"and the checksum differs. {_remedy(path)}"
-        )
-    return content
+    except files.DamagedError as error:
+        raise CheckpointError(f"{error} {_remedy(path)}") from error
 
 
 def _remedy(path: Path) -> str:
@@ -285,20 +244,3 @@ def _tensors(value: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read, and wait until it is on the disk."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def synchronise(path: Path) -> None:
-    """Wait until this file, or the names of the files in this folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

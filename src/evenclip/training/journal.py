@@ -33,9 +33,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from evenclip.files import synchronise
 from evenclip.mechanism import Ledger
 from evenclip.mechanism.entry import Entry, check_entry, read, row
-from evenclip.training.checkpoint import CheckpointError, synchronise
+from evenclip.training.checkpoint import CheckpointError
 
 __all__ = [
     "NAME", "Declaration", "Journal", "check_fingerprint", "check_place", "declarations",

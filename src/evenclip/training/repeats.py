@@ -13,8 +13,9 @@ import torch
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from torch import Tensor
 
+from evenclip.files import synchronise
 from evenclip.mechanism.words import derive
-from evenclip.training.checkpoint import CheckpointError, synchronise
+from evenclip.training.checkpoint import CheckpointError
 
 __all__ = ["Repeats"]
 
