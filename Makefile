@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test evidence faults scale wheel lint docs browser bench format clean
+.PHONY: demo test evidence planted scale wheel lint docs browser bench format clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -23,8 +23,8 @@ test: $(READY)  ## the whole test suite
 evidence: $(READY)  ## long checks that `make test` leaves out: memory, and a page that trains for a minute
 	$(BIN)/python -m pytest tests/evidence $(ARGS)
 
-faults: $(READY)  ## plant one fault after the other in a copy of the package; its tests must fail
-	$(BIN)/python tests/faults.py $(ARGS)
+planted: $(READY)  ## plant one fault after the other in a copy of the package; its tests must fail
+	$(BIN)/python tests/planted.py $(ARGS)
 
 browser: $(READY)  ## the report in a real browser; needs Chromium and npm
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'

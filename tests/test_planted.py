@@ -1,4 +1,4 @@
-"""Every planted fault of `tests/faults.py` still fits the code that it is planted into."""
+"""Every planted fault of `tests/planted.py` still fits the code that it is planted into."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pages import ROOT
 
 
 def _faults():
-    spec = importlib.util.spec_from_file_location("faults", ROOT / "tests" / "faults.py")
+    spec = importlib.util.spec_from_file_location("planted", ROOT / "tests" / "planted.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["faults"] = module
+    sys.modules["planted"] = module
     spec.loader.exec_module(module)
     return module.FAULTS
 

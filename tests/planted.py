@@ -1,8 +1,8 @@
 """Plant faults in a copy of the package, one at a time, and check that the tests of each fail.
 
-    python tests/faults.py            all faults, two at a time
-    python tests/faults.py NAME...    those whose name contains one of the words
-    python tests/faults.py --list     names and what is wrong
+    python tests/planted.py           all faults, two at a time
+    python tests/planted.py NAME...    those whose name contains one of the words
+    python tests/planted.py --list    names and what is wrong
 
 A fault replaces a text that occurs exactly once in one file. It is caught if its tests fail: not if
 they cannot be imported or collected, and not if none of them runs. Exit status 1 if a fault is
