@@ -1423,33 +1423,6 @@ STATEMENT = (
         (f"{RESUME}::test_what_may_be_published_holds_no_key",),
     ),
     Fault(
-        "checkpoint-readable",
-        "Everyone may read the secret file.",
-        "checkpoint.py",
-        "0o600)",
-        "0o644)",
-        (f"{RESUME}::test_the_secret_file_is_for_its_owner_alone",),
-    ),
-    Fault(
-        "checkpoint-unchecked",
-        "A damaged file is loaded.",
-        "checkpoint.py",
-        'if hashlib.sha256(content).hexdigest() != expected["sha256"]:',
-        "if False:",
-        (f"{RESUME}::test_a_damaged_file_is_named_and_the_checkpoint_before_it_still_loads",),
-    ),
-    Fault(
-        "checkpoint-in-place",
-        "A checkpoint is visible before it is complete.",
-        "checkpoint.py",
-        'scratch = directory / f".writing-{os.getpid()}-{step}"',
-        'scratch = directory / f"step-{step:08d}"',
-        (
-            f"{RESUME}::test_nothing_is_a_checkpoint_before_it_is_whole",
-            f"{RESUME}::test_a_crash_while_writing_leaves_the_one_before_it_whole",
-        ),
-    ),
-    Fault(
         "checkpoint-unpickles",
         "A checkpoint may run code when it is loaded.",
         "checkpoint.py",
@@ -2904,6 +2877,116 @@ DECLARED = (
     ),
 )
 
+FILES = (
+    Fault(
+        "private-files-readable",
+        "Everyone may read private files.",
+        "files/kinds.py",
+        "return 0o644 if self.public else 0o600",
+        "return 0o644",
+        (
+            f"{RESUME}::test_the_secret_file_is_for_its_owner_alone",
+            "files/test_write.py::test_private_files_are_for_their_owner_and_public_ones_for_all",
+        ),
+    ),
+    Fault(
+        "damaged-file-believed",
+        "A damaged file is loaded.",
+        "files/seal.py",
+        'if hashlib.sha256(content).hexdigest() != stated.get("sha256"):',
+        "if False:",
+        (
+            f"{RESUME}::test_a_damaged_file_is_named_and_the_checkpoint_before_it_still_loads",
+            "export/test_export.py::test_a_flipped_bit_or_another_models_file_is_named",
+        ),
+    ),
+    Fault(
+        "changed-json-believed",
+        "JSON with another checksum is read.",
+        "files/seal.py",
+        "if verify and stated != _checksum(value):",
+        "if False:",
+        ("files/test_seal.py::test_no_flipped_bit_changes_the_value",),
+    ),
+    Fault(
+        "seal-forgets-values",
+        "The checksum covers only the names of the values.",
+        "files/seal.py",
+        'canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))',
+        "canonical = json.dumps(sorted(value))",
+        ("files/test_seal.py::test_no_flipped_bit_changes_the_value",),
+    ),
+    Fault(
+        "folder-of-something-else",
+        "The folder of another run is read.",
+        "files/seal.py",
+        "if stated.get(name) != value:",
+        "if False:",
+        (
+            "files/test_folder.py::test_a_folder_of_something_else_is_refused",
+            "sweep/test_store.py::test_the_result_of_another_run_is_not_believed",
+        ),
+    ),
+    Fault(
+        "folder-in-place",
+        "A folder is visible before it is complete.",
+        "files/folder.py",
+        "with scratch_folder(place.parent, kind.folder_mode) as scratch:",
+        "with __import__('contextlib').nullcontext(make_folder(place, kind)) as scratch:",
+        (f"{RESUME}::test_nothing_is_a_checkpoint_before_it_is_whole",),
+    ),
+    Fault(
+        "replaced-in-two-steps",
+        "While a folder is replaced, there is a moment without one.",
+        "files/folder.py",
+        "    if _exchange(scratch, place):\n",
+        "    if False:\n",
+        ("files/test_folder.py::test_there_is_a_whole_folder_at_every_moment",),
+    ),
+    Fault(
+        "links-replaced",
+        "A link is replaced by a file.",
+        "files/write.py",
+        "    if stat.S_ISLNK(mode):\n",
+        "    if False:\n",
+        ("files/test_write.py::test_a_link_is_neither_followed_nor_replaced",),
+    ),
+    Fault(
+        "leftovers-of-the-living",
+        "Scratch files of running commands are removed.",
+        "files/write.py",
+        "        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "",
+        (
+            "files/test_write.py::test_leftovers_of_dead_processes_are_removed_and_those_of_live_ones_kept",
+        ),
+    ),
+    Fault(
+        "private-rows-stay",
+        "Rows for workers stay when their process is killed.",
+        "files/private.py",
+        "sys.stdin.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)",
+        "sys.stdin.read()",
+        ("files/test_folder.py::test_private_rows_are_removed_when_their_process_is_killed",),
+    ),
+    Fault(
+        "damaged-result-drawn",
+        "A changed results.json is drawn.",
+        "cli/report.py",
+        "verify=not unverified)",
+        "verify=False)",
+        ("report/test_page.py::test_changed_results_are_drawn_only_with_a_mark",),
+    ),
+    Fault(
+        "unmarked-page",
+        "A page of unverified results has no mark.",
+        "report/page.py",
+        "[_unverified()] if unverified else []",
+        "[]",
+        ("report/test_page.py::test_changed_results_are_drawn_only_with_a_mark",),
+    ),
+)
+
 FAULTS = (
     *CUSTOM_RULES,
     *CORE,
@@ -2920,6 +3003,7 @@ FAULTS = (
     *KEYS,
     *ATTEMPTS,
     *DECLARED,
+    *FILES,
 )
 
 

@@ -23,6 +23,7 @@ from torch import nn
 from evenclip import DPSGD, fit, prepare
 from evenclip.cli import epsilon as command
 from evenclip.cli import ledgers, main
+from evenclip.files import sealed
 from evenclip.mechanism import Entry, Ledger, accounting, declared
 from evenclip.mechanism.declared import covered, open_declarations, undeclared, unmet
 from evenclip.rules import FairLens
@@ -142,7 +143,7 @@ def test_the_attack_wins_where_a_file_without_a_declaration_cancels_one(
 def without_declarations(path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     rows = [{k: v for k, v in line.items() if k != "declared"} for line in lines]
-    path.write_text("".join(json.dumps(line) + "\n" for line in rows))
+    path.write_bytes(b"".join(sealed(line, None) for line in rows))
 
 
 def test_a_journal_without_declarations_is_refused_or_read_with_those_of_another_file(

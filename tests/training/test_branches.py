@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 import torch
 
-from evenclip import DPSGD, DPSGDF, Performance, fit, prepare
+from evenclip import DPSGD, DPSGDF, Performance, files, fit, prepare
 from evenclip.mechanism import Ledger, Mechanism, accounting
 from evenclip.mechanism.entry import Entry
 from evenclip.training.checkpoint import CheckpointError, latest
@@ -407,8 +407,9 @@ def test_a_journal_that_lost_lines_is_refused(toy, tmp_path, how):
     path = tmp_path / "journal.jsonl"
     stopped(toy, tmp_path, 112, resume=True, **LONG)
     content = path.read_bytes()
+    other = [json.loads(line) | {"attempt": "0"} for line in content.splitlines()]
     shorter = {"older": content.partition(b"\n")[0] + b"\n", "empty": b""}
-    path.write_bytes(shorter.get(how, content.replace(b'"attempt": "', b'"attempt": "0')))
+    path.write_bytes(shorter.get(how, b"".join(files.sealed(line, None) for line in other)))
     with pytest.raises(CheckpointError) as caught:
         resumed(toy, tmp_path, **LONG)
     kept = json.loads((latest(tmp_path) / "published.json").read_text())["journal"]["bytes"]
@@ -461,7 +462,7 @@ def test_a_line_with_impossible_values_is_damaged(tmp_path, change):
         line |= change
     else:
         line["entries"][0] |= change
-    (tmp_path / "journal.jsonl").write_text(json.dumps(line) + "\n")
+    (tmp_path / "journal.jsonl").write_bytes(files.sealed(line, None))
     with pytest.raises(CheckpointError, match=r"^Line 1 of .* is damaged"):
         journaled(tmp_path)
 

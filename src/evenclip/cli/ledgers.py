@@ -13,12 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evenclip import files
+from evenclip.files import kinds
+
 if TYPE_CHECKING:
     from evenclip.mechanism.ledger import Ledger
 
 __all__ = ["Held", "check_declared", "delta_of", "notes", "read", "remaining"]
 
 _LARGEST = 2.0**53
+_LISTED = {"published.json": kinds.CHECKPOINT, "result.json": kinds.RUN}
 _EXPECTED = "give a privacy report, a checkpoint, a journal.jsonl, a stored result or a ledger"
 
 
@@ -121,8 +125,11 @@ def _runs(ledger: Ledger) -> frozenset[str]:
 
 
 def _content(path: Path) -> str:
-    """Return the content of a file."""
+    """Return the content of a file, which is that of its folder's manifest, if it is in one."""
+    listed = _LISTED.get(path.name)
     try:
+        if listed is not None and (path.parent / files.MANIFEST).is_file():
+            return files.read_folder(path.parent, listed, [path.name])[path.name].decode()
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); {_EXPECTED}.") from error
@@ -136,6 +143,8 @@ def _read_json(path: Path) -> Held:
         values = json.loads(_content(path))
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); {_EXPECTED}.") from error
+    if isinstance(values, dict) and "checksum" in values:
+        values = files.unsealed(path.read_bytes(), path, kinds.STATEMENT)
     facts: dict[str, Any] = values if isinstance(values, dict) else {"ledger": values}
     if not isinstance(facts.get("ledger"), list):
         raise ValueError(f"{path} holds no ledger; {_EXPECTED}.")

@@ -3,8 +3,8 @@
     DIR/journal.jsonl       draws of all runs of the folder, before they are made   may be published
     DIR/digests-0.secret    keyed digests of what each step published, by rank      never share
 
-Before the first draw of a block, the ledger entries of the whole block are on the disk, marked as
-reserved. So if a process is killed, all steps that it may have published are counted when the
+Every line is sealed (`evenclip.files.seal`). Before the first draw of a block, the ledger entries
+of the whole block are on the disk, marked as reserved. So if a process is killed, all steps that it may have published are counted when the
 training is resumed; the reserved steps that it did not take are counted too. A run that ends in
 order, also by Ctrl-C or by an exception, writes how far it came, and the rest of its block is free
 again. Nothing is flushed between two blocks, so that this takes no noticeable time.
@@ -33,7 +33,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from evenclip.files import synchronise
+from evenclip import files
+from evenclip.files import kinds, synchronise
 from evenclip.mechanism import Ledger
 from evenclip.mechanism.entry import Entry, check_entry, read, row
 from evenclip.training.checkpoint import CheckpointError
@@ -209,7 +210,7 @@ def _line(path: Path, number: int, line: bytes) -> _Line:
     """Return a line; raise if it is damaged."""
     place = f"Line {number} of {path}"
     try:
-        plain = json.loads(line)
+        plain = files.unsealed(line, place, kinds.JOURNAL)
         entries = [read(entry, place) for entry in plain["entries"]]
         run = str(plain["run"])
         declared = _declaration(run, plain["declared"], place) if "declared" in plain else None
@@ -364,7 +365,7 @@ class Journal:
         if declared is not None:
             plain["declared"] = declared.to_json()
         if self._writes:
-            self._append(json.dumps(plain).encode() + b"\n")
+            self._append(files.sealed(plain, None))
         return entries
 
     def _append(self, line: bytes) -> None:
