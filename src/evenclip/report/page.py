@@ -62,11 +62,8 @@ def page(results: Mapping[str, Any], *, unverified: bool = False) -> str:
             "--out`."
         )
     title = f"What privacy costs each group: {results['dataset']}"
-    mark = (
-        f'<aside class="warning" role="alert"><strong>Not verified.</strong> {UNVERIFIED}</aside>'
-    )
     sections = [
-        mark if unverified else "",
+        *([_unverified()] if unverified else []),
         _head(results, title),
         tables(results),
         pictures(results),

@@ -4,10 +4,11 @@
     DIR/digests-0.secret    keyed digests of what each step published, by rank      never share
 
 Every line is sealed (`evenclip.files.seal`). Before the first draw of a block, the ledger entries
-of the whole block are on the disk, marked as reserved. So if a process is killed, all steps that it may have published are counted when the
-training is resumed; the reserved steps that it did not take are counted too. A run that ends in
-order, also by Ctrl-C or by an exception, writes how far it came, and the rest of its block is free
-again. Nothing is flushed between two blocks, so that this takes no noticeable time.
+of the whole block are on the disk, marked as reserved. So if a process is killed, all steps that it
+may have published are counted when the training is resumed; the reserved steps that it did not take
+are counted too. A run that ends in order, also by Ctrl-C or by an exception, writes how far it
+came, and the rest of its block is free again. Nothing is flushed between two blocks, so that this
+takes no noticeable time.
 
 A line replaces what the earlier lines *of its attempt* say about its first draw and all later ones;
 at the time of writing, the attempt has made none of these. An attempt never replaces the lines of
