@@ -2941,7 +2941,7 @@ FILES = (
         "files/folder.py",
         "    if _exchange(scratch, place):\n",
         "    if False:\n",
-        ("files/test_folder.py::test_there_is_a_whole_folder_at_every_moment",),
+        ("files/test_folder.py::test_there_is_a_whole_folder_after_every_operation",),
     ),
     Fault(
         "links-replaced",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -41,24 +43,22 @@ def test_replacing_works_with_and_without_an_exchange(tmp_path, monkeypatch, exc
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_there_is_a_whole_folder_at_every_moment(tmp_path):
+def test_there_is_a_whole_folder_after_every_operation(tmp_path, monkeypatch):
     place = files.write_folder(tmp_path / "model", OLD, kinds.MODEL, replace=False)
-    missing, stop = [], threading.Event()
+    moments, replace, rmtree = [], os.replace, shutil.rmtree
 
-    def watch():
-        while not stop.is_set():
-            if not (place / files.MANIFEST).is_file():
-                missing.append(1)
+    def watched(operation):
+        def run(*given, **options):
+            operation(*given, **options)
+            moments.append(files.read_folder(place, kinds.MODEL))
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        for i in range(30):
-            files.write_folder(place, NEW if i % 2 else OLD, kinds.MODEL, replace=True)
-    finally:
-        stop.set()
-        watcher.join()
-    assert not missing
+        return run
+
+    monkeypatch.setattr(os, "replace", watched(replace))
+    monkeypatch.setattr(shutil, "rmtree", watched(rmtree))
+    files.write_folder(place, NEW, kinds.MODEL, replace=True)
+    assert moments
+    assert all(moment in (OLD, NEW) for moment in moments)
 
 
 @pytest.mark.parametrize(

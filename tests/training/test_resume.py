@@ -433,11 +433,8 @@ def test_a_missing_file_is_named(toy, folder, name):
     (bad / name).unlink()
     with pytest.raises(CheckpointError) as caught:
         resume(toy, folder)
-    what = (
-        f"{bad} is not a complete checkpoint ({name}: No such file or directory)."
-        if name == "manifest.json"
-        else f"{bad / name} is missing; use another checkpoint."
-    )
+    why = "cannot be read (No such file or directory)" if name == "manifest.json" else "is missing"
+    what = f"{bad / name} {why}; use another checkpoint."
     assert str(caught.value) == (
         f"{what} The previous one, {folder / 'step-00000005'}, is still there: remove "
         "step-00000007 and resume from that."

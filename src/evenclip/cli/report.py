@@ -36,13 +36,7 @@ def report(
     results = folder / "results.json" if folder.is_dir() else folder
     path = results.with_name("report.html") if out is None else out
     files.check_name(path)
-    try:
-        values = files.read_sealed(results, kinds.RESULTS, verify=not unverified)
-    except OSError as error:
-        raise type(error)(
-            f"{results} cannot be read ({error.strerror or error}); give the folder that `evenclip "
-            "compare --out` wrote."
-        ) from error
+    values = files.read_sealed(results, kinds.RESULTS, verify=not unverified)
     try:
         drawn = page(values, unverified=unverified)
     except (KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:

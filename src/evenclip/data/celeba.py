@@ -27,7 +27,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import time
 import zipfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,18 +34,18 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import IO, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evenclip import check
+from evenclip import check, files
 from evenclip.data.dataset import Dataset, Splits
 from evenclip.data.disk import File, cache_directory
 from evenclip.data.sample import coins
 from evenclip.data.source import NUMBER, Source
+from evenclip.files import kinds
 
 __all__ = ["SOURCE", "celeba", "images_missing"]
 
@@ -61,7 +60,7 @@ PARTITION = File("celeba/list_eval_partition.csv", also=("celeba/list_eval_parti
 IDENTITIES = File("celeba/identity_CelebA.txt")
 
 BLOCK = 1024  # images decoded before they are written
-STALE = 3600.0  # seconds without growth after which a partial file counts as abandoned
+DIGEST = 32  # bytes of the SHA-256 at the end of a file of decoded images
 
 
 def celeba(
@@ -281,8 +280,15 @@ def _images(path: Path, marks: dict[str, str], side: int) -> NDArray[np.uint8]:
 
 
 def _mapped(kept: Path, shape: tuple[int, ...]) -> NDArray[np.uint8] | None:
-    """Map an array file into memory; None if it is missing or holds another array."""
+    """Map an array file into memory; None if it is missing, damaged, or holds another array."""
     try:
+        with kept.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size - DIGEST
+            file.seek(max(size, 0))
+            digest = file.read()
+            file.seek(0)
+            if _digest(file, size) != digest:
+                return None
         array = np.load(kept, mmap_mode="c")
     except (OSError, ValueError, EOFError):
         return None
@@ -290,24 +296,29 @@ def _mapped(kept: Path, shape: tuple[int, ...]) -> NDArray[np.uint8] | None:
     return array if valid else None
 
 
+def _digest(file: IO[bytes], size: int) -> bytes:
+    """Return the SHA-256 of the next `size` bytes of a file."""
+    digest = hashlib.sha256()
+    while size > 0 and (part := file.read(min(size, 2**20))):
+        digest.update(part)
+        size -= len(part)
+    return digest.digest()
+
+
 def _decode(path: Path, names: list[str], side: int, kept: Path) -> None:
     """Decode all images into a file that appears only when it is complete."""
-    for partial_file in kept.parent.glob(f"{kept.stem}-*.partial"):
-        if time.time() - partial_file.stat().st_mtime > STALE:
-            partial_file.unlink(missing_ok=True)
-    with NamedTemporaryFile(
-        dir=kept.parent, prefix=f"{kept.stem}-", suffix=".partial", delete=False
-    ) as out:
-        try:
-            _write(out, path, names, side)
-        except BaseException:
-            Path(out.name).unlink()
-            raise
-    os.replace(out.name, kept)
+    files.check_name(kept)
+    files.clear_leftovers(kept.parent)
+    with (
+        files.scratch_file(kept.parent, kinds.IMAGES.file_mode) as (scratch, handle),
+        open(handle, "r+b", closefd=False) as out,
+    ):
+        _write(out, path, names, side)
+        os.replace(scratch, kept)
 
 
 def _write(out: IO[bytes], path: Path, names: list[str], side: int) -> None:
-    """Write all images as one array in numpy's format."""
+    """Write all images as one array in numpy's format, and the SHA-256 of that."""
     header = {"descr": "|u1", "fortran_order": False, "shape": (len(names), 3, side, side)}
     np.lib.format.write_array_header_1_0(out, header)
     decoded, contents = partial(_decoded, path, side), _contents(path, names)
@@ -317,6 +328,11 @@ def _write(out: IO[bytes], path: Path, names: list[str], side: int) -> None:
             block = names[start : start + BLOCK]
             for image in pool.map(decoded, block, list(islice(contents, len(block)))):
                 out.write(image.tobytes())
+    size = out.tell()
+    out.seek(0)
+    digest = _digest(out, size)
+    out.seek(size)
+    out.write(digest)
     out.flush()
     os.fsync(out.fileno())
 

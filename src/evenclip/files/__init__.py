@@ -8,7 +8,7 @@ private     folders for private rows, removed in every ending
 """
 
 from evenclip.files import kinds
-from evenclip.files.folder import check_place, make_folder, write_folder
+from evenclip.files.folder import check_place, make_folder, set_aside, write_folder
 from evenclip.files.kinds import KINDS, Kind
 from evenclip.files.private import private_folder
 from evenclip.files.seal import (
@@ -20,7 +20,13 @@ from evenclip.files.seal import (
     sealed,
     unsealed,
 )
-from evenclip.files.write import check_name, clear_leftovers, synchronise, write
+from evenclip.files.write import (
+    check_name,
+    clear_leftovers,
+    scratch_file,
+    synchronise,
+    write,
+)
 
 __all__ = [
     "KINDS",
@@ -36,7 +42,9 @@ __all__ = [
     "private_folder",
     "read_folder",
     "read_sealed",
+    "scratch_file",
     "sealed",
+    "set_aside",
     "synchronise",
     "unsealed",
     "write",

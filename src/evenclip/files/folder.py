@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ from evenclip.files.write import (
     write_all,
 )
 
-__all__ = ["check_place", "make_folder", "write_folder"]
+__all__ = ["check_place", "make_folder", "set_aside", "write_folder"]
 
 _CURRENT = -100  # AT_FDCWD: paths are relative to the current folder
 _EXCHANGE = 2  # RENAME_EXCHANGE on Linux, RENAME_SWAP on macOS
@@ -103,6 +104,14 @@ def write_folder(
             _move(scratch, place, replace=replace)
             synchronise(place.parent)
     return place
+
+
+def set_aside(place: Path, parent: Path, kind: Kind) -> Path:
+    """Move a damaged folder into another one, under a new name; return its path."""
+    aside = make_folder(parent, kind) / f"{place.name}-{secrets.token_hex(4)}"
+    with explained(aside), suppress(FileNotFoundError):  # another command was faster
+        os.replace(place, aside)
+    return aside
 
 
 def _move(scratch: Path, place: Path, *, replace: bool) -> None:

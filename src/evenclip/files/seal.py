@@ -8,6 +8,7 @@ against a forger, who can compute a checksum too.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -84,7 +85,7 @@ def read_sealed(path: Path, kind: Kind, *, verify: bool = True) -> dict[str, Any
         OSError: the file cannot be read.
         DamagedError: it is not what was written.
     """
-    return unsealed(_bytes(path, _LARGEST), path, kind, verify=verify)
+    return unsealed(_bytes(path, _LARGEST, kind), path, kind, verify=verify)
 
 
 def parsed(content: bytes, source: object, kind: Kind) -> dict[str, Any]:
@@ -167,7 +168,7 @@ def _checked(path: Path, stated: Any, kind: Kind) -> bytes:
     if not isinstance(stated, dict):
         raise DamagedError(f"{path} is not in the manifest of its folder; {kind.remedy}.")
     try:
-        content = _bytes(path, int(stated["bytes"]))
+        content = _bytes(path, int(stated["bytes"]), kind)
     except FileNotFoundError as error:
         raise DamagedError(f"{path} is missing; {kind.remedy}.") from error
     if hashlib.sha256(content).hexdigest() != stated.get("sha256"):
@@ -178,14 +179,16 @@ def _checked(path: Path, stated: Any, kind: Kind) -> bytes:
     return content
 
 
-def _bytes(path: Path, most: int) -> bytes:
+def _bytes(path: Path, most: int, kind: Kind) -> bytes:
     """Return the content of an ordinary file; at most one byte more than `most`."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(f"{path} is not an ordinary file; name a file.")
-    with open(handle, "rb") as file:
-        return file.read(most + 1)
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with open(handle, "rb", closefd=True) as file:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise OSError(errno.EINVAL, "not an ordinary file")
+            return file.read(most + 1)
+    except OSError as error:
+        raise type(error)(f"{path} cannot be read ({error.strerror}); {kind.remedy}.") from error
 
 
 def _checksum(value: Mapping[str, Any]) -> str:

@@ -202,10 +202,10 @@ def save(figure: Figure, folder: Path | str, name: str) -> list[Path]:
             figure.draw_without_rendering()
         # Fix the positions, so that both files and every later save agree.
         figure.set_layout_engine("none")
-        vector, pixels = io.BytesIO(), io.BytesIO()
-        figure.savefig(vector, format="svg", metadata={"Date": None, "Creator": None})
-        figure.savefig(pixels, format="png", dpi=DPI, metadata={"Software": None})
-    for path, drawn in ((svg, vector), (png, pixels)):
+        svg_buffer, png_buffer = io.BytesIO(), io.BytesIO()
+        figure.savefig(svg_buffer, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(png_buffer, format="png", dpi=DPI, metadata={"Software": None})
+    for path, drawn in ((svg, svg_buffer), (png, png_buffer)):
         files.write(path, drawn.getvalue(), kinds.DRAWING)
     return [svg, png]
 

@@ -18,9 +18,8 @@ import errno
 import fcntl
 import json
 import os
-import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +79,9 @@ class Store:
         try:
             files.read_folder(place, kinds.RUN, run=spec.hash)
             return None
-        except FileNotFoundError:
-            why = f"{place / files.MANIFEST} is missing."
         except (OSError, files.DamagedError) as error:
             why = str(error)
-        aside = files.make_folder(self.root / "damaged", kinds.RUN)
-        aside /= f"{spec.hash}-{secrets.token_hex(4)}"
-        with suppress(FileNotFoundError):  # another command was faster
-            os.rename(place, aside)
+        aside = files.set_aside(place, self.root / "damaged", kinds.RUN)
         return f"{why} The run is trained again; what was there is in {aside}."
 
     def write(self, spec: Spec, result: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:

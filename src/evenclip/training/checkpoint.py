@@ -215,12 +215,7 @@ def _contents(path: Path) -> dict[str, bytes]:
     """Return the contents of the files by name; raise unless they are those of the manifest."""
     try:
         return files.read_folder(path, kinds.CHECKPOINT, _FILES)
-    except OSError as error:
-        why = f"{files.MANIFEST}: {error.strerror}"
-        raise CheckpointError(
-            f"{path} is not a complete checkpoint ({why}). {_remedy(path)}"
-        ) from error
-    except files.DamagedError as error:
+    except (OSError, files.DamagedError) as error:
         raise CheckpointError(f"{error} {_remedy(path)}") from error
 
 

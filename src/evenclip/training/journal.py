@@ -202,7 +202,7 @@ def _is_complete(line: bytes) -> bool:
     """Return whether a line without its end is JSON."""
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
