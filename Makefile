@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test evidence planted scale wheel lint docs browser bench format clean
+.PHONY: demo test evidence faults planted scale wheel lint docs browser bench format clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -22,6 +22,9 @@ test: $(READY)  ## the whole test suite
 
 evidence: $(READY)  ## long checks that `make test` leaves out: memory, and a page that trains for a minute
 	$(BIN)/python -m pytest tests/evidence $(ARGS)
+
+faults: $(READY)  ## the long campaign of damaged files, bad input and kills; fills docs/reliability.md
+	$(BIN)/python tests/faults/campaign.py $(ARGS)
 
 planted: $(READY)  ## plant one fault after the other in a copy of the package; its tests must fail
 	$(BIN)/python tests/planted.py $(ARGS)

@@ -1,0 +1,115 @@
+"""The long campaign of faults: every case of every class, counted.
+
+    python tests/faults/campaign.py            all classes; fills the table of docs/reliability.md
+    python tests/faults/campaign.py files      those whose name contains a word; prints only
+
+Each `test_*.py` of this folder has a function `cases(long)`, which yields (id, callable). A
+callable that returns has held; one that raises AssertionError has failed, with the class of the
+outcome as the first word of its message. Exit status 1 if a case failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import platform
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, KEPT = ROOT / "docs" / "reliability.md", ROOT / "results" / "faults.json"
+TITLES = {
+    "files": "own files damaged or swapped",
+    "writing": "writing killed or on a full disk",
+    "arguments": "bad arguments",
+    "tables": "bad tables",
+    "predict": "new rows unlike those of training",
+    "processes": "processes, private rows",
+    "output": "terminals and names",
+}
+
+
+def cases_of(name: str) -> Callable[[bool], Iterator[tuple[str, Callable[[], None]]]]:
+    """Return the function `cases` of a class."""
+    path = Path(__file__).with_name(f"test_{name}.py")
+    spec = importlib.util.spec_from_file_location(f"faults_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    cases: Any = module.cases
+    return cases
+
+
+def run(name: str) -> dict[str, Any]:
+    """Carry out all cases of a class."""
+    started, tried, failed = time.perf_counter(), 0, []
+    for case, attempt in cases_of(name)(True):
+        tried += 1
+        try:
+            attempt()
+        except AssertionError as outcome:
+            failed.append([case, str(outcome)[:300]])
+        except Exception as error:
+            failed.append([case, f"TRACEBACK {type(error).__name__}: {error}"[:300]])
+    kinds = Counter(outcome.split()[0] if outcome else "" for _, outcome in failed)
+    seconds = round(time.perf_counter() - started, 1)
+    return {
+        "tried": tried, "held": tried - len(failed), "failed": failed, "by": kinds,
+        "seconds": seconds,
+    }  # fmt: skip
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Return the table of counts, as Markdown."""
+    lines = [
+        "| class | tried | held | failed | silent wrong answers |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, counts in results.items():
+        failed, silent = len(counts["failed"]), counts["by"].get("SILENT", 0)
+        title = TITLES.get(name, name)
+        lines.append(
+            f"| {title} | {counts['tried']:,} | {counts['held']:,} | {failed} | {silent} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the campaign."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="only classes whose name contains one of these")
+    given = parser.parse_args()
+    names = [
+        path.stem.removeprefix("test_") for path in sorted(Path(__file__).parent.glob("test_*"))
+    ]
+    chosen = [n for n in names if not given.names or any(word in n for word in given.names)]
+    with ProcessPoolExecutor(2) as pool:
+        results = dict(zip(chosen, pool.map(run, chosen), strict=True))
+    for name, counts in results.items():
+        for case, outcome in counts["failed"]:
+            print(f"{name}: {case}: {outcome}")
+        print(f"{name}: {counts['held']} of {counts['tried']} held, {counts['seconds']} s")
+    if not given.names:
+        python = platform.python_version()
+        KEPT.write_text(json.dumps({"python": python, "classes": results}, indent=1) + "\n")
+        text = PAGE.read_text(encoding="utf-8")
+        filled = re.sub(
+            r"(?s)(<!-- faults -->\n).*(\n<!-- /faults -->)",
+            lambda m: f"{m[1]}{table(results)}{m[2]}",
+            text,
+        )
+        PAGE.write_text(filled, encoding="utf-8")
+    sys.exit(any(counts["failed"] for counts in results.values()))
+
+
+if __name__ == "__main__":
+    main()
