@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from evenclip.files import kinds
+
 __all__ = ["PRIVATE", "Log", "flat", "writable"]
 
 PRIVATE = "Not differentially private: losses, norms and counts of training records, without noise."
@@ -47,7 +49,7 @@ def flat(row: Mapping[str, Any], groups: Sequence[str]) -> dict[str, float | Non
 
 
 def writable(path: str | os.PathLike[str]) -> Path:
-    """Create the file and its folder, and return its path.
+    """Create the file and its folder, and return its path. Only its owner can read a new file.
 
     Raises:
         OSError: if the file cannot be written; raised before training instead of after an epoch.
@@ -55,8 +57,7 @@ def writable(path: str | os.PathLike[str]) -> Path:
     file = Path(path)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8"):
-            pass
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, kinds.LOG.file_mode))
     except OSError as error:
         raise OSError(
             f"{file} cannot be written ({error.strerror}); choose another file for the log."
