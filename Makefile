@@ -67,6 +67,8 @@ bench: $(READY)  ## step time beside plain SGD and Opacus, floors, growth; fills
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/floor.py
 	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python -m pip install --quiet transformers  # its models are measured; nothing else needs it
+	$(BIN)/python benchmarks/passes.py
 	$(BIN)/python benchmarks/page.py
 
 clean:

@@ -196,6 +196,24 @@ def before_after_table(result: Result) -> str:
     return f"{grid(head, lines)}\n\n{prose(f'{commits} {machines(result)}')}"
 
 
+def passes_table(result: Result) -> str:
+    """Return the times of passes, mapped and at once, as ratios to a forward and backward pass."""
+    ways = ("mapped", "at once", "mapped, with sums", "at once, with sums")
+    lines = [
+        [row["title"], str(row["batch"]), number(row["ms"].get("plain"))]
+        + [number(row["ratio"][way][1] if way in row["ratio"] else None) for way in ways]
+        for row in result["rows"]
+    ]
+    dash = (
+        "A dash: not possible; the reason is in the file. "
+        if any(row["failed"] for row in result["rows"])
+        else ""
+    )
+    note = result["arguments"].get("note")
+    also = f"{dash}{machines(result)}{f' Meanwhile: {note}.' if note else ''}"
+    return f"{grid(['model', 'batch', 'plain, ms', *ways], lines)}\n\n{prose(also)}"
+
+
 def sums_table(result: Result) -> str:
     """Return the ways to compute a weighted sum, as multiples of one product in float32."""
     lines = [
@@ -226,6 +244,7 @@ TABLES: dict[str, tuple[str, Callable[..., str], str]] = {
         "compare.py; python benchmarks/paper.py",
     ),
     "parquet": ("parquet.json", parquet_table, "parquet.py"),
+    "passes": ("passes.json", passes_table, "passes.py"),
     "sums": ("sums.json", sums_table, "sums.py"),
     "before-after": ("before-after.json", before_after_table, "before_after.py --before CHECKOUT"),
 }

@@ -52,6 +52,12 @@ def here():
     return Here()
 
 
+@pytest.fixture
+def no_processes(monkeypatch, here):
+    """Carry out the runs of commands in this process; `sweep/` tests the processes."""
+    monkeypatch.setattr("evenclip.sweep.Local.carry_out", lambda _, *given: here.carry_out(*given))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def same_seeds_everywhere():
     """Derive keys alike after a change of the package's sources, and on any processor.

@@ -12,6 +12,7 @@ import pytest
 
 import evenclip
 from evenclip.rules import RULES
+from fresh import fresh
 
 ROOT = Path(evenclip.__file__).parent
 
@@ -170,7 +171,7 @@ def environment() -> dict[str, str]:
 
 def test_importing_the_package_is_quick_and_imports_nothing_heavy():
     """The time excludes torch and includes everything that `fit` needs."""
-    printed = run(
+    printed = fresh(
         "import sys, time, torch, torch.optim\n"
         "start = time.process_time()\n"
         "import evenclip\n"
@@ -199,7 +200,7 @@ def test_every_public_name_is_there():
 
 def test_training_needs_torch_and_numpy_only():
     """Train with every rule, a checkpoint and an observer, while heavy imports fail."""
-    printed = run(
+    printed = fresh(
         "import sys, tempfile\n"
         f"sys.modules.update(dict.fromkeys({HEAVY}))\n"
         "import torch, evenclip\n"
@@ -216,7 +217,7 @@ def test_training_needs_torch_and_numpy_only():
 
 
 def test_epsilon_without_its_library_says_what_to_install():
-    printed = run(
+    printed = fresh(
         "import sys\n"
         f"sys.modules.update(dict.fromkeys({HEAVY}))\n"
         "import torch, evenclip\n"

@@ -22,6 +22,8 @@ from pages import ROOT, SHELL, Block, blocks
 PAGE = ROOT / "CONTRIBUTING.md"
 FILE = re.compile(r"# ([\w/]+\.py)\n")
 HUNK = re.compile(r"^@@.*\n", re.MULTILINE)
+# The command line with one worker, because the start of a second takes seconds.
+COMMAND = "import os; os.sched_getaffinity = lambda _: {0}; from evenclip.cli import main; main()"
 COPIED = ("src", "tests", "pyproject.toml", "Makefile")
 
 
@@ -42,7 +44,7 @@ def recipes() -> dict[str, list[Block]]:
 @pytest.fixture
 def copy(tmp_path):
     """A copy of what the recipes need of the repository."""
-    ignored = shutil.ignore_patterns("__pycache__", "evidence", "browser", "reproduction.json")
+    ignored = shutil.ignore_patterns("evidence", "browser", "reproduction.json")
     for name in COPIED:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
@@ -92,7 +94,7 @@ def run(words: list[str], folder: Path) -> None:
         arguments = shlex.split(words[2].removeprefix("ARGS="))
         words = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *arguments]
     elif words[0] == "evenclip":
-        words = [sys.executable, "-c", "from evenclip.cli import main; main()", *words[1:]]
+        words = [sys.executable, "-c", COMMAND, *words[1:]]
     environment = {
         "PYTHONPATH": str(folder / "src"),
         "PYTHONDONTWRITEBYTECODE": "1",

@@ -32,8 +32,8 @@ def names(path: Path) -> str:
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """Work in an empty folder with an empty cache, and with one process for all runs."""
+def folder(tmp_path, monkeypatch, no_processes):
+    """Work in an empty folder with an empty cache, and without other processes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EVENCLIP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "100")

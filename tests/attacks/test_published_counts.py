@@ -142,7 +142,7 @@ class Breaks(Rule):
 """
 
 
-def comparison(folder, last):
+def comparison(folder, last, executor):
     """Return the results of a comparison whose training rows end with a record."""
     (folder / "breaks.py").write_text(LOUD)
     x, y = rows(last)
@@ -151,12 +151,12 @@ def comparison(folder, last):
     train, test = Dataset(x, y, group, **names), Dataset(x[:N], y[:N], group[:N], **names)
     return evenclip.compare(
         Splits(train, test), [f"{folder / 'breaks.py'}:Breaks"], 1, epochs=2, batch_size=N + 1,
-        epsilon=2.0, delta=1e-3, lr=0.01, model="linear", store=folder / "runs", workers=1,
+        epsilon=2.0, delta=1e-3, lr=0.01, model="linear", store=folder / "runs", on=executor,
     )  # fmt: skip
 
 
-def test_the_page_and_the_json_of_a_comparison_count_no_clamped_weights(tmp_path):
-    made = [comparison(tmp_path, last) for last in (1e6, 0.5)]
+def test_the_page_and_the_json_of_a_comparison_count_no_clamped_weights(tmp_path, here):
+    made = [comparison(tmp_path, last, here) for last in (1e6, 0.5)]
     counts = [outcome.private["breaks"]["clamped_weights"] for outcome in made]
     assert counts[0] > 0 == counts[1]
     results = [outcome.to_json() for outcome in made]

@@ -119,11 +119,11 @@ def test_the_encoder_of_such_a_model_is_not_declared():
     assert trained.privacy["encoder_declared"] is False
 
 
-def test_the_page_the_table_and_the_json_of_a_comparison_say_so(tmp_path):
+def test_the_page_the_table_and_the_json_of_a_comparison_say_so(tmp_path, here):
     frame = rows(record=True)
     made = evenclip.compare(
         frame, ["dpsgd"], 1, options={"schema": schemas.propose(frame)}, store=tmp_path,
-        workers=1, **FEW,
+        on=here, **FEW,
     )  # fmt: skip
     results = made.to_json()
     assert any(CAVEAT in access for access in results["not_covered_by_epsilon"])

@@ -268,7 +268,7 @@ class Half(evenclip.Rule):
 """
 
 
-def test_a_custom_rule_goes_through_all_of_it(splits, root, tmp_path):
+def test_a_custom_rule_goes_through_all_of_it(splits, root, tmp_path, here):
     path = tmp_path / "my_rules.py"
     path.write_text(CUSTOM_RULE)
     found = evenclip.compare(
@@ -281,7 +281,7 @@ def test_a_custom_rule_goes_through_all_of_it(splits, root, tmp_path):
         delta=1e-4,
         model="linear",
         store=root,
-        workers=1,
+        on=here,
     )
     assert found["half"].lr == pytest.approx((0.05,))  # 0.1 / S
     assert 1.98 < found["half"].epsilon["pld"] <= 2.0
@@ -365,12 +365,12 @@ def test_a_plan_whose_published_rules_are_left_out_is_given(tmp_path):
 LOUD = CUSTOM_RULE.replace("0.5 * self.C0 / norm.clamp(min=1.0)", "0 * norm + 1e3")
 
 
-def test_a_rule_that_breaks_its_bound_is_not_called_sound(splits, root, tmp_path):
+def test_a_rule_that_breaks_its_bound_is_not_called_sound(splits, root, tmp_path, here):
     path = tmp_path / "loud.py"
     path.write_text(LOUD)
     loud = evenclip.compare(
         splits, ["dpsgd", f"{path}:Half"], 1, epochs=1, batch_size=60, epsilon=2.0, delta=1e-4,
-        model="linear", store=root, workers=1,
+        model="linear", store=root, on=here,
     )  # fmt: skip
     assert (loud["dpsgd"].soundness, loud["half"].soundness) == (SOUND, ENFORCED)
     assert loud["half"].statement["soundness"] == ENFORCED
@@ -406,12 +406,12 @@ def test_only_a_proved_bound_is_sound_in_json(found, soundness, epsilon, sound):
     )
 
 
-def test_a_custom_rule_that_keeps_its_bound_is_not_sound_in_json(splits, root, tmp_path):
+def test_a_custom_rule_that_keeps_its_bound_is_not_sound_in_json(splits, root, tmp_path, here):
     path = tmp_path / "quiet.py"
     path.write_text(CUSTOM_RULE)
     quiet = evenclip.compare(
         splits, [f"{path}:Half"], 1, epochs=1, batch_size=60, epsilon=2.0, delta=1e-4,
-        model="linear", store=root, workers=1,
+        model="linear", store=root, on=here,
     )  # fmt: skip
     assert quiet.private["half"]["clamped_weights"] == 0
     assert quiet.private_notes == ()

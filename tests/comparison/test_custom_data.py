@@ -46,6 +46,20 @@ SOURCE = Source("portraits", _load, model="mlp:5", pair=("dark", "light"), fixed
     files=(File("portraits/all.bin"),), attributes=("light", "sex"), options=("side",))
 """
 
+HALF = """
+from dataclasses import dataclass
+from evenclip import Rule
+
+@dataclass(frozen=True)
+class Half(Rule):
+    name = "half"
+    sigma: float = 1.0
+    def sensitivity(self, now):
+        return 1.0
+    def weight(self, norm, group, now):
+        return 0.5 / norm.clamp(min=1.0)
+"""
+
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
@@ -82,13 +96,16 @@ def test_images_are_compared(file, here, tmp_path, capsys):
     assert (printed.out, set(printed.err.split())) == ("", {"loading"})
 
 
-def test_workers_load_the_file(file, capsys):
+def test_workers_load_the_files_of_data_and_rule(file, capsys):
+    (file.parent / "half.py").write_text(HALF)
     with pytest.raises(SystemExit) as ended:
-        main(["compare", "my_data.py:table", "--rules", "dpsgd", "--seeds", "2", "--epochs", "1",
-              "--lr", "0.1", "--workers", "2", "--batch-size", "50", "--json"])  # fmt: skip
+        main(["compare", "my_data.py:table", "--rules", "half.py:Half", "--seeds", "1",
+              "--epochs", "1", "--lr", "0.1", "--workers", "1", "--batch-size", "50",
+              "--json"])  # fmt: skip
     printed = capsys.readouterr()
     assert not ended.value.code, printed.err
-    assert json.loads(printed.out)["dataset"] == "table"
+    results = json.loads(printed.out)
+    assert (results["dataset"], list(results["table"])) == ("table", ["non-private", "half"])
 
 
 @pytest.mark.parametrize(

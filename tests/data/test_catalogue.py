@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ import torch
 import evenclip.data
 from evenclip.data import SOURCES, data_directory
 from evenclip.data.source import NUMBER, check_splits
+from fresh import fresh
 
 FREE = [name for name, source in SOURCES.items() if not source.files]
 BUILT_IN = ["adult", "dutch", "mnist", "celeba", "digits", "toy"]
@@ -137,5 +136,4 @@ def test_the_catalogue_brings_nothing_heavy():
         f"import sys, evenclip.data.catalogue; print([name for name in {heavy} if name in "
         "sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert fresh(code) == "[]\n"

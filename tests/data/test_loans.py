@@ -60,10 +60,8 @@ def table(tmp_path):
 
 
 @pytest.fixture
-def typed(capsys, tmp_path, monkeypatch):
+def typed(capsys, tmp_path, monkeypatch, no_processes):
     monkeypatch.setenv("EVENCLIP_CACHE", str(tmp_path / "cache"))
-    # One process for all runs.
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0}, raising=False)
 
     def run(*arguments):
         try:
@@ -122,9 +120,7 @@ def test_compare_train_and_predict(table, typed, tmp_path):
     assert set(predicted["default" if "default" in predicted else "prediction"]) <= {"no", "yes"}
 
 
-def test_a_dataframe_is_compared_as_its_file_would_be(tmp_path, monkeypatch):
-    # One process for all runs.
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0}, raising=False)
+def test_a_dataframe_is_compared_as_its_file_would_be(tmp_path, here):
     options = {
         "target": "default",
         "group": "sex",
@@ -136,7 +132,7 @@ def test_a_dataframe_is_compared_as_its_file_would_be(tmp_path, monkeypatch):
     frame = loans(400)
     frame.to_parquet(tmp_path / "loans.parquet")
     of_frame, of_file = (
-        evenclip.compare(source, ["dpsgd"], store=tmp_path / store, lr=0.1, **options)
+        evenclip.compare(source, ["dpsgd"], store=tmp_path / store, lr=0.1, on=here, **options)
         for source, store in ((frame, "frame"), (tmp_path / "loans.parquet", "file"))
     )
     assert (

@@ -7,8 +7,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pandas as pd
@@ -24,6 +22,7 @@ from evenclip.files import kinds
 from evenclip.mechanism.accounting import epsilon
 from evenclip.mechanism.release import Ledger
 from evenclip.models import mlp
+from fresh import fresh
 
 
 def refusal(error, attempt):
@@ -510,8 +509,7 @@ def test_loading_runs_no_pickle(folder):
         "from evenclip import export\n"
         f"export.load({str(folder)!r})\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    fresh(code)
 
 
 def test_the_start_is_the_one_of_the_seed():

@@ -143,7 +143,7 @@ class Decays(Rule):
 
     name: ClassVar[str] = "decays"
     sigma: float = 1.0
-    steps: int = 50
+    steps: int = 8
 
     def multipliers(self, t=0):
         return {"gradient": self.sigma * (1.5 - t / self.steps)}
@@ -163,13 +163,13 @@ class DecaysBySteps(Decays):
 
 
 def test_noise_that_depends_on_the_step_is_calibrated_as_it_is_added():
-    rule = calibrate(Decays(), epsilon=2.0, delta=1e-5, q=0.05, steps=50)
+    rule = calibrate(Decays(), epsilon=2.0, delta=1e-5, q=0.05, steps=8)
     ledger = Ledger()
-    for t in range(50):
+    for t in range(8):
         ledger.write(0.05, rule.multipliers(t))
     assert 0.9995 * 2.0 <= epsilon(ledger, 1e-5) <= 2.0
     with pytest.raises(ValueError, match=r"does not multiply its noise of step 0 by that factor"):
-        calibrate(DecaysBySteps(), epsilon=2.0, delta=1e-5, q=0.05, steps=50)
+        calibrate(DecaysBySteps(), epsilon=2.0, delta=1e-5, q=0.05, steps=8)
 
 
 def test_every_public_name_is_documented():

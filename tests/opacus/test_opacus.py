@@ -11,8 +11,6 @@ import math
 import os
 import pickle
 import re
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -52,6 +50,7 @@ from evenclip.models import mlp
 from evenclip.opacus import EvenPrivacyEngine, even
 from evenclip.opacus.checks import joint
 from evenclip.opacus.clipping import Clipper
+from fresh import fresh
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),
@@ -1314,18 +1313,8 @@ def test_frozen_parameters_are_left_alone():
 # --- importing ---
 
 
-def run_python(code):
-    """Run code in a new Python process; return its output."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_without_opacus_the_import_says_what_to_install():
-    printed = run_python(
+    printed = fresh(
         "import sys; sys.modules['opacus'] = None\n"
         "try:\n"
         "    import evenclip.opacus\n"
@@ -1337,9 +1326,7 @@ def test_without_opacus_the_import_says_what_to_install():
 
 def test_the_package_itself_does_not_import_opacus():
     assert (
-        run_python(
-            "import sys, evenclip; evenclip.fit, evenclip.DPSGD; print('opacus' in sys.modules)"
-        )
+        fresh("import sys, evenclip; evenclip.fit, evenclip.DPSGD; print('opacus' in sys.modules)")
         == "False\n"
     )
 

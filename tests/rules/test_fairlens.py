@@ -189,7 +189,7 @@ def floats():
     return x.float(), y, group
 
 
-def test_the_table_of_a_comparison_says_none_and_why(tmp_path):
+def test_the_table_of_a_comparison_says_none_and_why(tmp_path, here):
     from evenclip.data import Dataset, Splits
 
     x, y, group = floats()
@@ -205,6 +205,7 @@ def test_the_table_of_a_comparison_says_none_and_why(tmp_path):
         lr=0.1,
         model="linear",
         store=tmp_path,
+        on=here,
     )
     assert comparison["fairlens"].epsilon == {"pld": None, "rdp": None}
     row = next(

@@ -15,7 +15,6 @@ import math
 import os
 import random
 import re
-import subprocess
 import sys
 import textwrap
 import types
@@ -29,9 +28,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from evenclip.training.contents import NoDigest, contents
+from fresh import fresh
 
 SCALE = 2.0
-PATHS = {"PYTHONPATH": ":".join(sys.path)}
 
 
 def half(output, y):
@@ -437,10 +436,8 @@ def test_a_package_that_changes_without_a_new_version_has_another_digest(tmp_pat
         path = installed(tmp_path, body, record=how != "no record", editable=how == "editable")
         if how == "changed in place":
             path.write_text(body + "SCALE = SCALE + 1\n")
-        places = [str(tmp_path / "site"), str(path.parent)]
-        command = [sys.executable, "-B", "-c", textwrap.dedent(DIGEST), *places]
-        return subprocess.check_output(command, text=True, env=os.environ | PATHS)
+        return fresh(textwrap.dedent(DIGEST), str(tmp_path / "site"), str(path.parent))
 
     body = "SCALE = {}\ndef loss(output, y): return output * SCALE\n"
-    assert digest(body.format(1.0)) == digest(body.format(1.0))
-    assert digest(body.format(1.0)) != digest(body.format(2.5))
+    first, again, other = (digest(body.format(scale)) for scale in (1.0, 1.0, 2.5))
+    assert first == again != other

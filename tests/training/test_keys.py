@@ -105,27 +105,23 @@ OTHERS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
-def test_runs_that_differ_in_anything_have_keys_of_their_own(toy):
+def all_runs(toy):
+    """Prepare a run of every kind; return them by name."""
     runs = {name: prepare(toy.mlp(), toy.data(), **given(**more)) for name, more in OTHERS.items()}
-    runs |= {
+    return runs | {
         f"model: {name}": prepare(make(), toy.data(), **given()) for name, make in MODELS.items()
     }
-    found = {}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
+def test_equal_runs_have_one_key_and_others_have_their_own(toy):
+    runs, found = all_runs(toy), {}
     for name, run in runs.items():
         assert run.key not in found, f"{name} has the key of {found[run.key]}"
         assert run.run_id not in [other.run_id for other in runs.values() if other is not run]
         found[run.key] = name
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
-def test_equal_runs_have_one_key(toy):
-    for name, more in OTHERS.items():
-        one, other = (prepare(toy.mlp(), toy.data(), **given(**more)).key for _ in range(2))
-        assert one == other, name
-    for name, make in MODELS.items():
-        one, other = (prepare(make(), toy.data(), **given()).key for _ in range(2))
-        assert one == other, name
+    for name, again in all_runs(toy).items():
+        assert again.key == runs[name].key, name
 
 
 @pytest.mark.parametrize("column", ["x", "y", "group"])
@@ -477,11 +473,13 @@ PROGRAM = """
 def test_a_digest_is_the_same_in_every_process(tmp_path):
     """In another folder, with another order of sets, from a file or typed in."""
     text, printed = textwrap.dedent(PROGRAM), []
-    for i, path in enumerate((tmp_path / "one.py", tmp_path / "sub" / "two.py")):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        for command in ([sys.executable, str(path)], [sys.executable, "-c", text]):
-            seed = {"PYTHONHASHSEED": str(1 + i), "PYTHONPATH": ":".join(sys.path)}
-            printed.append(subprocess.check_output(command, text=True, env=seed))
+    one, two = tmp_path / "one.py", tmp_path / "sub" / "two.py"
+    two.parent.mkdir()
+    one.write_text(text)
+    two.write_text(text)
+    for number, words in enumerate(([str(one)], [str(two)], ["-c", text]), start=1):
+        environment = {"PYTHONHASHSEED": str(number), "PYTHONPATH": ":".join(sys.path)}
+        command = [sys.executable, *words]
+        printed.append(subprocess.check_output(command, text=True, env=environment))
     assert len(set(printed)) == 1
     assert len(printed[0].strip()) == 64

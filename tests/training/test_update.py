@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -15,6 +13,7 @@ import evenclip
 from evenclip import DPSGD
 from evenclip.gradients import Layout
 from evenclip.training.update import _ELEMENTWISE, Update
+from fresh import fresh
 
 SGD = torch.optim.SGD
 OPTIONS = {
@@ -95,8 +94,7 @@ def test_training_by_plain_sgd_does_not_import_the_compiler():
         "evenclip.fit(model, (x, y), rule=rule, epochs=1, batch_size=8, lr=0.1, delta=1e-3)\n"
         "print('torch._dynamo' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-1] == "False"
+    assert fresh(code).split()[-1] == "False"
 
 
 def storages(model):

@@ -173,8 +173,26 @@ def rdp(ledger: Ledger, deltas: Sequence[float]) -> list[float]:
 
 @lru_cache(maxsize=256)
 def _rdp_optima(kinds: StepKinds, deltas: tuple[float, ...]) -> tuple[tuple[float, float], ...]:
-    """Return (ε, the optimal order) at each δ."""
-    accountant = _library().rdp.RdpAccountant()
+    """Return (ε, the optimal order) at each δ.
+
+    (α − 1)·ε(α) is convex in the order α, so ε has a single minimum: whole orders, which take a
+    quarter of the time, show where it is, and fractional ones are tried beside it only.
+    """
+    every = _library().rdp.rdp_privacy_accountant.DEFAULT_RDP_ORDERS
+    whole = tuple(order for order in every if order == every[0] or float(order).is_integer())
+    found = list(_rdp_at(whole, kinds, deltas))
+    for i, (delta, (_, best)) in enumerate(zip(deltas, found, strict=True)):
+        near = tuple(order for order in every if abs(order - best) < 1)
+        if len(near) > 1:
+            found[i] = _rdp_at(near, kinds, (delta,))[0]
+    return tuple(found)
+
+
+def _rdp_at(
+    orders: tuple[float, ...], kinds: StepKinds, deltas: tuple[float, ...]
+) -> tuple[tuple[float, float], ...]:
+    """Return (ε, the optimal order) at each δ, for these orders."""
+    accountant = _library().rdp.RdpAccountant(orders)
     with _without_order_messages():
         accountant.compose(event_of(kinds))
     optima = [accountant.get_epsilon_and_optimal_order(delta) for delta in deltas]
