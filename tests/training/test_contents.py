@@ -146,6 +146,19 @@ class Weights:
     by: float = field(compare=False, repr=False)
 
 
+def decorated(k):
+    """A function that a library wraps, in a module that holds it under its name."""
+    made = module()
+    made.__file__ = "made.py"
+    exec(f"import torch\n@torch.no_grad()\ndef f(x): return x * {k}", vars(made))
+    sys.modules[made.__name__] = made
+    try:
+        assert made.f.__module__ == made.__name__
+        return contents(made.f)
+    finally:
+        del sys.modules[made.__name__]
+
+
 def with_attribute(value, by):
     value.by = by
     return value
@@ -302,6 +315,7 @@ MADE = {
     "a vectorised function": lambda k: np.vectorize(lambda x: x * k),
     "a mapped function": lambda k: torch.vmap(lambda x: x * k),
     "a function without gradients": lambda k: torch.no_grad()(lambda x: x * k),
+    "a decorated function of a module": decorated,
     "a context": lambda k: contextlib.contextmanager(lambda: iter([k])),
     "a traced module": lambda k: torch.fx.symbolic_trace(Net(factor=k)),
     "a hook of a parameter": hooked,

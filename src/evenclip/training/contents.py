@@ -191,7 +191,7 @@ class _Contents:
     def _function(self, value: types.FunctionType) -> bytes:
         """Return the digest of a function, with all variables that it uses."""
         library = libraries.library_of(value.__globals__)
-        if library and libraries.object_named(value) is value:
+        if library and _is_held(value):
             return self._named(value, value.__module__, library)
         parts = [
             self.of(value.__code__),
@@ -388,6 +388,15 @@ def _hooks(value: Tensor) -> Iterator[Any]:
     """Yield the hooks of a tensor: number -> function."""
     yield value._backward_hooks
     yield getattr(value, "_post_accumulate_grad_hooks", None)
+
+
+def _is_held(value: types.FunctionType) -> bool:
+    """Return whether a module of a library holds a function under its name.
+
+    What a library wraps around a function of your own has the name of that function, in its module.
+    """
+    is_held = libraries.object_named(value) is value
+    return is_held and bool(libraries.library_of_name(value.__module__))
 
 
 def _module_of(value: Any) -> str:
