@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from evenclip import terminal
 from evenclip.cli import compare, data, epsilon, paper, predict, report, train
 
 __all__ = ["app", "main"]
@@ -33,11 +34,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line on `arguments`, by default `sys.argv[1:]`, and exit."""
     # Skip the final garbage collection, which takes a third of a second after the imports.
     atexit.register(gc.freeze)
+    terminal.prepare()
+    try:
+        sys.exit(_run(arguments))
+    except (ValueError, TypeError, ImportError, OSError) as mistake:
+        terminal.say(f"evenclip: {terminal.in_line(mistake)}", error=True)
+        sys.exit(2)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    """Run a command; return the exit status."""
+    status = 0
     try:
         app(args=arguments, prog_name="evenclip")
-    except (ValueError, TypeError, ImportError, OSError) as mistake:
-        print(f"evenclip: {mistake}", file=sys.stderr)
-        sys.exit(2)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BrokenPipeError:
+        return 1
+    return terminal.finish() or status
 
 
 def version() -> str:
@@ -51,7 +65,7 @@ def version() -> str:
 def _print_version(requested: bool) -> None:
     """Print the version and exit if `--version` was given."""
     if requested:
-        print(f"evenclip {version()}")
+        terminal.say(f"evenclip {version()}")
         raise typer.Exit
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from evenclip import files
+from evenclip import files, terminal
 from evenclip.cli.executors import ExecutorOptions
 from evenclip.cli.options import DataDir, DataOptions, grouped
 from evenclip.cli.stops import kept
@@ -136,15 +136,18 @@ def compare(
             show=show,
         )
     for note in outcome.private_notes:
-        print(f"note: {note}", file=sys.stderr)
+        terminal.say(f"note: {terminal.in_line(note)}", error=True)
     results = outcome.to_json() | {"command": shlex.join(["evenclip", *_without_folders()])}
     content = files.sealed(results)
     if out is not None:
         files.write(out / "results.json", content, kinds.RESULTS)
         files.write(out / "report.html", page(results), kinds.REPORT)
-    print(content.decode().rstrip() if as_json else table(results))
+    if as_json:
+        terminal.say_json(content.decode().rstrip())
+    else:
+        terminal.say(table(results))
     if out is not None and not as_json:
-        print(f"\nWrote {out / 'report.html'} and {out / 'results.json'}.")
+        terminal.say(f"\nWrote {out / 'report.html'} and {out / 'results.json'}.")
 
 
 def _options(options: DataOptions, allow_partial: bool) -> dict[str, Any]:

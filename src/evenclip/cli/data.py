@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evenclip import files
+from evenclip import files, terminal
 from evenclip.cli.options import DataDir
 from evenclip.files import kinds
 
@@ -49,7 +49,10 @@ def datasets(
         "data_directory": None if directory is None else str(directory),
         "datasets": [_facts(source, directory) for source in SOURCES.values()],
     }
-    print(json.dumps(facts, indent=2, ensure_ascii=False) if as_json else _text(facts))
+    if as_json:
+        terminal.say_json(json.dumps(facts, indent=2, ensure_ascii=False))
+    else:
+        terminal.say(_text(facts))
 
 
 @app.command()
@@ -82,10 +85,10 @@ def schema(
     written = _skeleton(file, target) if columns_only else _proposed(file, target)
     text = json.dumps(written, indent=2, ensure_ascii=False)
     if out is None:
-        print(text)
+        terminal.say_json(text)
         return
     files.write(out, text + "\n", kinds.SCHEMA)
-    print(f"{out}: {len(written['columns'])} columns. {_ONLY if columns_only else _READ}")
+    terminal.say(f"{out}: {len(written['columns'])} columns. {_ONLY if columns_only else _READ}")
 
 
 _ONLY = "Only their names were read: fill in the kind of each, and its range or its values."

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evenclip import check
+from evenclip import check, terminal
 from evenclip.cli import ledgers
 from evenclip.cli.options import grouped
 
@@ -86,7 +86,10 @@ def epsilon(
     else:
         facts = _of_noise(noise, delta, with_curve=with_curve)
         lines = _lines_of_noise(facts)
-    print(json.dumps(facts, indent=2) if as_json else "\n".join([*lines, *_curve_lines(facts)]))
+    if as_json:
+        terminal.say_json(json.dumps(facts, indent=2))
+    else:
+        terminal.say("\n".join([*lines, *_curve_lines(facts)]))
 
 
 # --- files ----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from evenclip import terminal
 from evenclip.cli.executors import ExecutorOptions
 from evenclip.cli.options import DataDir, grouped
 from evenclip.cli.stops import kept
@@ -55,21 +55,21 @@ def list_() -> None:
     from evenclip.reproduction.tables import TABLES
 
     missing = {dataset: observed.lacks(dataset, None) for dataset in SETTINGS}
-    print("Tables")
+    terminal.say("Tables")
     for name, dataset, title in (
         *((made.NAME, made.DATASETS[-1], made.TITLE) for made in MADE.values()),
         *((t.name, t.dataset, t.title) for t in TABLES.values()),
     ):  # fmt: skip
-        print(f"  {name:<28}{title}{'' if missing[dataset] is None else ' (no data)'}")
-    print("\nFigures")
+        terminal.say(f"  {name:<28}{title}{'' if missing[dataset] is None else ' (no data)'}")
+    terminal.say("\nFigures")
     for name in DRAWINGS:
-        print(f"  {name:<28}an explanatory drawing")
+        terminal.say(f"  {name:<28}an explanatory drawing")
     for figure in FIGURES.values():
         no_data = "" if missing[figure.dataset] is None else " (no data)"
-        print(f"  {figure.name:<28}{figure.kind}{no_data}")
+        terminal.say(f"  {figure.name:<28}{figure.kind}{no_data}")
     for dataset, why in missing.items():
         if why is not None:
-            print(f"\n{dataset}: {why}")
+            terminal.say(f"\n{dataset}: {why}")
 
 
 @app.command()
@@ -90,8 +90,8 @@ def table(
     artifacts = Artifacts(options.out)
     with kept():
         path = _table(artifacts, name, how)
-    print(path.read_text())
-    print(f"Wrote {path} and {path.with_suffix('.json')}.")
+    terminal.say(path.read_text(encoding="utf-8"))
+    terminal.say(f"Wrote {path} and {path.with_suffix('.json')}.")
 
 
 @app.command()
@@ -122,7 +122,7 @@ def figure(
     elif name not in DRAWINGS:
         raise ValueError(f"There is no figure {name!r}; `evenclip paper list` has their names.")
     for path in artifacts.draw_figure(name, published_scale=published_scale):
-        print(path)
+        terminal.say(path)
 
 
 @app.command("all")
@@ -154,9 +154,9 @@ def all_(
                 left_out.append(f"{dataset} is left out: {why}")
     for path in artifacts.redraw():
         if path.suffix in (".svg", ".html"):
-            print(path)
+            terminal.say(path)
     for sentence in left_out:
-        print(sentence)
+        terminal.say(sentence)
 
 
 @app.command()
@@ -169,7 +169,7 @@ def redraw(out: Out = FOLDER) -> None:
             f"{out} is not there; give the folder that `evenclip paper all --out` made."
         )
     for path in Artifacts(out).redraw():
-        print(path)
+        terminal.say(path)
 
 
 def _training(
@@ -202,11 +202,11 @@ def _all_of_dataset(
     from evenclip.reproduction.artifacts import MADE
 
     for match in (False, True):
-        print(_table(artifacts, f"{dataset}-matched" if match else dataset, how))
+        terminal.say(_table(artifacts, f"{dataset}-matched" if match else dataset, how))
         _observe(artifacts, dataset, match, how)
     for name, made in MADE.items():
         if made.DATASETS[-1] == dataset and set(made.DATASETS) <= set(chosen):
-            print(_table(artifacts, name, replace(how, tf32=False)))
+            terminal.say(_table(artifacts, name, replace(how, tf32=False)))
 
 
 def _table(artifacts: Artifacts, name: str, how: Training) -> Path:
@@ -243,4 +243,4 @@ def _observe(artifacts: Artifacts, dataset: str, match: bool, how: Training) -> 
     )
     results = observed.carry_out(plan, artifacts.observed, data_dir=how.data_dir, on=how.on)
     for given, _ in results:
-        print(f"  observed {given.name}", file=sys.stderr)
+        terminal.say(f"  observed {given.name}", error=True)

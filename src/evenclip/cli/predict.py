@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenclip import files
+from evenclip import files, terminal
 from evenclip.files import kinds
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def predict(
         else predictions.to_csv(index=False)
     )
     if out is None:
-        sys.stdout.write(text)
+        terminal.say_data(text)
     else:
         files.write(out, text, kinds.PREDICTIONS)
 

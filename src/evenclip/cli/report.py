@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from evenclip import files
+from evenclip import files, terminal
 from evenclip.files import kinds
 
 __all__ = ["report"]
@@ -46,4 +46,4 @@ def report(
             "`evenclip compare --out`."
         ) from error
     files.write(path, drawn, kinds.REPORT)
-    print(path)
+    terminal.say(path)

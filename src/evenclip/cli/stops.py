@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
+
+from evenclip import terminal
 
 __all__ = ["kept"]
 
@@ -19,11 +20,11 @@ def kept() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupted:
-        print(
+        terminal.say(
             "evenclip: interrupted; finished runs are kept. Run the same command to continue.",
-            file=sys.stderr,
+            error=True,
         )
         raise typer.Exit(130) from interrupted
     except RunsError as failed:
-        print(f"evenclip: {failed}", file=sys.stderr)
+        terminal.say(f"evenclip: {terminal.in_line(failed)}", error=True)
         raise typer.Exit(1) from failed

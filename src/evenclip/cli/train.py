@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import textwrap
 import warnings
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evenclip import check
+from evenclip import check, terminal
 from evenclip.cli.options import DataOptions, grouped
 
 if TYPE_CHECKING:
@@ -121,14 +120,13 @@ def train(
         trained, folder.out, force=folder.force, with_group_figures=folder.with_group_figures
     )
     for note in (*trained.tabled.notes, *dict.fromkeys(str(warning.message) for warning in warned)):
-        print(f"note: {note}", file=sys.stderr)
-    print(
-        json.dumps(_facts(trained, out), indent=2, ensure_ascii=False)
-        if as_json
-        else _text(trained, out)
-    )
+        terminal.say(f"note: {terminal.in_line(note)}", error=True)
+    if as_json:
+        terminal.say_json(json.dumps(_facts(trained, out), indent=2, ensure_ascii=False))
+    else:
+        terminal.say(_text(trained, out))
     if problem is not None:
-        print(f"evenclip: {problem}", file=sys.stderr)
+        terminal.say(f"evenclip: {terminal.in_line(problem)}", error=True)
         raise typer.Exit(1)
 
 

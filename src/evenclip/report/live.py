@@ -6,6 +6,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Self
 
+from evenclip import terminal
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -17,7 +19,7 @@ __all__ = ["Lines", "Live", "live_progress"]
 
 def live_progress() -> Live | Lines:
     """Return the display that suits the error stream."""
-    return Live() if sys.stderr.isatty() else Lines()
+    return Live() if sys.stderr is not None and sys.stderr.isatty() else Lines()
 
 
 def _named(spec: Spec) -> str:
@@ -53,7 +55,8 @@ class Lines:
         self._ended += 1
         seconds = time.monotonic() - self._started.get(spec.hash, time.monotonic())
         what = f"{seconds:.1f} s" if failure is None else f"failed: {failure.why}"
-        print(f"{self._ended}/{self._planned} {_named(spec)}: {what}", file=sys.stderr, flush=True)
+        line = f"{self._ended}/{self._planned} {_named(spec)}: {what}"
+        terminal.say(terminal.in_line(line), error=True)
 
 
 class Live:
@@ -98,10 +101,11 @@ class Live:
         self._running.pop(spec.hash, None)
         self._ended += 1
         if failure is not None:
-            self._failed.append(f"{_named(spec)}: {failure.why}")
+            self._failed.append(terminal.in_line(f"{_named(spec)}: {failure.why}"))
 
     def _draw(self) -> Any:
         from rich.table import Table
+        from rich.text import Text
 
         now = time.monotonic()
         shown = Table(box=None, show_header=False, pad_edge=False)
@@ -119,7 +123,9 @@ class Live:
         )
         shown.add_row(f"{self._ended} of {self._planned} runs", "", left)
         for spec, since, t in list(self._running.values()):
-            shown.add_row(f"  {_named(spec)}", f"step {t}", f"{now - since:.0f} s")
+            shown.add_row(
+                Text(f"  {terminal.in_line(_named(spec))}"), f"step {t}", f"{now - since:.0f} s"
+            )
         for line in self._failed:
-            shown.add_row(f"  failed: {line}")
+            shown.add_row(Text(f"  failed: {line}"))
         return shown

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from evenclip.report.words import REFERENCE, count
+from evenclip.terminal import escaped, in_line
 
 __all__ = ["table"]
 
@@ -25,7 +26,7 @@ def table(results: Results, width: int = 80) -> str:
     sections = [_head(results, width)]
     sections += [_block(results, *block, width) for block in _blocks(results)]
     sections += [_privacy(results), _verdicts(results, width), _warnings(results, width)]
-    return "\n\n".join(section for section in sections if section)
+    return escaped("\n\n".join(section for section in sections if section))
 
 
 def _head(results: Results, width: int) -> str:
@@ -98,12 +99,13 @@ def _block(results: Results, heading: str, columns: list[Column], digits: int, w
             cells = [_cell(rule, values, best, digits) for _, values, best in some]
             if any(cells):
                 lines.append(
-                    f"  {rule:{_NAME - 2}}" + "".join(f"{cell:>{_CELL}}" for cell in cells)
+                    f"  {in_line(rule):{_NAME - 2}}" + "".join(f"{cell:>{_CELL}}" for cell in cells)
                 )
     return "\n".join(lines)
 
 
 def _short(name: str) -> str:
+    name = in_line(name)
     return name if len(name) < _CELL else name[: _CELL - 2] + "…"
 
 
@@ -136,7 +138,8 @@ def _privacy(results: Results) -> str:
         delta = "–" if privacy["delta"] is None else f"{privacy['delta']:.0e}"
         rate = _rate(results["settings"][rule]["lr"])
         lines.append(
-            f"  {rule:{_NAME - 2}}{pld:>7}{rdp:>7}{delta:>6}{rate:>6}  {privacy['soundness']}"
+            f"  {in_line(rule):{_NAME - 2}}{pld:>7}{rdp:>7}{delta:>6}{rate:>6}  "
+            f"{privacy['soundness']}"
         )
     return "\n".join(lines)
 

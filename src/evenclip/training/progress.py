@@ -20,7 +20,8 @@ class Progress:
 
     def __init__(self, total: int, shown: bool | None = None, stream: TextIO | None = None) -> None:
         self._total, self._stream = total, stream or sys.stderr
-        self._shown = self._stream.isatty() if shown is None else shown
+        is_terminal = self._stream is not None and self._stream.isatty()
+        self._shown = is_terminal if shown is None else shown
         self._started, self._last, self._width = time.monotonic(), 0.0, 0
         self._first: int | None = None
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from evenclip import check
+from evenclip import check, terminal
 from evenclip.training import checkpoint as checkpoints
 from evenclip.training.checkpoint import CheckpointError
 from evenclip.training.logs.log import Log, flat
@@ -143,4 +142,4 @@ def _print_stopped(folder: Path | None, t: int, steps: int) -> None:
         outcome = "; nothing was saved (no checkpoint folder was given)."
     else:
         outcome = f", saved in {folder}; continue with resume=True."
-    print(f"Stopped after step {t} of {steps}{outcome}", file=sys.stderr)
+    terminal.say(f"Stopped after step {t} of {steps}{outcome}", error=True)
