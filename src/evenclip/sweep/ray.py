@@ -16,14 +16,16 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from evenclip import check
+from evenclip.files import private_folder
 from evenclip.sweep.bundle import bundles, compute_all, make_task, prepare_worker, read_task
 from evenclip.sweep.executor import TRIES, Assignment, Failure, ProgressDisplay, Tries
+from evenclip.sweep.ray_start import job, private_cluster
 from evenclip.sweep.spec import Spec
 from evenclip.sweep.store import Store
 from evenclip.sweep.transfer import contents, unpacked
@@ -135,34 +137,38 @@ class Ray:
         if ray.is_initialized():
             yield ray
             return
-        self._connect(ray)
+        options: dict[str, Any] = {
+            "include_dashboard": False,
+            "log_to_driver": False,
+            "logging_level": "ERROR",
+        }
+        address = self.address or os.environ.get("RAY_ADDRESS") or None
+        try:
+            self._connect(ray, address or "auto", options)
+        except _NoClusterError:
+            with _quiet_start(ray, options):
+                yield ray
+            return
         try:
             yield ray
         finally:
             ray.shutdown()
 
-    def _connect(self, ray: Any) -> None:
-        """Connect to a running cluster, or start one.
+    def _connect(self, ray: Any, address: str, options: Mapping[str, Any]) -> None:
+        """Connect to a running cluster.
 
         Raises:
             ConnectionError: the connection failed; the message says what to do.
         """
-        address = self.address or os.environ.get("RAY_ADDRESS") or None
-        if address is not None:
-            _reachable(address)
+        _reachable(address)
         try:
             with _quiet():
-                ray.init(
-                    address=address,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level="ERROR",
-                )
+                ray.init(address=address, job_config=job(ray), **options)
         except ray.exceptions.AuthenticationError:
             raise ConnectionError(f"Ray found no token; {_TOKEN}.") from None
         except ConnectionError:
-            if address is None:
-                raise
+            if address == "auto":
+                raise _NoClusterError from None
             raise ConnectionError(
                 f"The Ray cluster at {address} rejected the connection; {_TOKEN}; otherwise unset "
                 "RAY_AUTH_MODE."
@@ -197,6 +203,19 @@ class Ray:
                 f"cluster has them ({available}); request less or add a node."
             )
         return slots
+
+
+class _NoClusterError(Exception):
+    """No Ray cluster runs on this machine."""
+
+
+@contextmanager
+def _quiet_start(ray: Any, options: Mapping[str, Any]) -> Iterator[None]:
+    """Start a cluster that only this user can reach, without Ray's messages."""
+    with ExitStack() as stack:
+        with _quiet():
+            stack.enter_context(private_cluster(ray, job_config=job(ray), **options))
+        yield
 
 
 def _package() -> Any:
@@ -332,16 +351,16 @@ def _work(task: Mapping[str, Any], files: Files, say: Callable[..., None]) -> No
         "evenclip, torch, numpy, pandas or scikit-learn has another version on "
         f"{platform.node()}; install the same versions on every node of the Ray cluster"
     )
-    with tempfile.TemporaryDirectory(prefix="evenclip-") as folder:
-        todo = read_task(task, say, other, lambda spec: unpacked(spec, _sent(files), Path(folder)))
+    with private_folder(Path(tempfile.gettempdir())) as folder:
+        todo = read_task(task, say, other, lambda spec: unpacked(spec, _sent(files), folder))
         compute_all(todo, keep, say)
 
 
 def _once(work: Callable[[S], T], item: S, files: Files) -> T:
     """Return work(item); if the item is a run, unpack its files first."""
     prepare_worker()
-    with tempfile.TemporaryDirectory(prefix="evenclip-") as folder:
-        local: Any = unpacked(item, _sent(files), Path(folder)) if isinstance(item, Spec) else item
+    with private_folder(Path(tempfile.gettempdir())) as folder:
+        local: Any = unpacked(item, _sent(files), folder) if isinstance(item, Spec) else item
         return work(local)
 
 
