@@ -2184,7 +2184,7 @@ KEYS = (
         "A function that wraps one of a library has the digest of that one.",
         "training/contents.py",
         "        library = libraries.library_of(value.__globals__)\n"
-        "        if library and libraries.object_named(value) is value:\n",
+        "        if library and _is_held(value):\n",
         "        library = libraries.library_of_name(value.__module__)\n        if library:\n",
         (f"{CONTENTS}::test_functions_that_differ_have_different_digests",),
     ),
@@ -2973,8 +2973,8 @@ FILES = (
         "private-rows-stay",
         "Rows for workers stay when their process is killed.",
         "files/private.py",
-        "sys.stdin.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)",
-        "sys.stdin.read()",
+        "    shutil.rmtree(sys.argv[1], ignore_errors=True)",
+        "    pass",
         ("files/test_folder.py::test_private_rows_are_removed_when_their_process_is_killed",),
     ),
     Fault(
@@ -2995,6 +2995,123 @@ FILES = (
     ),
 )
 
+STARTING, OUTPUT = "faults/test_processes.py", "faults/test_output.py"
+PROCESSES, LISTING = f"{STARTING}::test_a_fault_of_processes", "sweep/test_process.py"
+STARTED = (
+    Fault(
+        "worker-current-folder",
+        "Workers import from the current folder.",
+        "sweep/process.py",
+        'else ["-P"]',
+        "else []",
+        (f"{PROCESSES}[planted: compare]",),
+    ),
+    Fault(
+        "worker-empty-entry",
+        "An empty entry of PYTHONPATH stays, and workers import from the current folder.",
+        "sweep/process.py",
+        "split(os.pathsep) if folder]",
+        "split(os.pathsep)]",
+        (f"{LISTING}::test_a_worker_does_not_import_from_the_current_folder",),
+    ),
+    Fault(
+        "module-current-folder",
+        "`python -m evenclip` imports from the current folder.",
+        "evenclip/__main__.py",
+        "    _leave_current_folder()\n    from",
+        "    from",
+        (f"{PROCESSES}[planted: epsilon, -m]",),
+    ),
+    Fault(
+        "file-changed-since",
+        "A file that changed after it was hashed is executed.",
+        "sweep/describe/files.py",
+        'if hashlib.sha256(read).hexdigest() != description["sha256"]:',
+        "if False:",
+        (f"{PROCESSES}[edited before a worker: rule]",),
+    ),
+    Fault(
+        "rule-changed-since",
+        "A rule that was edited after its import is accepted.",
+        "describe/rule.py",
+        "    if _digest(rule) != _digest(make_rule(description)):",
+        "    if False:",
+        (f"{PROCESSES}[edited: a constant]",),
+    ),
+    Fault(
+        "file-neighbour",
+        "A file may import one beside it, which no hash covers.",
+        "sweep/describe/files.py",
+        "and _is_beside(Path(file).resolve(), folder)",
+        "and False",
+        (f"{PROCESSES}[imports its neighbour by its path]",),
+    ),
+    Fault(
+        "file-starts-a-comparison",
+        "A file that compares when it is loaded starts workers without end.",
+        "sweep/describe/files.py",
+        "    if _loading:\n        raise",
+        "    if False:\n        raise",
+        (f"{LISTING}::test_no_worker_is_started_while_a_file_is_loaded",),
+    ),
+    Fault(
+        "rows-stay",
+        "The rows of a DataFrame stay in the store.",
+        "comparison/source.py",
+        "yield _written(data, folder) if is_frame",
+        "yield _written(data, store.root) if is_frame",
+        (f"{PROCESSES}[rows: frame, SIGKILL]",),
+    ),
+    Fault(
+        "rows-of-earlier-versions",
+        "Rows that earlier versions left in the store stay there.",
+        "comparison/source.py",
+        "        path.unlink(missing_ok=True)",
+        "        pass",
+        (f"{PROCESSES}[rows of earlier versions]",),
+    ),
+    Fault(
+        "lock-link",
+        "A link in the place of a lock file is followed.",
+        "sweep/store.py",
+        "os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK",
+        "os.O_RDWR | os.O_CREAT | os.O_NONBLOCK",
+        (f"{PROCESSES}[a link as lock: file]",),
+    ),
+    Fault(
+        "library-wrapper",
+        "What a library wraps around a function of your own is known by its name alone.",
+        "training/contents.py",
+        "return is_held and bool(libraries.library_of_name(value.__module__))",
+        "return is_held",
+        ("training/test_contents.py",),
+    ),
+    Fault(
+        "terminal-controls",
+        "A character of the data controls the terminal.",
+        "evenclip/terminal.py",
+        "    return _UNSAFE.sub(_escape, str(text))",
+        "    return str(text)",
+        (f"{OUTPUT}::test_a_fault_of_output[compared: ANSI]",),
+    ),
+    Fault(
+        "terminal-encoding",
+        "A terminal without ε fails.",
+        "evenclip/terminal.py",
+        "            reconfigure(errors=_ERRORS)",
+        "            pass",
+        (f"{OUTPUT}::test_a_fault_of_output[spelled]",),
+    ),
+    Fault(
+        "progress-markup",
+        "Names change the progress display by markup.",
+        "report/live.py",
+        'Text(f"  failed: {line}")',
+        'f"  failed: {line}"',
+        (f"{OUTPUT}::test_a_fault_of_output[progress: closing markup, utf-8, True]",),
+    ),
+)
+
 FAULTS = (
     *CUSTOM_RULES,
     *CORE,
@@ -3012,6 +3129,7 @@ FAULTS = (
     *ATTEMPTS,
     *DECLARED,
     *FILES,
+    *STARTED,
 )
 
 

@@ -18,6 +18,7 @@ ROOT = Path(evenclip.__file__).parent
 
 # From the top: a room may import the rooms on later lines, and nothing else of the package.
 ORDER = [
+    ["__main__"],
     ["cli"],
     ["reproduction", "sklearn", "opacus", "export"],
     ["comparison"],
@@ -29,7 +30,7 @@ ORDER = [
     ["rules"],
     ["gradients", "data", "models"],
     ["files"],
-    ["check"],
+    ["check", "terminal"],
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 HEAVY = ["matplotlib", "pandas", "scipy", "dp_accounting", "typer", "rich", "sklearn", "pyarrow"]

@@ -16,9 +16,13 @@ numpy.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+
+# As in `typing`, which `python -m evenclip` would import from the current folder.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from evenclip.comparison.compare import compare
     from evenclip.comparison.result import Comparison
     from evenclip.distributed import Ranks

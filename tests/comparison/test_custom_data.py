@@ -13,7 +13,7 @@ import evenclip
 from evenclip.cli import main
 from evenclip.comparison.plan import choose_protocol
 from evenclip.comparison.source import describe_data
-from evenclip.sweep import Spec, Store, transfer
+from evenclip.sweep import Spec, transfer
 from evenclip.sweep.describe import load_data
 
 FACES = """
@@ -77,7 +77,7 @@ def describe(tmp_path):
     """Dataset and options -> its description, which must be plain values."""
 
     def described(data, target=None, group=None, data_dir=None, **options):
-        plain = describe_data(data, target, group, options, data_dir, Store(tmp_path / "store"))
+        plain = describe_data(data, target, group, options, data_dir)
         return json.loads(json.dumps(plain))
 
     return described
@@ -159,7 +159,7 @@ def test_a_changed_file_is_another_run_and_not_loaded_as_the_first(file, describ
     assert before["sha256"] != after["sha256"]
     assert before["content"] != after["content"]
     # A worker is a new process, which has not loaded the first version.
-    sys.modules.pop(f"evenclip_given_{before['sha256'][:16]}")
+    sys.modules.pop(f"evenclip_given_{before['sha256']}")
     with pytest.raises(ValueError, match=r"my_data\.py has changed since the comparison began; st"):
         load_data(before, 0)
 

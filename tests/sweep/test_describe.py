@@ -68,7 +68,7 @@ def test_a_file_that_changed_after_it_was_described_is_not_loaded(custom_rules):
     custom_rules.write_text(CUSTOM_RULE.replace("0.5 *", "0.6 *"))  # no other test has loaded this
     description = describe.describe_rule(describe.named_rule(f"{custom_rules}:Half"))
     custom_rules.write_text(CUSTOM_RULE.replace("0.5 *", "0.7 *"))
-    sys.modules.pop(f"evenclip_given_{description['sha256'][:16]}")  # as in a new process
+    sys.modules.pop(f"evenclip_given_{description['sha256']}")  # as in a new process
     with pytest.raises(ValueError, match=r"has changed since the comparison began; start it again"):
         describe.make_rule(description)
 

@@ -45,7 +45,7 @@ def test_a_run_that_fails_does_not_stop_the_others(store, spec, progress):
 def children():
     """Return the process ids of our workers."""
     listed = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())],
+        ["ps", "-wwo", "pid=,args=", "--ppid", str(os.getpid())],
         capture_output=True,
         text=True,
         check=True,

@@ -20,7 +20,7 @@ from evenclip import check
 from evenclip.comparison.collect import collect
 from evenclip.comparison.plan import Changes, in_words, make_plan
 from evenclip.comparison.result import Comparison
-from evenclip.comparison.source import check_groups, describe_data
+from evenclip.comparison.source import check_groups, describe_data, readable
 from evenclip.comparison.trainings import Trainings
 from evenclip.rules import Rule
 from evenclip.sweep import Executor, Local, ProgressDisplay, Silent, Store
@@ -97,25 +97,26 @@ def compare(
     chosen, executor = _seeds(seeds), _executor(workers, on)
     _check_device(device, tf32, executor)
     kept = Store(default_root() if store is None else store)
-    described = describe_data(data, target, group, dict(options or {}), data_dir, kept)
-    if rows is not None:
-        check.natural(rows=rows)
-        described["rows"] = int(rows)
-    if split is not None:
-        (described["split"],) = _seeds([split])
-    loaded = load_data(described, chosen[0])
-    train = loaded.splits.train
-    check_groups(train, loaded.splits.test)
     changes = Changes(epsilon, delta, epochs, batch_size, lr, model, rows, tf32)
-    plan, notes = make_plan(described, train, rules, match, changes)
-    make_model(plan.model, train, chosen[0])  # raises before training if the model does not fit
     display = Silent() if show is None else show
-    trainings = Trainings(plan, described, chosen, kept, executor, display, device, tf32)
-    specs = trainings.specs(trainings.reference_rates(loaded))
-    results = trainings.results(specs)
-    loaded = replace(loaded, notes=(*loaded.notes, *notes))
-    comparison = collect(plan, loaded, chosen, results, in_words(plan, changes))
-    return replace(comparison, risk=trainings.risk(specs)) if risk else comparison
+    with readable(data, kept) as found:
+        described = describe_data(found, target, group, dict(options or {}), data_dir)
+        if rows is not None:
+            check.natural(rows=rows)
+            described["rows"] = int(rows)
+        if split is not None:
+            (described["split"],) = _seeds([split])
+        loaded = load_data(described, chosen[0])
+        train = loaded.splits.train
+        check_groups(train, loaded.splits.test)
+        plan, notes = make_plan(described, train, rules, match, changes)
+        make_model(plan.model, train, chosen[0])  # raises before training if it does not fit
+        trainings = Trainings(plan, described, chosen, kept, executor, display, device, tf32)
+        specs = trainings.specs(trainings.reference_rates(loaded))
+        results = trainings.results(specs)
+        loaded = replace(loaded, notes=(*loaded.notes, *notes))
+        comparison = collect(plan, loaded, chosen, results, in_words(plan, changes))
+        return replace(comparison, risk=trainings.risk(specs)) if risk else comparison
 
 
 def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:

@@ -1,13 +1,22 @@
-"""The data of a comparison as plain values that worker processes can load."""
+"""The data of a comparison as plain values that worker processes can load.
+
+Rows in memory, of a DataFrame or of `Splits`, go to the workers through a file in a folder of the
+store that only this user can read and that is removed in every ending (`evenclip.files.private`).
+"""
 
 from __future__ import annotations
 
+import io
+import logging
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from evenclip.data import SOURCES, Dataset, Source, Splits, data_directory
+from evenclip.files import kinds, private_folder, write
 from evenclip.sweep import Store
 from evenclip.sweep.describe import (
     NO_DATASET,
@@ -18,18 +27,61 @@ from evenclip.sweep.describe import (
     save_splits,
 )
 
-__all__ = ["check_groups", "describe_data"]
+__all__ = ["check_groups", "describe_data", "readable"]
+
+_LOG = logging.getLogger("evenclip")
+# Names of the files in which earlier versions left the rows.
+_LEFT = re.compile(r"[0-9a-f]{24}\.(pt|parquet|writing-\d+)|\.writing-[0-9a-f]{32}")
+
+
+@contextmanager
+def readable(data: Any, store: Store) -> Iterator[Any]:
+    """Yield data that workers can read: rows in memory as a file, all else as it is.
+
+    The file of `Splits` comes as their description. It is removed when the context ends.
+    """
+    _remove_old_rows(store.root / "data")
+    is_frame = hasattr(data, "to_parquet")  # a DataFrame, without importing pandas to ask
+    if not is_frame and not isinstance(data, Splits):
+        yield data
+        return
+    with private_folder(store.root) as folder:
+        _LOG.warning(
+            "The rows are in %s while the comparison runs; only you can read it, and it is removed "
+            "at the end.",
+            folder,
+        )
+        yield _written(data, folder) if is_frame else _Described(save_splits(data, folder))
+
+
+class _Described(dict[str, Any]):
+    """Data that are plain values already."""
+
+
+def _remove_old_rows(folder: Path) -> None:
+    """Remove the rows that earlier versions left in the store."""
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    old = [path for path in folder.iterdir() if _LEFT.fullmatch(path.name)]
+    for path in old:
+        path.unlink(missing_ok=True)
+    if old:
+        _LOG.warning(
+            "Removed %d files with rows from %s, where an earlier version left them.",
+            len(old),
+            folder,
+        )
+    if not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def describe_data(
     data: Any, target: str | None, group: str | Sequence[str] | None, options: dict[str, Any],
-    data_dir: str | os.PathLike[str] | None, store: Store,
+    data_dir: str | os.PathLike[str] | None,
 ) -> dict[str, Any]:  # fmt: skip
     """The data as plain values."""
-    if isinstance(data, Splits):
-        return save_splits(data, store.root / "data")
-    if hasattr(data, "to_parquet"):  # a DataFrame, without importing pandas to ask
-        data = _written(data, store.root / "data")
+    if isinstance(data, _Described):
+        return data
     if not isinstance(data, (str, os.PathLike)):
         raise TypeError(
             f"data is of type {type(data).__name__}; give the name of a dataset, a file, "
@@ -139,19 +191,10 @@ _PURPOSE = {"target": "to predict", "group": "whose groups are compared"}
 
 
 def _written(frame: Any, folder: Path) -> Path:
-    """A DataFrame as a file that workers can read; the same file for the same content."""
-    import hashlib
-    import io
-
-    folder.mkdir(parents=True, exist_ok=True)
+    """A DataFrame as a file."""
     buffer = io.BytesIO()
     frame.to_parquet(buffer)
-    path = folder / f"{hashlib.sha256(buffer.getvalue()).hexdigest()[:24]}.parquet"
-    if not path.exists():
-        scratch = path.with_suffix(f".writing-{os.getpid()}")
-        scratch.write_bytes(buffer.getvalue())
-        scratch.replace(path)
-    return path
+    return write(folder / "rows.parquet", buffer.getvalue(), kinds.ROWS)
 
 
 def check_groups(train: Dataset, test: Dataset) -> None:

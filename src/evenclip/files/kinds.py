@@ -2,7 +2,8 @@
 
 A writer names its kind, so this list is complete, and a test damages a file of every kind. `SEALED`
 files hold their own checksum, `LISTED` files are in the manifest of their folder, and every line of
-a `LINES` file is checked by itself. `UNREAD` files are never read back by the package.
+a `LINES` file is checked by itself. The SHA-256 of a `NAMED` file is in the specification of every
+run that reads it. `UNREAD` files are never read back by the package.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 __all__ = ["KINDS", "Kind"]
 
-SEALED, LISTED, LINES, UNREAD = "sealed", "listed", "lines", "unread"
+SEALED, LISTED, LINES, NAMED, UNREAD = "sealed", "listed", "lines", "named", "unread"
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Kind:
 
     Attributes:
         name: what it is, for messages.
-        vouched: SEALED, LISTED, LINES or UNREAD.
+        vouched: SEALED, LISTED, LINES, NAMED or UNREAD.
         remedy: what to do when it is damaged, as the end of a sentence.
         public: whether other users of the machine may read it; false for everything private.
     """
@@ -55,6 +56,7 @@ MEASUREMENTS = Kind("measurements of a run", SEALED, "remove the file, and it is
 RECORD = Kind("record of a table", SEALED, "make it again with `evenclip paper table`")
 OBSERVED = Kind("observed run", SEALED, "remove the file, and make its figure again")
 IMAGES = Kind("decoded images", SEALED, "the file is made again")
+ROWS = Kind("rows for workers", NAMED, "start the comparison again")
 REPORT = Kind("report", UNREAD)
 PREDICTIONS = Kind("predictions", UNREAD)
 SCHEMA = Kind("schema", UNREAD)

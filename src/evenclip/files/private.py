@@ -16,7 +16,16 @@ from evenclip.files.write import clear_leftovers, explained, scratch_folder
 
 __all__ = ["private_folder"]
 
-_WAIT = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)"
+# Again and again for a while: other processes that end may still write there.
+_WAIT = """
+import os, shutil, sys, time
+sys.stdin.read()
+for _ in range(100):
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    if not os.path.lexists(sys.argv[1]):
+        break
+    time.sleep(0.1)
+"""
 
 
 @contextmanager

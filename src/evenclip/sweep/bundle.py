@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -86,17 +85,14 @@ def compute_into(store: Store, todo: Mapping[int, Spec], say: Say) -> None:
         del i
         store.write(spec, result, weights)
 
-    with ExitStack() as claims:
-        mine = dict[int, Spec]()
-        for i, spec in todo.items():
-            with _reported(say, i):
-                if not claims.enter_context(store.claim(spec)):
-                    say(event="busy", i=i)
-                elif store.has(spec):
-                    say(event="done", i=i)
-                else:
-                    mine[i] = spec
-        compute_all(mine, keep, say)
+    for i, spec in todo.items():  # one claim at a time: the number of open files is limited
+        with _reported(say, i), store.claim(spec) as mine:
+            if store.has(spec):
+                say(event="done", i=i)
+            elif mine:
+                _compute_one(i, spec, keep, say)
+            else:
+                say(event="busy", i=i)
 
 
 def prepare_worker() -> None:

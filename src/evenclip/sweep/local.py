@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import queue
-import signal
+import subprocess
 import threading
 import time
 from collections import deque
@@ -22,7 +22,7 @@ from evenclip import check
 from evenclip.sweep.bundle import bundles, make_task
 from evenclip.sweep.executor import Assignment, Failure, ProgressDisplay, Tries
 from evenclip.sweep.pool import map_processes
-from evenclip.sweep.process import Process, close, cores, end, start
+from evenclip.sweep.process import check_handles, close, cores, death, end, start
 from evenclip.sweep.spec import Spec
 from evenclip.sweep.store import Store
 
@@ -61,6 +61,7 @@ class Local:
     ) -> list[Failure]:
         """Carry out these runs; return the failures."""
         size = self.workers or cores()
+        check_handles(min(size, len(specs)))
         return _Pool(store, show, size).carry_out(bundles(specs, size))
 
     def map_processes(self, work: Callable[[S], T], items: Sequence[S]) -> Iterator[tuple[int, T]]:
@@ -80,7 +81,7 @@ class _Pool:
         """Carry out these bundles; return the failures."""
         waiting = deque(work)
         size = min(self._size, len(work))
-        workers = [_Worker(self._events, start()) for _ in range(size)]
+        workers = [_Worker(self._events) for _ in range(size)]
         try:
             for worker in workers:
                 self._next(worker, waiting)
@@ -90,7 +91,7 @@ class _Pool:
                     continue
                 self._process(worker, event, waiting)
                 if event["event"] == "died" and waiting:
-                    workers.append(worker := _Worker(self._events, start()))
+                    workers.append(worker := _Worker(self._events))
                 if not worker.assignment.specs:
                     self._next(worker, waiting)
         finally:
@@ -122,10 +123,11 @@ class _Pool:
 class _Worker:
     """One process, and the threads that read its output."""
 
-    def __init__(
-        self, events: queue.Queue[tuple[_Worker, dict[str, Any]]], process: Process
-    ) -> None:
-        self.assignment, self._process = Assignment({}), process
+    def __init__(self, events: queue.Queue[tuple[_Worker, dict[str, Any]]]) -> None:
+        self.assignment = Assignment({})
+        self._process = start(
+            "evenclip.sweep.worker", stderr=subprocess.PIPE, encoding="utf-8", errors="replace"
+        )
         self._events, self._errors = events, deque[str](maxlen=20)
         self._readers = [
             threading.Thread(target=t, daemon=True) for t in (self._read_events, self._read_errors)
@@ -161,8 +163,5 @@ class _Worker:
             self._errors.append(line.rstrip())
 
     def _death(self, code: int) -> str:
-        if code < 0:
-            hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-            return f"its process was ended by {signal.Signals(-code).name}{hint}"
-        last = f": {self._errors[-1]}" if self._errors else ""
-        return f"its process ended with status {code}{last}"
+        last = f": {self._errors[-1]}" if code >= 0 and self._errors else ""
+        return f"{death(code)}{last}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
+import shlex
 import shutil
 import subprocess
 import time
@@ -29,6 +30,7 @@ from typing import Any, TypeVar
 from evenclip import check
 from evenclip.sweep.bundle import bundles, compute_into, make_task, prepare_worker, read_task
 from evenclip.sweep.executor import TRIES, Assignment, Failure, ProgressDisplay, Tries
+from evenclip.sweep.process import as_environment, environment, python
 from evenclip.sweep.spec import Spec
 from evenclip.sweep.store import Store, default_root
 
@@ -222,7 +224,7 @@ class _Site:
     def __init__(self, config: Slurm, root: Path) -> None:
         self.config, self.in_order = config, False
         self._folder = root.resolve() / "slurm" / uuid.uuid4().hex[:12]
-        self._folder.mkdir(parents=True)
+        self._folder.mkdir(mode=0o700, parents=True)
         self._executor = _executor(config, self._folder)
         self._pending: set[_Job] = set()
         self._listed: set[str] | None = None
@@ -251,7 +253,9 @@ class _Site:
         from submitit.core.utils import FailedJobError
 
         try:
-            jobs = [_Job(job) for job in self._executor.map_array(work, *zip(*tasks, strict=True))]
+            with as_environment(environment()):
+                submitted = self._executor.map_array(work, *zip(*tasks, strict=True))
+            jobs = [_Job(job) for job in submitted]
         except FailedJobError as error:
             reason = " ".join(str(error).split())[-300:]
             raise ValueError(f"Slurm rejected the jobs: {reason}") from None
@@ -310,7 +314,13 @@ def _executor(config: Slurm, folder: Path) -> Any:
         raise ValueError(
             "Slurm is not installed (no sbatch); run the command on a login node of the cluster."
         )
-    executor = submitit.AutoExecutor(folder=folder, cluster=config.cluster)
+    # submitit starts Python with -m, which would put the folder of the command before all others.
+    path = environment().get("PYTHONPATH")
+    own = ["-u", "PYTHONPATH"] if path is None else [f"PYTHONPATH={path}"]
+    command = shlex.join(["env", *own, "PYTHONSAFEPATH=1", *python()])
+    executor = submitit.AutoExecutor(
+        folder=folder, cluster=config.cluster, **{f"{config.cluster}_python": command}
+    )
     executor.update_parameters(
         name="evenclip",
         timeout_min=config.minutes,

@@ -32,6 +32,14 @@ from evenclip.sweep.spec import Spec
 __all__ = ["Store", "default_root"]
 
 
+_REMEDIES = {
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENOSPC: "make room, or choose another folder for results",
+    errno.EROFS: "choose another folder for results",
+    errno.EACCES: "choose another folder for results",
+}
+
+
 def default_root() -> Path:
     """Return the store in the user's cache, EVENCLIP_CACHE or ~/.cache/evenclip.
 
@@ -101,9 +109,7 @@ class Store:
     @contextmanager
     def claim(self, spec: Spec) -> Iterator[bool]:
         """Lock a run for the duration of the context; yield False if it is already locked."""
-        locks = self.root / "locks"
-        locks.mkdir(exist_ok=True)
-        with (locks / spec.hash).open("w") as lock:
+        with _lock_file(self.root / "locks", spec.hash) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -114,3 +120,23 @@ class Store:
                 if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
                     raise
             yield True  # closing the file releases the lock, and so does the end of the process
+
+
+@contextmanager
+def _lock_file(folder: Path, name: str) -> Iterator[int]:
+    """Open a lock file, creating it if it is missing; follow no link, and write nothing."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            kind = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+            lock = os.open(name, kind, 0o600, dir_fd=inside)
+        finally:
+            os.close(inside)
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0, "remove what is in its place")
+        raise OSError(f"{folder / name} cannot be locked ({error.strerror}); {remedy}.") from error
+    try:
+        yield lock
+    finally:
+        os.close(lock)

@@ -19,6 +19,8 @@ def main() -> None:
     """Carry out tasks until the input ends."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # other output must not mix with the events
+    for stream in (sys.stdout, sys.stderr):  # a model may print what the terminal cannot show
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     from evenclip.sweep.bundle import prepare_worker
 
     prepare_worker()
@@ -42,7 +44,3 @@ def carry_out(task: dict[str, Any], say: Callable[..., None]) -> None:
         read_task(task, say, "the package changed while the command ran; start the command again"),
         say,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import io
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +27,14 @@ from torch import Tensor
 from evenclip.data import SOURCES, Dataset, Source, Splits, data_directory
 from evenclip.data.sample import Coins, coins
 from evenclip.data.source import NUMBER, check_splits, source_of
-from evenclip.sweep.describe.files import call, check_content, describe_file, load_module
+from evenclip.files import kinds, make_folder, write
+from evenclip.sweep.describe.files import (
+    call,
+    check_content,
+    describe_file,
+    load_module,
+    read_content,
+)
 
 __all__ = [
     "NO_DATASET",
@@ -205,12 +211,15 @@ def _table(description: Mapping[str, Any], seed: int) -> Loaded:
     tabled = table(
         description["path"], seed=seed, test=None if test is None else test["path"], **options
     )
+    for file in (description, test):
+        if file is not None:
+            check_content(file)  # it may have been replaced while it was read
     return Loaded(tabled.splits, None, tabled.uncovered, tabled.notes, tabled.small)
 
 
 def save_splits(splits: Splits, folder: Path) -> dict[str, Any]:
-    """Write in-memory splits to a file that workers can read; return their description."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write in-memory splits to a file that only this user can read; return their description."""
+    make_folder(folder, kinds.ROWS)
     plain = {
         split: {
             "x": data.x,
@@ -226,15 +235,12 @@ def save_splits(splits: Splits, folder: Path) -> dict[str, Any]:
     buffer = io.BytesIO()  # saved to a path, the content would include the file's name
     torch.save({"name": splits.train.name, **plain}, buffer)
     digest = hashlib.sha256(buffer.getvalue()).hexdigest()
-    path, scratch = folder / f"{digest[:24]}.pt", folder / f".writing-{uuid.uuid4().hex}"
-    scratch.write_bytes(buffer.getvalue())
-    scratch.replace(path)
+    path = write(folder / f"{digest[:24]}.pt", buffer.getvalue(), kinds.ROWS)
     return {"tensors": True, "path": str(path.resolve()), "sha256": digest}
 
 
 def _tensors(description: Mapping[str, Any]) -> Loaded:
-    check_content(description)
-    plain = torch.load(description["path"], weights_only=True)
+    plain = torch.load(io.BytesIO(read_content(description)), weights_only=True)
     splits = {
         split: Dataset(
             d["x"],

@@ -10,6 +10,7 @@ from typing import Any
 
 from evenclip.rules import RULES, Rule, check_complete
 from evenclip.sweep.describe.files import call, describe_file, load_module
+from evenclip.training.contents import NoDigest, contents
 
 __all__ = ["describe_rule", "make_rule", "named_rule"]
 
@@ -50,7 +51,31 @@ def describe_rule(rule: Rule) -> dict[str, Any]:
             "could load it from; put it into its own .py file."
         )
     kind = {"name": rule.name, "class": type(rule).__qualname__}
-    return {**kind, "options": options, **describe_file(path)}
+    description = {**kind, "options": options, **describe_file(path)}
+    _check_same(rule, description)
+    return description
+
+
+def _check_same(rule: Rule, description: Mapping[str, Any]) -> None:
+    """Raise unless the file defines the rule as it is here.
+
+    Workers execute the file. It may have been edited after it was imported, and the class may have
+    been changed in memory.
+    """
+    if _digest(rule) != _digest(make_rule(description)):
+        raise ValueError(
+            f"The rule {rule.name!r} is not what {description['path']} defines: the file was "
+            "edited after it was imported, or the rule was changed in memory; start Python again, "
+            "and change the rule in its file only."
+        )
+
+
+def _digest(rule: Rule) -> str:
+    """Return what a rule computes; "" if its code cannot be seen: it then trains with no seed."""
+    try:
+        return contents(rule)
+    except NoDigest:
+        return ""
 
 
 def make_rule(description: Mapping[str, Any]) -> Rule:
