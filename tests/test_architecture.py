@@ -29,7 +29,8 @@ ORDER = [
     ["rules"],
     ["gradients", "data", "models"],
     ["files"],
-    ["check"],
+    ["check", "devices"],
+    ["arguments"],
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 HEAVY = ["matplotlib", "pandas", "scipy", "dp_accounting", "typer", "rich", "sklearn", "pyarrow"]

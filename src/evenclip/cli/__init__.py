@@ -1,7 +1,8 @@
 """The `evenclip` command line, one subcommand per file.
 
 A user error (a value out of range, a missing file) prints one sentence to stderr and exits with
-status 2. Failed runs print one sentence and exit with status 1.
+status 2. Failed runs print one sentence and exit with status 1. Every other ending is in
+`evenclip.cli.endings`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from evenclip.cli import compare, data, epsilon, paper, predict, report, train
+from evenclip.cli import compare, data, endings, epsilon, paper, predict, report, train
 
 __all__ = ["app", "main"]
 
@@ -35,9 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     atexit.register(gc.freeze)
     try:
         app(args=arguments, prog_name="evenclip")
-    except (ValueError, TypeError, ImportError, OSError) as mistake:
-        print(f"evenclip: {mistake}", file=sys.stderr)
-        sys.exit(2)
+    except BaseException as error:
+        sys.exit(endings.status_of(error))
 
 
 def version() -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from evenclip.arguments import shown
 from evenclip.data import SOURCES, Dataset, Source, Splits, data_directory
 from evenclip.sweep import Store
 from evenclip.sweep.describe import (
@@ -32,7 +33,7 @@ def describe_data(
         data = _written(data, store.root / "data")
     if not isinstance(data, (str, os.PathLike)):
         raise TypeError(
-            f"data is of type {type(data).__name__}; give the name of a dataset, a file, "
+            f"data is {shown(data)}; give the name of a dataset, a file, "
             "file.py:name for your own dataset, a DataFrame, or Splits."
         )
     if ".py:" in str(data):
