@@ -912,8 +912,8 @@ LEDGER = (
         "ledger-believes-negative-steps",
         "A ledger of −5 steps is accepted.",
         "mechanism/entry.py",
-        "not float(size).is_integer() or size < 0:",
-        "not float(size).is_integer():",
+        "if not _is_whole(size) or size < 0:",
+        "if not _is_whole(size):",
         (f"{LEDGERS}::test_a_damaged_entry_is_named",),
     ),
     Fault(
@@ -1022,8 +1022,8 @@ LEDGER = (
         "accounting-without-amplification",
         "Without amplification the steps' precisions are not added up.",
         "mechanism/accounting.py",
-        "math.sqrt(sum(kind.steps * kind.multiplier**-2 for kind in step_kinds(ledger)))",
-        "math.sqrt(sum(kind.multiplier**-2 for kind in step_kinds(ledger)))",
+        "math.sqrt(sum(kind.steps * kind.multiplier**-2 for kind in kinds))",
+        "math.sqrt(sum(kind.multiplier**-2 for kind in kinds))",
         (f"{ACCOUNTING}::test_without_sampling_it_is_the_gaussian_mechanism",),
     ),
     Fault(
@@ -3112,7 +3112,60 @@ STARTED = (
     ),
 )
 
+DISTINCT, ARGUMENTS = "data/test_distinct.py", "test_arguments.py"
+INPUTS = (
+    Fault(
+        "same-file-twice",
+        "A file that is named by a link counts twice.",
+        "data/distinct.py",
+        "        if place in known:\n",
+        "        if False:\n",
+        (f"{DISTINCT}::test_a_parquet_file_is_named_once",),
+    ),
+    Fault(
+        "same-rows-twice",
+        "Files of the same rows in another order count twice.",
+        "data/distinct.py",
+        "rows[0] >= _FEW and rows in known",
+        "False",
+        (f"{DISTINCT}::test_the_rows_of_a_parquet_file_are_not_counted_twice",),
+    ),
+    Fault(
+        "torch-dataset-twice",
+        "A part of a torch dataset that occurs twice counts twice.",
+        "data/dataset.py",
+        "if len({id(part) for part in parts}) < len(parts):",
+        "if False:",
+        (f"{DISTINCT}::test_torch_datasets_do_not_repeat_records",),
+    ),
+    Fault(
+        "ledger-name-twice",
+        "Of a name that occurs twice in an entry, the last value counts.",
+        "files/strict.py",
+        "    if len(made) < len(pairs):\n",
+        "    if False:\n",
+        ("cli/test_epsilon_files.py::test_a_ledger_that_was_made_by_hand_is_checked",),
+    ),
+    Fault(
+        "ledger-negative-multiplier",
+        "A multiplier below 0 counts as one above 0.",
+        "mechanism/entry.py",
+        "        if not 0 <= m < math.inf:\n",
+        "        if False:\n",
+        ("cli/test_epsilon_files.py::test_a_ledger_that_was_made_by_hand_is_checked",),
+    ),
+    Fault(
+        "kinds-unchecked",
+        "A value of another kind than its annotation is taken.",
+        "arguments.py",
+        "if name in values and not _fits(values[name], hint):",
+        "if False:",
+        (f"{ARGUMENTS}::test_a_value_of_another_kind_is_refused",),
+    ),
+)
+
 FAULTS = (
+    *INPUTS,
     *CUSTOM_RULES,
     *CORE,
     *RULES,

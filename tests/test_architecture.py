@@ -30,7 +30,8 @@ ORDER = [
     ["rules"],
     ["gradients", "data", "models"],
     ["files"],
-    ["check", "terminal"],
+    ["check", "devices", "terminal"],
+    ["arguments"],
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 HEAVY = ["matplotlib", "pandas", "scipy", "dp_accounting", "typer", "rich", "sklearn", "pyarrow"]

@@ -37,7 +37,7 @@ TAKEN = [
 def test_refused(test, value, text):
     with pytest.raises(ValueError) as refused:  # noqa: PT011  # the whole text is compared
         test(a=value)
-    assert str(refused.value) == text.format(value)
+    assert str(refused.value) == text.format(repr(value))
 
 
 @pytest.mark.parametrize(("test", "value"), TAKEN, ids=[f"{t.__name__}-{v!r}" for t, v in TAKEN])

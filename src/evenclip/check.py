@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import math
 import traceback
-from typing import SupportsFloat
+from numbers import Real
+from typing import Any
 
-__all__ = ["fraction", "natural", "positive", "reason"]
+from evenclip.arguments import shown
+
+__all__ = ["MOST_STEPS", "finite", "fraction", "natural", "positive", "real", "reason", "whole"]
+
+_MOST = 1e30  # 32-bit floats compute with smaller numbers without overflow
+_MOST_WHOLE = 2**53  # the largest that double precision and JSON hold exactly
+MOST_STEPS = 10**7
+"""Most steps that are accounted for: more take minutes, and lose a δ of 1e-6 to rounding."""
 
 
 def positive(**named: float) -> None:
@@ -20,21 +28,48 @@ def positive(**named: float) -> None:
     """
     for name, value in named.items():
         if not (_number(value) and value > 0):
-            raise ValueError(f"{name} is {value}; it must be a finite number above 0.")
+            raise ValueError(f"{name} is {shown(value)}; it must be a finite number above 0.")
+
+
+def real(**named: float) -> None:
+    """Raise unless every value is a finite number."""
+    for name, value in named.items():
+        if not _number(value):
+            raise ValueError(f"{name} is {shown(value)}; it must be a finite number.")
+
+
+def finite(**named: float) -> None:
+    """Raise unless every value is a number that 32-bit floats can hold."""
+    for name, value in named.items():
+        if not _number(value) or abs(value) > _MOST:
+            raise ValueError(f"{name} is {shown(value)}; it must be a number within ±{_MOST:g}.")
 
 
 def natural(**named: int) -> None:
     """Raise unless every value is a whole number of at least 1."""
+    _check_whole(named, 1)
+
+
+def whole(**named: int) -> None:
+    """Raise unless every value is a whole number of at least 0, such as a seed."""
+    _check_whole(named, 0)
+
+
+def _check_whole(named: dict[str, int], least: int) -> None:
     for name, value in named.items():
-        if isinstance(value, bool) or not _number(value) or int(value) != value or value < 1:
-            raise ValueError(f"{name} is {value}; it must be a whole number of at least 1.")
+        if isinstance(value, int) and not isinstance(value, bool) and value > _MOST_WHOLE:
+            raise ValueError(f"{name} is {shown(value)}; it must be at most {_MOST_WHOLE} (2^53).")
+        if not _number(value) or int(value) != value or value < least or value > _MOST_WHOLE:
+            raise ValueError(
+                f"{name} is {shown(value)}; it must be a whole number of at least {least}."
+            )
 
 
 def fraction(**named: float) -> None:
     """Raise unless every value lies above 0 and at most at 1."""
     for name, value in named.items():
         if not (_number(value) and 0 < value <= 1):
-            raise ValueError(f"{name} is {value}; it must lie above 0 and at most at 1.")
+            raise ValueError(f"{name} is {shown(value)}; it must lie above 0 and at most at 1.")
 
 
 def reason(error: BaseException, path: str) -> str:
@@ -45,10 +80,11 @@ def reason(error: BaseException, path: str) -> str:
     return f"{kind}: {text}{place}." if text else f"{kind}{place}."
 
 
-def _number(value: object) -> bool:
-    """Return whether the value is a finite number of Python or numpy."""
-    return (
-        isinstance(value, SupportsFloat)
-        and not isinstance(value, str)
-        and math.isfinite(float(value))
-    )
+def _number(value: Any) -> bool:
+    """Return whether the value is a finite number of Python or numpy, and no flag."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:
+        return False

@@ -7,18 +7,22 @@ numbers.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
+from typing import SupportsIndex
 
 import numpy as np
 import torch
 from torch import nn
 
 from evenclip import check
+from evenclip.arguments import check_kinds, shown
 
 __all__ = ["TABULAR", "cnn", "mlp", "seeded", "sigmoid_then_softmax", "trainable"]
 
+_MOST_PARAMETERS = 10**9
 STREAM = int.from_bytes(b"init", "big")
 
 
@@ -33,14 +37,17 @@ def mlp(
     >>> sum(p.numel() for p in mlp().parameters())
     91650
     """
-    check.natural(inputs=inputs, classes=classes)
+    check_kinds(mlp, locals())
     for width in hidden:
         check.natural(hidden=width)
+    check.natural(inputs=inputs, classes=classes)
+    widths = [int(inputs), *(int(width) for width in hidden), int(classes)]
+    _check_size("hidden", hidden, sum((a + 1) * b for a, b in pairwise(widths)))
     layers: list[nn.Module] = []
     with seeded(seed):
-        for width_in, width_out in pairwise([inputs, *hidden]):
+        for width_in, width_out in pairwise(widths[:-1]):
             layers += [nn.Linear(width_in, width_out), nn.Tanh()]
-        return nn.Sequential(*layers, nn.Linear([inputs, *hidden][-1], classes))
+        return nn.Sequential(*layers, nn.Linear(widths[-2], widths[-1]))
 
 
 def sigmoid_then_softmax(inputs: int = 59, classes: int = 2, *, seed: int = 0) -> nn.Sequential:
@@ -55,9 +62,11 @@ def sigmoid_then_softmax(inputs: int = 59, classes: int = 2, *, seed: int = 0) -
     >>> sum(p.numel() for p in sigmoid_then_softmax().parameters())  # 59·2+2; App. B: N = 120
     120
     """
+    check_kinds(sigmoid_then_softmax, locals())
     check.natural(inputs=inputs, classes=classes)
+    _check_size("inputs", inputs, (int(inputs) + 1) * int(classes))
     with seeded(seed):
-        return nn.Sequential(nn.Linear(inputs, classes), nn.Sigmoid())
+        return nn.Sequential(nn.Linear(int(inputs), int(classes)), nn.Sigmoid())
 
 
 def cnn(channels: int = 1, side: int = 28, classes: int = 10, *, seed: int = 0) -> nn.Sequential:
@@ -73,7 +82,10 @@ def cnn(channels: int = 1, side: int = 28, classes: int = 10, *, seed: int = 0) 
     >>> sum(p.numel() for p in cnn(channels=3, side=64, classes=2).parameters())
     120722
     """
+    check_kinds(cnn, locals())
     check.natural(channels=channels, side=side, classes=classes)
+    channels, side, classes = int(channels), int(side), int(classes)
+    _check_size("side", side, 288 * channels + 16 * side**2 * classes)
     if side < 5:
         raise ValueError(
             f"side is {side}; two 3×3 convolutions without padding need at least 5 pixels."
@@ -95,18 +107,34 @@ def trainable(model: nn.Module) -> int:
     >>> trainable(mlp())
     91650
     """
+    check_kinds(trainable, locals())
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def _check_size(name: str, value: object, parameters: int) -> None:
+    """Raise before a network is allocated that is too large to train."""
+    if parameters > _MOST_PARAMETERS:
+        text = list(value) if isinstance(value, Sequence) else value
+        raise ValueError(
+            f"{name} is {text}, so the network would have {parameters:,} parameters; at most "
+            f"{_MOST_PARAMETERS:,} are supported: give smaller numbers."
+        )
+
+
+def seeded(seed: int) -> AbstractContextManager[None]:
     """Initialise layers from this seed inside the block, and restore the global generators."""
-    if seed < 0:
-        raise ValueError(f"seed is {seed}; it must be a whole number of at least 0.")
-    state = np.random.SeedSequence([seed, STREAM]).generate_state(1, np.uint64)
+    check_kinds(seeded, locals())
+    if isinstance(seed, bool) or not isinstance(seed, SupportsIndex) or operator.index(seed) < 0:
+        raise ValueError(f"seed is {shown(seed)}; it must be a whole number of at least 0.")
+    state = np.random.SeedSequence([operator.index(seed), STREAM]).generate_state(1, np.uint64)
+    return _seeded(int(state[0]))
+
+
+@contextmanager
+def _seeded(state: int) -> Iterator[None]:
     # torch.manual_seed would also seed the GPUs, whose generators are not restored here.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.default_generator.manual_seed(int(state[0]))
+        torch.default_generator.manual_seed(state)
         yield
 
 

@@ -322,3 +322,66 @@ def test_a_damaged_file_is_one_sentence_that_names_it(capsys, tmp_path, content,
 def test_a_file_that_is_not_there_and_a_folder_are_refused(capsys, tmp_path):
     check_refused(capsys, [tmp_path / "none.json"], "none.json cannot be read (No such file")
     check_refused(capsys, [tmp_path], "cannot be read (Is a directory)")
+
+
+HAND = '{"q": 0.01, "multipliers": {"gradient": 1.0}, "steps": 100}'
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (HAND.replace("1.0", "-1"), "multiplier 'gradient' = -1"),
+        (HAND.replace("1.0", "NaN"), "multiplier 'gradient' = nan"),
+        (HAND.replace("1.0", "true"), "multipliers['gradient'] = True"),
+        (HAND.replace("100", "-5"), "has steps = -5"),
+        (HAND.replace("100", "0"), "has steps = 0"),
+        (HAND.replace("100", "1e300"), "at most 10000000"),
+        (HAND.replace("100", "100, " + '"steps": 1'), "the name 'steps' twice"),
+        (HAND.replace("1.0", "0.1, " + '"gradient": 9'), "the name 'gradient' twice"),
+        (HAND.replace("0.01", "0"), "has q = 0"),
+        (HAND.replace("0.01", '"0.01"'), "has q = '0.01'"),
+        (HAND.replace("100", '100, "sizes": {"gradient": 0}'), "has sizes = "),
+        (HAND.replace("100", '100, "beta": 0'), "has beta = 0"),
+        (HAND.replace("100", "9" * 5000), "is not JSON"),
+        ("[" * 10**5 + "]" * 10**5, "nested too deep"),
+    ],
+)
+def test_a_ledger_that_was_made_by_hand_is_checked(capsys, tmp_path, entry, said):
+    path = tmp_path / "ledger.json"
+    path.write_text(f"[{entry}]", encoding="utf-8")
+    status, out, err = run(capsys, path, "--delta", DELTA)
+    assert (status, out) == (2, "")
+    assert said in err
+    assert err.startswith("evenclip: ")
+    assert err.rstrip().endswith(".")
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_no_ordinary_file_is_not_read(capsys, tmp_path, make):
+    make(tmp_path / "ledger.json")
+    status, _, err = run(capsys, tmp_path / "ledger.json", "--delta", DELTA)
+    assert status == 2
+    assert "ledger.json is not an ordinary file; give a privacy report" in err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ["--sigma", "1e-9"],
+            "--sigma is 1e-09, and the joint noise multiplier 1e-09; below 0.001",
+        ),
+        (["--sigma", "1", "--steps", "1000000000"], "--steps is 1000000000; ε is computed for at"),
+    ],
+)
+def test_noise_without_a_meaning_is_refused_at_once(capsys, given, said):
+    status, _, err = run(capsys, "--rate", "0.01", "--steps", "100", "--delta", "1e-5", *given)
+    assert status == 2
+    assert said in err
+
+
+def test_a_tiny_rate_is_answered(capsys):
+    given = ["--rate", "1e-30", "--steps", "100", "--sigma", "1", "--delta", "1e-5", "--json"]
+    status, out, err = run(capsys, *given)
+    assert (status, err) == (0, "")
+    assert 0 <= json.loads(out)["pld"] < 1e-6

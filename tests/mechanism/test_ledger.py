@@ -240,6 +240,8 @@ def test_json_holds_every_field():
 DAMAGE = [
     ({"q": 1.5}, "has q = 1.5; it must be a Poisson rate, from 0 to 1, or null."),
     ({"q": -0.1}, "has q = -0.1; it must be a Poisson rate"),
+    ({"q": 0}, "has q = 0; it must be a Poisson rate above 0; no run draws empty batches only."),
+    ({"steps": 0}, "has steps = 0; it must be a whole number of at least 1."),
     ({"q": math.nan}, "has q = nan; it must be a Poisson rate"),
     ({"q": "0.1"}, "has q = '0.1'; it must be a number."),
     ({"q": True}, "has q = True; it must be a number."),

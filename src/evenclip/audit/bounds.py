@@ -29,6 +29,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from evenclip import check
+from evenclip.arguments import check_kinds
+
 __all__ = [
     "Conditions",
     "clipping_bound",
@@ -151,6 +154,9 @@ def clipping_bound(
     Raises:
         ValueError: if the shares do not add up to 1.
     """
+    given = locals()
+    check_kinds(clipping_bound, given)
+    check.finite(**given)
     if abs(share_a + share_b - 1) > 1e-9:
         raise ValueError(
             f"The shares are {share_a} and {share_b}; this bound is for data with exactly two "

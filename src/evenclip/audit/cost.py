@@ -20,6 +20,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from evenclip import check
+from evenclip.arguments import shown
+from evenclip.audit.arrays import array_of
+
 __all__ = ["Values", "excessive_risk", "gap", "left_out", "privacy_cost"]
 
 Values: TypeAlias = NDArray[np.float64] | Sequence[Sequence[float | None]]
@@ -114,7 +118,7 @@ def _minus(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64
 
 def _table(name: str, values: Values) -> NDArray[np.float64]:
     """Return the values as an array [seed, group], with NaN for None."""
-    table = np.array(values, np.float64)
+    table = array_of(name, values)
     if table.ndim != 2:
         raise ValueError(
             f"{name} is {list(table.shape)}; expected [seed, group]: give one row for each seed."
@@ -124,7 +128,11 @@ def _table(name: str, values: Values) -> NDArray[np.float64]:
 
 def _checked(pair: tuple[int, int], K: int) -> tuple[int, int]:
     """Return the pair; raise unless it names two groups."""
+    if not isinstance(pair, Sequence) or len(pair) != 2:
+        raise TypeError(f"pair is {shown(pair)}; it must be two positions of groups.")
     a, b = pair
+    check.whole(pair=a)
+    check.whole(pair=b)
     if not (0 <= a < K and 0 <= b < K and a != b):
         raise ValueError(
             f"pair is ({a}, {b}) and there are {K} groups; give two different positions of 0 to "

@@ -28,9 +28,11 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
+from evenclip import check
+from evenclip.arguments import check_kinds
 from evenclip.audit import taylor
 from evenclip.gradients import Layout
-from evenclip.gradients.calls import count
+from evenclip.gradients.calls import check_samples, count
 from evenclip.gradients.losses import Loss, per_sample
 from evenclip.gradients.tape import LossOf
 
@@ -78,6 +80,9 @@ class Curvature:
             y: targets.
             parts: minimum number of parts of the samples, for a standard error over parts.
         """
+        check_kinds(Curvature.__init__, locals())
+        check_samples(x, y)
+        check.natural(parts=parts)
         self.layout, self.n = Layout.of(model), count(x)
         if not self.n:
             raise ValueError(

@@ -34,6 +34,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from evenclip import check
+from evenclip.arguments import check_kinds
 from evenclip.audit.curvature import Curvature, Estimate, signs
 from evenclip.data.dataset import Dataset, as_dataset
 from evenclip.gradients.losses import Loss
@@ -186,18 +188,17 @@ class RiskTerms:
             eigenvalues: whether to compute λ_min and λ_max, which takes a few dozen products.
             seed: seed for probes, samples and further batches.
         """
+        check_kinds(RiskTerms.__init__, locals())
+        check.positive(lr=lr)
+        check.whole(probes=probes, seed=seed)
+        check.natural(every=every, batches=batches)
         data = as_dataset(data)
         if not isinstance(data, Dataset) or data.group is None:
             raise ValueError(
                 "Risk is measured by group: give (x, y, group) in memory, as a tuple or a Dataset."
             )
-        for name, value, least in (
-            ("every", every, 1),
-            ("batches", batches, 1),
-            ("probes", probes, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name} is {value}; it must be at least {least}.")
+        if sample is not None:
+            check.natural(sample=sample)
         if sample is not None and sample < 32:
             raise ValueError(
                 f"sample is {sample}; a standard error needs at least 32 samples per group."

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evenclip.arguments import check_kinds
 from evenclip.audit.metrics import predictions
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def metric_frame(
         ImportError: if Fairlearn is not installed.
         ValueError: if lengths differ or a group has no name.
     """
+    check_kinds(metric_frame, locals())
     try:
         from fairlearn.metrics import MetricFrame
     except ImportError as missing:

@@ -41,7 +41,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from evenclip import check
+from evenclip.arguments import check_kinds
 from evenclip.data import Dataset, MapDataset
+from evenclip.devices import device_of
 from evenclip.gradients.calls import call
 
 __all__ = ["NAMES", "by_group", "overall", "predictions", "scores", "worst"]
@@ -81,8 +83,9 @@ def scores(
         ValueError: if the model is on another device, or does not return one row of scores for
             each sample.
     """
+    check_kinds(scores, locals())
     check.natural(rows=rows)
-    _check_place(model, torch.device(device))
+    _check_place(model, device_of(device))
     place = data.y.device if isinstance(data, Dataset) else torch.device("cpu")
     answers = []
     with _evaluating(model), torch.no_grad():
@@ -108,6 +111,7 @@ def by_group(
     Raises:
         ValueError: if lengths differ, a class has no score, or a group is not one of 0 to K − 1.
     """
+    check_kinds(by_group, locals())
     check.natural(K=K)
     judged = _judged(scores, y)
     codes = _codes(group, len(judged.y), K)
@@ -121,6 +125,7 @@ def overall(scores: Tensor, y: Tensor) -> dict[str, float | None]:
     >>> overall(torch.tensor([[0.0, 1.0], [2.0, 1.0]]), torch.tensor([1, 1]))["accuracy"]
     50.0
     """
+    check_kinds(overall, locals())
     return _metrics(_judged(scores, y))
 
 
@@ -132,6 +137,7 @@ def worst(values: Iterable[float | None], *, highest: bool = False) -> float | N
     >>> worst([93.5, None, 88.0]), worst([0.2, 0.5], highest=True), worst([None]) is None
     (88.0, 0.5, True)
     """
+    check_kinds(worst, locals())
     defined = [value for value in values if value is not None and not math.isnan(value)]
     if not defined:
         return None
@@ -147,6 +153,7 @@ def predictions(scores: Tensor, y: Tensor) -> NDArray[np.int64]:
     >>> predictions(s, torch.tensor([0, 0, 1]))
     array([1, 0, 0])
     """
+    check_kinds(predictions, locals())
     return _judged(scores, y).predicted
 
 

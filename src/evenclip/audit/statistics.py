@@ -35,6 +35,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenclip import check
+from evenclip.arguments import check_kinds
+from evenclip.audit.arrays import array_of
 
 __all__ = [
     "ALTERNATIVES",
@@ -99,6 +101,7 @@ def t_interval(values: Values, level: float = 0.95) -> tuple[float, float] | Non
     >>> round(low, 4), round(high, 4)
     (-0.4841, 4.4841)
     """
+    check_kinds(t_interval, {"level": level})
     _check_level(level)
     mean, se = mean_se(values)
     if mean is None or se is None:
@@ -125,10 +128,10 @@ def bootstrap_interval(
     Raises:
         ValueError: if the level is not between 0 and 1, or draws or seed are out of range.
     """
+    check_kinds(bootstrap_interval, {"level": level, "draws": draws, "seed": seed})
     _check_level(level)
     check.natural(draws=draws)
-    if seed < 0:
-        raise ValueError(f"seed is {seed}; it must be a whole number of at least 0.")
+    check.whole(seed=seed)
     defined = _defined(values)
     n = len(defined)
     if n < _LEAST or not np.isfinite(defined).all():
@@ -162,11 +165,12 @@ def wilcoxon(differences: Values, alternative: str = "less") -> float | None:
     Raises:
         ValueError: if the alternative is unknown.
     """
+    check_kinds(wilcoxon, {"alternative": alternative})
     if alternative not in ALTERNATIVES:
         raise ValueError(
             f"alternative is {alternative!r}; it must be one of {', '.join(ALTERNATIVES)}."
         )
-    defined = _defined(differences)
+    defined = _defined(differences, "differences")
     if len(defined) == 0:
         return None
     d = defined[defined != 0]
@@ -187,8 +191,8 @@ def smallest_p(n: int) -> float:
     Raises:
         ValueError: if n is negative.
     """
-    if n < 0:
-        raise ValueError(f"n is {n}; it must be a whole number of at least 0.")
+    check_kinds(smallest_p, locals())
+    check.whole(n=n)
     return 0.5**n
 
 
@@ -205,6 +209,7 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
     Raises:
         ValueError: if a p is not between 0 and 1.
     """
+    check_kinds(holm, locals())
     for name, p in p_values.items():
         if not 0 <= p <= 1:
             raise ValueError(
@@ -262,7 +267,7 @@ def paired(a: Values, b: Values) -> Paired:
     Raises:
         ValueError: if a and b are not equally long.
     """
-    first, second = np.array(a, np.float64), np.array(b, np.float64)
+    first, second = array_of("a", a), array_of("b", b)
     if first.ndim != 1 or first.shape != second.shape:
         raise ValueError(
             f"a is {list(first.shape)} and b is {list(second.shape)}; give both for the same "
@@ -294,6 +299,7 @@ def corrected(pairs: Mapping[str, Paired]) -> dict[str, Paired]:
     >>> corrected({"a": pair, "b": pair})["a"].reads
     'no difference shown'
     """
+    check_kinds(corrected, locals())
     tested, ranked = (
         holm({name: p for name, pair in pairs.items() if (p := getattr(pair, kind)) is not None})
         for kind in ("p", "p_rank")
@@ -336,12 +342,12 @@ def _words(pair: Paired) -> str:
     return f"larger by {mean:.3g} ({low:.3g} to {high:.3g})"
 
 
-def _defined(values: Values) -> NDArray[np.float64]:
+def _defined(values: Values, name: str = "values") -> NDArray[np.float64]:
     """Return the values that are not NaN, in order.  # [value]"""
-    array = np.array(values, np.float64)
+    array = array_of(name, values)
     if array.ndim != 1:
         raise ValueError(
-            f"values is {list(array.shape)}; expected one value for each seed: give [seed]."
+            f"{name} is {list(array.shape)}; expected one value for each seed: give [seed]."
         )
     return array[~np.isnan(array)]
 

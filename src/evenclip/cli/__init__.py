@@ -1,7 +1,8 @@
 """The `evenclip` command line, one subcommand per file.
 
 A user error (a value out of range, a missing file) prints one sentence to stderr and exits with
-status 2. Failed runs print one sentence and exit with status 1.
+status 2. Failed runs print one sentence and exit with status 1. Every other ending is in
+`evenclip.cli.endings`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Annotated
 import typer
 
 from evenclip import terminal
-from evenclip.cli import compare, data, epsilon, paper, predict, report, train
+from evenclip.cli import compare, data, endings, epsilon, paper, predict, report, train
 
 __all__ = ["app", "main"]
 
@@ -36,22 +37,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     atexit.register(gc.freeze)
     terminal.prepare()
     try:
-        sys.exit(_run(arguments))
-    except (ValueError, TypeError, ImportError, OSError) as mistake:
-        terminal.say(f"evenclip: {terminal.in_line(mistake)}", error=True)
-        sys.exit(2)
+        status = _run(arguments)
+    except BaseException as error:
+        status = endings.status_of(error)
+    sys.exit(status)
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    """Run a command; return the exit status."""
-    status = 0
+    """Run a command and write what is left of its output; return the exit status."""
     try:
         app(args=arguments, prog_name="evenclip")
     except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    except BrokenPipeError:
-        return 1
-    return terminal.finish() or status
+        return terminal.finish() or endings.status_of(end)
+    return terminal.finish()
 
 
 def version() -> str:

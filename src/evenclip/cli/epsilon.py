@@ -110,6 +110,8 @@ def _of_files(
     ledger.check_whole()
     ledgers.check_declared(held, ledger)
     covered = Ledger.joined(ledger, ledgers.remaining(held, ledger))
+    if not covered.steps:
+        raise ValueError("The files hold no step; give the report of a training, or its journal.")
     why = next((one.why for one in held if one.why is not None), None)
     if why is None and not covered.is_private:
         why = "a value was released in clear, or a batch was not a Poisson sample"
@@ -154,6 +156,7 @@ def _lines_of_files(facts: dict[str, Any]) -> list[str]:
 
 def _of_noise(noise: NoiseOptions, delta: float | None, *, with_curve: bool) -> dict[str, Any]:
     """Return what is printed about noise that is described by options."""
+    from evenclip.mechanism.accountants import LEAST_MULTIPLIER
     from evenclip.mechanism.ledger import Entry, Ledger
     from evenclip.mechanism.rounding import TAU
 
@@ -165,6 +168,10 @@ def _of_noise(noise: NoiseOptions, delta: float | None, *, with_curve: bool) -> 
         )
     check.fraction(**{"--rate": q})
     check.natural(**{"--steps": steps})
+    if steps > check.MOST_STEPS:
+        raise ValueError(
+            f"--steps is {steps}; ε is computed for at most {check.MOST_STEPS} steps: give fewer."
+        )
     if noise.sigma_count is not None:
         check.positive(**{"--sigma-count": noise.sigma_count})
     if noise.parameters is not None:
@@ -174,6 +181,11 @@ def _of_noise(noise: NoiseOptions, delta: float | None, *, with_curve: bool) -> 
     multipliers = tuple((name, m) for name, m in given.items() if m is not None)
     sizes = _sizes(noise)
     entry = Entry(q, multipliers, steps, tuple(sizes.items()), TAU if sizes else 0.0)
+    if entry.joint < LEAST_MULTIPLIER:
+        raise ValueError(
+            f"--sigma is {sigma:g}, and the joint noise multiplier {entry.joint:g}; below "
+            f"{LEAST_MULTIPLIER:g} a single step costs an ε of more than 500,000: give more noise."
+        )
     return {
         **_epsilons(Ledger([entry]), delta, with_curve=with_curve),
         "sigma": sigma,

@@ -7,14 +7,14 @@ on with them. A file that declares nothing takes nothing back, so a further file
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenclip import files
-from evenclip.files import kinds
+from evenclip.files import kinds, strict
+from evenclip.mechanism.entry import short
 
 if TYPE_CHECKING:
     from evenclip.mechanism.ledger import Ledger
@@ -80,7 +80,7 @@ def _read_checkpoint(path: Path) -> Held:
     from evenclip.training import journal
 
     held = _read_json(path / "published.json")
-    kept = json.loads(_content(path / "published.json")).get("journal")
+    kept = strict.loads(_content(path / "published.json")).get("journal")
     try:
         is_there = journal.check_fingerprint(path, kept)
     except (KeyError, TypeError) as error:
@@ -127,6 +127,8 @@ def _runs(ledger: Ledger) -> frozenset[str]:
 def _content(path: Path) -> str:
     """Return the content of a file, which is that of its folder's manifest, if it is in one."""
     listed = _LISTED.get(path.name)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not an ordinary file; {_EXPECTED}.")
     try:
         if listed is not None and (path.parent / files.MANIFEST).is_file():
             return files.read_folder(path.parent, listed, [path.name])[path.name].decode()
@@ -139,26 +141,41 @@ def _content(path: Path) -> str:
 
 def _read_json(path: Path) -> Held:
     """Read a privacy report, a checkpoint's published.json, a stored result, or a ledger."""
+    content = _content(path)
     try:
-        values = json.loads(_content(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+        values = strict.loads(content)
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}); {_EXPECTED}.") from error
     if isinstance(values, dict) and "checksum" in values:
         values = files.unsealed(path.read_bytes(), path, kinds.STATEMENT)
     facts: dict[str, Any] = values if isinstance(values, dict) else {"ledger": values}
     if not isinstance(facts.get("ledger"), list):
         raise ValueError(f"{path} holds no ledger; {_EXPECTED}.")
-    settings = facts["settings"] if isinstance(facts.get("settings"), dict) else {}
+    settings = {} if facts.get("settings") is None else facts["settings"]
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: settings = {short(settings)}; it must be an object.")
     delta = _number(facts.get("delta", settings.get("delta")))
     try:
+        _check_stated(facts, settings)
         declared = _steps(facts.get("declared_steps", settings.get("steps")), "declared steps")
         ledger = _ledger(facts, declared)
         left = _remaining(facts, ledger, declared)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    delta = delta if delta is not None and 0 < delta < 1 else None
     stated = frozenset[str]() if declared is None else _runs(ledger)
     return Held(path, ledger, (left,), delta, declared, _why(facts, settings), stated=stated)
+
+
+def _check_stated(facts: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Raise if a file states a δ that is none, or a soundness that is no text."""
+    for place in (facts, settings):
+        given = place.get("delta")
+        known = _number(given)
+        if given is not None and (known is None or not 0 < known < 1):
+            raise ValueError(f"delta = {short(given)}; it must lie above 0 and below 1.")
+    soundness = facts.get("soundness")
+    if not isinstance(soundness, str | None):
+        raise ValueError(f"soundness = {short(soundness)}; it must be a text.")
 
 
 def _ledger(facts: dict[str, Any], declared: int | None) -> Ledger:

@@ -16,18 +16,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from evenclip import check
+from evenclip.arguments import check_kinds, shown
 from evenclip.comparison.collect import collect
 from evenclip.comparison.plan import Changes, in_words, make_plan
 from evenclip.comparison.result import Comparison
 from evenclip.comparison.source import check_groups, describe_data, readable
 from evenclip.comparison.trainings import Trainings
+from evenclip.devices import device_of
 from evenclip.rules import Rule
 from evenclip.sweep import Executor, Local, ProgressDisplay, Silent, Store
 from evenclip.sweep.describe import load_data, make_model
 from evenclip.sweep.store import default_root
 
 __all__ = ["compare"]
+
+MOST_SEEDS = 10_000
 
 
 def compare(
@@ -94,10 +100,13 @@ def compare(
         ValueError: if the comparison cannot be made; the message says what to do.
         RunsError: if runs failed; raised after all others are done.
     """
+    check_kinds(compare, locals())
     chosen, executor = _seeds(seeds), _executor(workers, on)
     _check_device(device, tf32, executor)
     kept = Store(default_root() if store is None else store)
     changes = Changes(epsilon, delta, epochs, batch_size, lr, model, rows, tf32)
+    if show is not None and not hasattr(show, "planned"):
+        raise TypeError(f"show is {shown(show)}; it must receive progress, or be left out.")
     display = Silent() if show is None else show
     with readable(data, kept) as found:
         described = describe_data(found, target, group, dict(options or {}), data_dir)
@@ -105,10 +114,16 @@ def compare(
             check.natural(rows=rows)
             described["rows"] = int(rows)
         if split is not None:
-            (described["split"],) = _seeds([split])
+            check.whole(split=split)
+            described["split"] = int(split)
         loaded = load_data(described, chosen[0])
         train = loaded.splits.train
         check_groups(train, loaded.splits.test)
+        if train.fingerprints() == loaded.splits.test.fingerprints():
+            raise ValueError(
+                "data has the same records for training and for testing, so its figures would be "
+                "of records that were trained on; give other records as test."
+            )
         plan, notes = make_plan(described, train, rules, match, changes)
         make_model(plan.model, train, chosen[0])  # raises before training if it does not fit
         trainings = Trainings(plan, described, chosen, kept, executor, display, device, tf32)
@@ -121,14 +136,18 @@ def compare(
 
 def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
     """Return the seeds."""
-    if isinstance(seeds, int):
+    if not isinstance(seeds, Sequence | np.ndarray):
         check.natural(seeds=seeds)
-        return tuple(range(seeds))
+        if seeds > MOST_SEEDS:
+            raise ValueError(
+                f"seeds is {seeds}; a comparison has at most {MOST_SEEDS} of them: give fewer."
+            )
+        return tuple(range(int(seeds)))
+    for seed in list(seeds):
+        check.whole(seeds=seed)
     distinct = tuple(dict.fromkeys(int(seed) for seed in seeds))
-    if not distinct or min(distinct) < 0:
-        raise ValueError(
-            f"seeds are {list(seeds)}; give at least one, each a whole number of at least 0."
-        )
+    if not distinct:
+        raise ValueError("seeds is empty; give at least one, each a whole number of at least 0.")
     return distinct
 
 
@@ -139,19 +158,13 @@ def _executor(workers: int | None, on: Executor | None) -> Executor:
             "workers and on are both given; workers is for processes of this machine, so leave it "
             "out with another executor."
         )
+    if on is not None and not hasattr(on, "carry_out"):
+        raise TypeError(f"on is {shown(on)}; it must be an executor, such as evenclip.sweep.Ray().")
     return Local(workers) if on is None else on
 
 
 def _check_device(device: str, tf32: bool, executor: Executor) -> None:
     """Raise if the device is not available to the runs."""
-    import torch
-
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise ValueError(f"device is {device!r}; give cpu, cuda or cuda:NUMBER.") from None
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"Device {device!r} is not supported; use 'cpu' or 'cuda'.")
-    if tf32 and kind == "cpu":
+    if device_of(device, here=False).type == "cpu" and tf32:
         raise ValueError("tf32 is for a GPU; give cuda as the device with it, or leave it out.")
     executor.check_device(device)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from evenclip.arguments import shown
 from evenclip.data import SOURCES, Dataset, Source, Splits, data_directory
 from evenclip.files import kinds, private_folder, write
 from evenclip.sweep import Store
@@ -84,7 +85,7 @@ def describe_data(
         return data
     if not isinstance(data, (str, os.PathLike)):
         raise TypeError(
-            f"data is of type {type(data).__name__}; give the name of a dataset, a file, "
+            f"data is {shown(data)}; give the name of a dataset, a file, "
             "file.py:name for your own dataset, a DataFrame, or Splits."
         )
     if ".py:" in str(data):

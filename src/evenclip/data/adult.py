@@ -43,6 +43,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from evenclip.arguments import check_kinds
 from evenclip.data.dataset import Dataset, Splits
 from evenclip.data.disk import File, data_directory
 from evenclip.data.sample import Coins, coins
@@ -245,6 +246,7 @@ def adult(seed: int = 0, *, directory: str | Path | None = None, group: str = "s
     >>> list(train.x.shape[1:]), train.group_names, 0.49 < train.group.double().mean() < 0.51
     ([98], ('Female', 'Male'), tensor(True))
     """
+    check_kinds(adult, locals())
     if group not in GROUPS:
         raise ValueError(
             f"group is {group!r}; Adult's protected attributes are {', '.join(map(repr, GROUPS))}."

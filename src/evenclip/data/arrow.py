@@ -54,6 +54,8 @@ def paths_of(source: Any) -> list[Path]:
                 f"source is a {type(source).__name__}; give the path of a Parquet file, or a list "
                 "of them."
             )
+        if not source:
+            raise ValueError("source is an empty list; name at least one Parquet file.")
         return [path for item in source for path in paths_of(item)]
     path = Path(source)
     if path.is_dir():

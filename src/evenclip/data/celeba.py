@@ -41,6 +41,7 @@ import torch
 from numpy.typing import NDArray
 
 from evenclip import check, files
+from evenclip.arguments import check_kinds
 from evenclip.data.dataset import Dataset, Splits
 from evenclip.data.disk import File, cache_directory
 from evenclip.data.sample import coins
@@ -88,6 +89,7 @@ def celeba(
         ValueError: a value is out of range, or a file cannot be read.
         ImportError: Pillow is not installed.
     """
+    check_kinds(celeba, locals())
     check.natural(side=side)
     if seed < 0:
         raise ValueError(f"seed is {seed}; it must be a whole number of at least 0.")

@@ -24,10 +24,12 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from evenclip import check
+from evenclip.arguments import check_kinds
 from evenclip.data import arrays, validation
 from evenclip.data.arrays import Inputs
 from evenclip.data.streamed import Bits, Feed, Streamed, fingerprint
 from evenclip.data.validation import describe, remedy
+from evenclip.devices import device_of
 
 __all__ = ["Dataset", "Inputs", "MapDataset", "Samples", "Splits", "as_dataset"]
 
@@ -35,6 +37,9 @@ ACCEPTED = (
     "give (x, y) or (x, y, group) as a tuple of tensors or numpy arrays, an evenclip Dataset, or "
     "a map-style torch dataset whose items are (x, y) or (x, y, group)"
 )
+
+
+_PUBLIC = ("group_names", "class_names", "name", "records")  # others are checked as tensors
 
 
 class Samples(NamedTuple):
@@ -102,6 +107,7 @@ class Dataset:
     marks: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        check_kinds(Dataset, {name: vars(self)[name] for name in _PUBLIC})
         tensors = _named(self.x, self.y, self.group)
         marks = {} if self.marks is None else {"marks": self.marks}
         validation.check_lengths(tensors | marks)
@@ -177,6 +183,9 @@ class MapDataset(Streamed):
     labels: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        check_kinds(MapDataset, vars(self))
+        device_of(self.device)
+        _check_repeats(self.source)
         if len(self) == 0:
             raise ValueError(validation.NO_SAMPLES)
         self.take(torch.tensor([0]))
@@ -236,6 +245,24 @@ class Splits(NamedTuple):
     validation: Dataset | None = None
 
 
+def _check_repeats(source: Any) -> None:
+    """Raise if a dataset made of others holds one of them, or one of their rows, twice."""
+    parts = list(source.datasets) if isinstance(source, torch_data.ConcatDataset) else []
+    rows = list(source.indices) if isinstance(source, torch_data.Subset) else []
+    if len({id(part) for part in parts}) < len(parts):
+        raise ValueError(
+            "data is a ConcatDataset that holds one dataset twice, so each record would count as "
+            "two; give it once."
+        )
+    if len(set(map(int, rows))) < len(rows):
+        raise ValueError(
+            "data is a Subset that holds one row twice, so a record would count as two; give each "
+            "row once."
+        )
+    for part in [*parts, *([source.dataset] if isinstance(source, torch_data.Subset) else [])]:
+        _check_repeats(part)
+
+
 def as_dataset(data: Any, *, group_names: Sequence[str] = ()) -> Dataset | Streamed:
     """Convert tensors, numpy arrays or a torch dataset to a dataset for training.
 
@@ -261,6 +288,7 @@ def as_dataset(data: Any, *, group_names: Sequence[str] = ()) -> Dataset | Strea
     >>> data.y, data.group, data.group_names
     (tensor([1, 0, 1]), tensor([1, 0, 0]), ('f', 'm'))
     """
+    check_kinds(as_dataset, {"group_names": group_names})
     names = tuple(group_names)
     if isinstance(data, Dataset | MapDataset):
         return dataclasses.replace(data, group_names=names) if names else data

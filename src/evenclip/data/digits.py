@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from evenclip.arguments import check_kinds
 from evenclip.data.dataset import Dataset, Splits
 from evenclip.data.sample import Coins, Rows, coins
 from evenclip.data.source import Source
@@ -51,6 +52,7 @@ def digits(seed: int = 0) -> Splits:
     >>> list(train.x.shape[1:]), 280 < len(test) < 440, int((train.y == 8).sum()) < 30
     ([1, 8, 8], True, True)
     """
+    check_kinds(digits, locals())
     try:
         from sklearn.datasets import load_digits
     except ImportError:

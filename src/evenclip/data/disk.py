@@ -13,6 +13,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from evenclip.arguments import check_kinds
+
 __all__ = ["File", "cache_directory", "data_directory"]
 
 TWO_WAYS = "--data-dir or the environment variable EVENCLIP_DATA"
@@ -31,6 +33,9 @@ class File:
     path: str
     sha256: str | None = None
     also: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_kinds(File, vars(self))
 
     def find(self, directory: Path | None) -> Path | None:
         """Return the file's full path, or None if it does not exist."""
@@ -91,6 +96,7 @@ def data_directory(given: str | Path | None = None) -> Path | None:
     Raises:
         FileNotFoundError: the directory does not exist.
     """
+    check_kinds(data_directory, locals())
     named = given if given is not None else os.environ.get("EVENCLIP_DATA") or None
     how = "as given" if given is not None else "EVENCLIP_DATA"
     if named is None:

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from evenclip.arguments import check_kinds
 from evenclip.data.dataset import Dataset, Splits
 from evenclip.data.disk import File
 from evenclip.data.sample import Coins, coins
@@ -87,6 +88,7 @@ def dutch(seed: int = 0, *, directory: str | Path | None = None) -> Splits:
         FileNotFoundError: the file does not exist.
         ValueError: the seed is negative, or the file is another one.
     """
+    check_kinds(dutch, locals())
     columns = _columns(FILE.read(directory, ORIGIN).decode())
     drawn = coins(seed, *columns.values())
     train, test = drawn.parts(TRAINING)

@@ -9,6 +9,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evenclip.arguments import check_kinds
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -36,6 +38,7 @@ def read(path: str | os.PathLike[str], *, text: Collection[str] = ()) -> pd.Data
         FileNotFoundError: the file does not exist.
         ValueError: the file is empty, has no rows, another encoding or suffix, or is not a table.
     """
+    check_kinds(read, {"path": path, "text": text})
     file, suffix = _checked(path)
     frame = _parsed(file, text) if suffix in TEXTS else _stored(file, suffix)
     if len(frame) == 0:

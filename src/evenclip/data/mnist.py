@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from evenclip.arguments import check_kinds
 from evenclip.data.dataset import Dataset, Splits
 from evenclip.data.disk import File
 from evenclip.data.sample import coins
@@ -61,6 +62,7 @@ def mnist(seed: int = 0, *, directory: str | Path | None = None) -> Splits:
         FileNotFoundError: a file does not exist.
         ValueError: the seed is negative, or a file is damaged.
     """
+    check_kinds(mnist, locals())
     x, y = _part("train", directory)
     drawn = coins(seed, x, y)
     rows = np.flatnonzero(drawn.kept(np.where(y == RARE, KEPT, 1.0)))

@@ -31,10 +31,12 @@ import torch
 from torch import Tensor
 
 from evenclip import check
+from evenclip.arguments import check_kinds
 from evenclip.data import arrow, columns, roles
 from evenclip.data import schema as schemas
 from evenclip.data.columns import listed
 from evenclip.data.dataset import Samples
+from evenclip.data.distinct import FilesSeen, check_distinct_files
 from evenclip.data.encoder import Encoder
 from evenclip.data.streamed import Bits, Feed, Streamed, Windows, fingerprint
 from evenclip.data.validation import NO_SAMPLES
@@ -149,9 +151,11 @@ class Parquet(Streamed):
         forms += [("group", torch.int64, (n,))] if self.encoder.group else []
         digests = [Bits() for _ in forms]
         outside = dict.fromkeys(self.entries or (), 0)
+        seen = FilesSeen()
         for file in self.files:
             first = 1
             for frame in self._frames(file):
+                seen.add(file.path, frame)
                 try:
                     for name, count in self._check(frame, first).items():
                         outside[name] += count
@@ -162,6 +166,7 @@ class Parquet(Streamed):
                     if tensor is not None:
                         bits.add(tensor)
                 first += len(frame)
+        seen.check()
         lines = [fingerprint(*form, bits) for form, bits in zip(forms, digests, strict=True)]
         self.checked.notes = tuple(
             schemas.note_outside(name, count) for name, count in outside.items() if count
@@ -318,11 +323,16 @@ def parquet(
     3 ('no', 'yes') Samples(x=tensor([[60.],
             [20.]]), y=tensor([1, 1]), group=None)
     """
+    check_kinds(parquet, locals())
     check.natural(memory=memory)
+    if group_bins is not None:
+        check.natural(group_bins=group_bins)
     group = (group,) if isinstance(group, str) else tuple(group)
     plain = schemas.load(schema) if isinstance(schema, str | os.PathLike) else schema
     entries = None if plain is None else schemas.validated(plain)["columns"]
-    files = tuple(arrow.opened(path) for path in arrow.paths_of(source))
+    paths = arrow.paths_of(source)
+    files = tuple(arrow.opened(path) for path in paths)
+    check_distinct_files(paths)
     if sum(file.rows for file in files) == 0:
         raise ValueError(NO_SAMPLES)
     roles.check_names(files, target, group, features or ())

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenclip import check
+from evenclip.arguments import check_kinds
 from evenclip.data.dataset import Dataset, Splits
 from evenclip.data.disk import File
 from evenclip.data.validation import describe
@@ -71,6 +73,11 @@ class Source:
     attributes: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     model: str | None = None
+
+    def __post_init__(self) -> None:
+        check_kinds(Source, vars(self))
+        if self.rows is not None:
+            check.natural(rows=self.rows)
 
     def missing(self, directory: Path | None) -> tuple[File, ...]:
         """Return the files that the data directory lacks."""

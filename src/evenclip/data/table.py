@@ -29,9 +29,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from evenclip import check
+from evenclip.arguments import check_kinds, shown
 from evenclip.data import schema as schemas
 from evenclip.data.columns import Column, listed
 from evenclip.data.dataset import Dataset, Splits
+from evenclip.data.distinct import TESTED, check_distinct_files, check_distinct_tables
 from evenclip.data.encoder import Encoder, fit_columns, nearest
 from evenclip.data.formats import read
 from evenclip.data.labels import Codes, groups_of, labels_of
@@ -51,6 +53,7 @@ __all__ = [
     "table",
 ]
 
+_PATHS = (str, os.PathLike)
 LEAST_TEST = 30  # test rows of a group; with fewer, its figures are meaningless
 
 
@@ -113,12 +116,13 @@ class TableOptions:
     records: int | None = None
 
     def __post_init__(self) -> None:
-        if self.group_bins is not None and (
-            self.group_bins != int(self.group_bins) or self.group_bins < 2
-        ):
-            raise ValueError(
-                f"group_bins is {self.group_bins}; it must be a whole number of at least 2."
-            )
+        check_kinds(TableOptions, vars(self))
+        if self.group_bins is not None:
+            check.natural(group_bins=self.group_bins)
+            if self.group_bins < 2:
+                raise ValueError(
+                    f"group_bins is {self.group_bins}; it must be a whole number of at least 2."
+                )
         if self.records is not None:
             check.natural(records=self.records)
 
@@ -147,8 +151,8 @@ def table(
         ValueError: a column does not exist, there is only one class or one group, the target is a
             number, rows do not fit the schema, or `read` refuses a file.
     """
-    if isinstance(seed, bool) or seed != int(seed) or seed < 0:
-        raise ValueError(f"seed is {seed}; it must be a whole number of at least 0.")
+    check_kinds(table, {"seed": seed, "target": target, "group": group})
+    check.whole(seed=seed)
     chosen = _chosen(options)
     schema, keep, drop, unit = chosen.schema, chosen.keep, chosen.drop, chosen.unit
     group = (group,) if isinstance(group, str) else tuple(group)
@@ -157,7 +161,10 @@ def table(
     frame, name = _frame(source, "The table", entries or {}, unit)
     frames = [frame]
     if chosen.test is not None:
+        given = [Path(part) for part in (source, chosen.test) if isinstance(part, _PATHS)]
         frames.append(_frame(chosen.test, "The test set", entries or {}, unit)[0])
+        check_distinct_files(given, TESTED)
+        check_distinct_tables(*frames)
     for part, where in zip(frames, (name, "the test set"), strict=False):
         _check_names(part, where, target, group, (keep, drop, () if unit is None else (unit,)))
     notes = schemas.notes(plain)
@@ -211,7 +218,7 @@ def _frame(
     if not isinstance(source, pd.DataFrame):
         if not isinstance(source, str | os.PathLike):
             raise TypeError(
-                f"{where} is a {type(source).__name__}; give the path of a file or a pandas "
+                f"{where} (source or test) is {shown(source)}; give the path of a file or a pandas "
                 "DataFrame."
             )
         texts = [name for name, entry in entries.items() if entry["kind"] == "category"]

@@ -34,6 +34,7 @@ import torch
 from numpy.typing import NDArray
 
 from evenclip import check
+from evenclip.arguments import check_kinds
 from evenclip.data.dataset import Dataset, Splits
 from evenclip.data.sample import Coins, Rows, coins, stream
 from evenclip.data.source import Source
@@ -68,6 +69,8 @@ def toy(
     >>> len(train) + len(test), train.records, list(train.x.shape[1:]), train.group_names
     (2000, 1600, [10], ('majority', 'minority'))
     """
+    check_kinds(toy, locals())
+    check.whole(seed=seed)
     check.natural(n=n, features=features)
     check.fraction(minority=minority)
     for delta in separation:

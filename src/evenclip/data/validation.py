@@ -112,6 +112,8 @@ def _check_codes(name: str, codes: Tensor, names_field: str, names: tuple[str, .
 
 def describe(value: Any) -> str:
     """Name the type of a value, with its article and, for sequences, its length."""
+    if value is None:
+        return "None"
     kind = type(value).__name__
     article = "an" if kind[0] in "aeiouAEIOU" else "a"
     length = f" of {len(value)}" if isinstance(value, tuple | list) else ""

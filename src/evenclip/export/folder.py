@@ -29,6 +29,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from evenclip import files, models
+from evenclip.arguments import check_kinds
 from evenclip.data.encoder import Encoder
 from evenclip.export.card import card
 from evenclip.export.predict import Predictor
@@ -51,6 +52,7 @@ def check_place(folder: str | os.PathLike[str], force: bool = False) -> Path:
         ValueError: the folder exists and is neither empty nor a model to replace.
         OSError: the folder cannot be written: its name, the permissions, or no room.
     """
+    check_kinds(check_place, locals())
     place = Path(os.path.realpath(folder))
     if place.exists() and not place.is_dir():
         raise ValueError(f"{folder} is a file; give a new folder.")
@@ -88,6 +90,7 @@ def save(
         ValueError: the folder is not empty.
         OSError: the folder cannot be written.
     """
+    check_kinds(save, locals())
     place = check_place(folder, force)
     contents = _contents(trained, with_group_figures)
     return files.write_folder(place, contents, kinds.MODEL, replace=force)
@@ -145,6 +148,7 @@ def load(folder: str | os.PathLike[str]) -> Predictor:
         DamagedError: a file is damaged, or of another model.
         ValueError: the model was written by another version.
     """
+    check_kinds(load, locals())
     place = Path(folder)
     if not (place / files.MANIFEST).is_file():
         lack = next((name for name in FILES[:4] if not (place / name).is_file()), files.MANIFEST)

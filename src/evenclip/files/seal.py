@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from evenclip.files import strict
 from evenclip.files.kinds import Kind
 
 __all__ = [
@@ -95,10 +96,9 @@ def parsed(content: bytes, source: object, kind: Kind) -> dict[str, Any]:
         DamagedError: there is none.
     """
     try:
-        value = json.loads(content.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        why = "nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise DamagedError(f"{source} is damaged (no JSON: {why}); {kind.remedy}.") from error
+        value = strict.loads(content.decode("utf-8-sig"))
+    except ValueError as error:
+        raise DamagedError(f"{source} is damaged (no JSON: {error}); {kind.remedy}.") from error
     if not isinstance(value, dict):
         raise DamagedError(f"{source} is damaged (no JSON object); {kind.remedy}.")
     return value

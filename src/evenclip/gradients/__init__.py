@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from evenclip.arguments import check_kinds
+from evenclip.gradients.calls import check_samples
 from evenclip.gradients.errors import ModelError
 from evenclip.gradients.layout import Layout
 from evenclip.gradients.losses import Loss
@@ -45,6 +47,8 @@ def per_sample_gradients(model: nn.Module, loss: Loss, x: Any, y: Any) -> PerSam
     Raises:
         ModelError: if samples influence each other; the message names the module.
     """
+    check_kinds(per_sample_gradients, locals())
+    check_samples(x, y)
     state = ModelState(model)
     with plan(model, loss, x, y).recording() as tape:
         gradients = tape(x, y)

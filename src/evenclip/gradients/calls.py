@@ -7,7 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["arguments", "call", "count"]
+from evenclip.arguments import shown
+
+__all__ = ["arguments", "call", "check_samples", "count"]
 
 
 def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -21,6 +23,17 @@ def call(model: nn.Module, x: Any) -> Any:
     """Call the model; x is its one input, a tuple of its inputs, or a dict of them by name."""
     args, kwargs = arguments(x)
     return model(*args, **kwargs)
+
+
+def check_samples(x: Any, y: Any) -> None:
+    """Raise unless inputs and targets hold tensors, samples first."""
+    for name, value in (("x", x), ("y", y)):
+        leaves = tree_leaves(value)
+        if not leaves or not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves):
+            raise TypeError(
+                f"{name} is {shown(value)}; it must be a tensor [sample, ...], or a tuple or dict "
+                "of them."
+            )
 
 
 def count(x: Any) -> int:

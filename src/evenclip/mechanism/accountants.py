@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from evenclip import check
 from evenclip.mechanism.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "COARSE",
     "FINE",
+    "LEAST_MULTIPLIER",
     "StepKind",
     "event_of",
     "few_kinds",
@@ -36,6 +38,8 @@ __all__ = [
 # Largest excess of the PLD's ε over the exact ε due to the grid, as a fraction of ε: for a final
 # result, and during a search.
 FINE, COARSE = 1e-4, 1e-2
+LEAST_MULTIPLIER = 1e-3
+"""Smallest joint multiplier with an ε: a single step of a smaller one costs more than 500,000."""
 # Most grid points for one step. dp-accounting takes about 4 µs per point and direction.
 _MOST_POINTS = 150_000
 # dp-accounting truncates the noise at this many standard deviations; the tail has mass e⁻⁵⁰.
@@ -45,6 +49,8 @@ _LARGEST_EXPONENT = 700.0
 # δ that double precision may lose per convolved step. The largest observed loss of the transform is
 # two units of 2⁻⁵².
 _ROUNDING = 2.0**-49
+# Smallest rate, and largest multiplier, that the accountants tell from 0 and infinity.
+_LEAST_RATE, _MOST_MULTIPLIER = 1e-9, 1e6
 # Most kinds of steps, by multiplier, that are convolved: each takes about 0.1 s.
 _MOST_KINDS = 32
 
@@ -63,11 +69,19 @@ StepKinds = tuple[StepKind, ...]
 def step_kinds(ledger: Ledger) -> StepKinds:
     """Merge the equal steps of a private ledger, and drop those that cost nothing."""
     ledger.check()
+    if ledger.steps > check.MOST_STEPS:
+        raise ValueError(
+            f"The ledger has {ledger.steps} steps; ε is computed for at most {check.MOST_STEPS}: "
+            "train for fewer steps."
+        )
     steps: Counter[tuple[float, float]] = Counter()
     for entry in ledger.entries:
         if entry.q is None:
             raise ValueError("The ledger has steps whose batches were not Poisson samples.")
-        steps[float(entry.q), float(entry.joint)] += int(entry.steps)
+        # ε grows with q and falls with m, so both limits are upper bounds where arithmetic ends.
+        q = max(float(entry.q), _LEAST_RATE) if entry.q > 0 else 0.0
+        m = entry.joint if entry.joint == math.inf else min(entry.joint, _MOST_MULTIPLIER)
+        steps[q, float(m)] += int(entry.steps)
     return tuple(
         StepKind(q, m, n) for (q, m), n in steps.items() if q > 0 and m < math.inf and n > 0
     )

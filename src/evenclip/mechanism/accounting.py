@@ -23,8 +23,9 @@ Both assume ideal noise. If the ledger says how many numbers were drawn, every �
 of the noise as it was drawn, see `evenclip.mechanism.correction`; ledgers made by hand have ideal
 noise.
 
-If the ledger has no ε (a value was released in clear, a batch was not a Poisson sample, or ε is too
-large for the sampler of the noise), the result is None and never a number.
+If the ledger has no ε (a value was released in clear, a batch was not a Poisson sample, a
+multiplier is below 0.001, or ε is too large for the sampler of the noise), the result is None and
+never a number.
 """
 
 from __future__ import annotations
@@ -35,7 +36,19 @@ from decimal import ROUND_CEILING, Context
 from functools import partial
 from typing import TYPE_CHECKING
 
-from evenclip.mechanism.accountants import event_of, lost_delta, pld, rdp, step_kinds
+import numpy as np
+
+from evenclip import check
+from evenclip.arguments import check_kinds, shown
+from evenclip.mechanism.accountants import (
+    LEAST_MULTIPLIER,
+    StepKind,
+    event_of,
+    lost_delta,
+    pld,
+    rdp,
+    step_kinds,
+)
 from evenclip.mechanism.correction import Real, SamplerError, real_epsilon
 from evenclip.mechanism.ledger import Ledger
 
@@ -86,6 +99,7 @@ def event(ledger: Ledger) -> dp_accounting.DpEvent:
     Raises:
         ValueError: if the ledger has no ε.
     """
+    check_kinds(event, locals())
     if not ledger.is_private:
         raise ValueError(
             "This ledger has no ε: a value was released in clear, or a batch was not a Poisson "
@@ -113,22 +127,27 @@ def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float | No
     Raises:
         ValueError: if δ is not between 0 and 1, is too small for PLD, or the accountant is unknown.
     """
+    check_kinds(epsilon, locals())
     return _stated(real(ledger, delta, accountant))
 
 
 def real(ledger: Ledger, delta: float, accountant: str = "pld") -> Real | None:
     """Return ε as `epsilon` does, with the ε_s and δ_s of the sampler that it holds."""
+    check_kinds(real, locals())
     check_delta(delta)
     if accountant not in _ACCOUNTANTS:
         raise ValueError(
             f"accountant is {accountant!r}; it must be one of {', '.join(_ACCOUNTANTS)}."
         )
+    ledger.check()
     return _real(ledger, delta, accountant, [delta]) if ledger.is_private else None
 
 
 def _real(ledger: Ledger, delta: float, accountant: str, grid: Sequence[float]) -> Real | None:
     """Return the ε of a private ledger at δ, on the grid for these δ."""
     kinds = step_kinds(ledger)
+    if _is_too_much(kinds):
+        return None
     least = lost_delta(kinds) if accountant == "pld" else 0.0
     ideal = partial(_ACCOUNTANTS[accountant], ledger, grid)
     return real_epsilon(ideal, delta, SamplerError.of(ledger.entries), least)
@@ -146,9 +165,11 @@ def curve(
     >>> [(delta, round(rdp, 2), round(pld, 2)) for delta, rdp, pld in curve(ledger, [0.12693674])]
     [(0.12693674, 1.5, 1.0)]
     """
+    check_kinds(curve, locals())
     deltas = list(deltas)
     for delta in deltas:
         check_delta(delta)
+    ledger.check()
     if not ledger.is_private:
         return [(delta, None, None) for delta in deltas]
     by_rdp, by_pld = (
@@ -170,12 +191,22 @@ def epsilon_without_amplification(ledger: Ledger, delta: float) -> float | None:
     >>> round(epsilon_without_amplification(ledger, 0.12693674), 6)  # δ(1) = Φ(-1/2) − e·Φ(-3/2)
     1.0
     """
+    check_kinds(epsilon_without_amplification, locals())
     check_delta(delta)
+    ledger.check()
     if not ledger.is_private:
         return None
-    mu = math.sqrt(sum(kind.steps * kind.multiplier**-2 for kind in step_kinds(ledger)))
+    kinds = step_kinds(ledger)
+    if _is_too_much(kinds):
+        return None
+    mu = math.sqrt(sum(kind.steps * kind.multiplier**-2 for kind in kinds))
     ideal = partial(_gaussian_epsilon, mu)
     return _stated(real_epsilon(ideal, delta, SamplerError.of(ledger.entries)))
+
+
+def _is_too_much(kinds: Sequence[StepKind]) -> bool:
+    """Return whether ε is too large to be computed, and to mean anything."""
+    return any(kind.multiplier < LEAST_MULTIPLIER for kind in kinds)
 
 
 def _stated(found: Real | None) -> float | None:
@@ -191,8 +222,11 @@ def rounded_up(value: float | None, digits: int = 4) -> str:
     >>> rounded_up(3.13501), rounded_up(0.25), rounded_up(12345.6), rounded_up(None)
     ('3.136', '0.25', '12350', 'none')
     """
+    check_kinds(rounded_up, locals())
+    check.natural(digits=digits)
     if value is None:
         return "none"
+    check.real(value=value)
     up = Context(prec=digits, rounding=ROUND_CEILING).create_decimal_from_float(value)
     return f"{up.normalize():f}"
 
@@ -208,6 +242,7 @@ def smallest_delta(ledger: Ledger) -> float:
     >>> smallest_delta(Ledger([Entry(0.01, (("gradient", 1.0),), 1024)])) == 2.0**-39
     True
     """
+    check_kinds(smallest_delta, locals())
     return lost_delta(step_kinds(ledger))
 
 
@@ -222,10 +257,17 @@ def default_delta(n: int) -> float:
 
 def check_delta(delta: float, name: str = "delta") -> None:
     """Raise unless δ lies strictly between 0 and 1."""
-    if not 0 < delta < 1:
+    if not _is_between(delta):
         raise ValueError(
-            f"{name} is {delta}; it must lie above 0 and below 1, well below 1/n for n records."
+            f"{name} is {shown(delta)}; it must lie above 0 and below 1, well below 1/n for n "
+            "records."
         )
+
+
+def _is_between(delta: object) -> bool:
+    if isinstance(delta, bool) or not isinstance(delta, int | float | np.number):
+        return False
+    return bool(0 < delta < 1)
 
 
 def _gaussian_epsilon(mu: float, delta: float) -> float:

@@ -14,7 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from evenclip import check
-from evenclip.mechanism.accountants import COARSE, FINE, pld
+from evenclip.arguments import check_kinds, shown
+from evenclip.mechanism.accountants import COARSE, FINE, LEAST_MULTIPLIER, pld
 from evenclip.mechanism.accounting import check_delta
 from evenclip.mechanism.correction import SamplerError, Terms
 from evenclip.mechanism.ledger import BETA, Entry, Ledger, joint_multiplier
@@ -29,8 +30,6 @@ __all__ = ["calibrate", "gradient_multiplier", "scale_for"]
 # Calibration ends with an ε in [1 − 5e-4, 1 − 1e-5] times the target: the upper margin allows
 # for different rounding when the multipliers are computed in another order.
 _WINDOW, _MARGIN = 5e-4, 1e-5
-# Below this joint multiplier a single step costs an ε of half a million.
-_LEAST_MULTIPLIER = 1e-3
 # Smallest supported target ε. The accountants' arithmetic cannot distinguish smaller ones from 0.
 _LEAST_EPSILON = 1e-6
 _MOST_ROUNDS = 100
@@ -66,6 +65,7 @@ def scale_for(
         ValueError: if a value is out of range, or the target holds even without noise, so that no
             multiplier is the smallest (δ is at least the probability that a record is sampled).
     """
+    check_kinds(scale_for, locals())
     check.natural(steps=steps)
     plan = [(multipliers, int(steps))]
     return _scale_for(plan, epsilon=epsilon, delta=delta, q=q, sizes=sizes or {})
@@ -106,7 +106,7 @@ def _scale_for(
     scale: float = _first_guess(epsilon, delta, q, steps) / unit
     for tolerance in (COARSE, FINE):
         cost = partial(_cost, plan, q, (delta, terms), tolerance)
-        scale = _solve(cost, epsilon, scale, least=_LEAST_MULTIPLIER / unit)
+        scale = _solve(cost, epsilon, scale, least=LEAST_MULTIPLIER / unit)
     return scale
 
 
@@ -149,6 +149,13 @@ def calibrate(
     Raises:
         ValueError: if a value is out of range, or the rule adds no noise that could be scaled.
     """
+    from evenclip.rules import Rule
+
+    if not isinstance(rule, Rule):
+        raise TypeError(
+            f"rule is {shown(rule)}; it must be a rule, such as evenclip.DPSGD(sigma=1.0)."
+        )
+    check_kinds(calibrate, {name: value for name, value in locals().items() if name != "rule"})
     if rule.sigma == 0:
         raise ValueError(
             f"{rule.name} adds no noise, so no ε can be reached with it; choose a private rule."
@@ -158,7 +165,14 @@ def calibrate(
             f"{rule.name} has no valid ε with any noise ({rule.why}); choose a private rule."
         )
     check.natural(steps=steps, parameters=parameters)
-    plan = Counter(tuple(rule.multipliers(t).items()) for t in range(steps))
+    if steps > check.MOST_STEPS:
+        raise ValueError(
+            f"steps is {steps}; noise is calibrated for at most {check.MOST_STEPS} steps: give "
+            "fewer."
+        )
+    plan = Counter(tuple(rule.multipliers(t).items()) for t in _kinds_of_steps(rule, steps))
+    if len(_kinds_of_steps(rule, steps)) == 1:
+        plan = Counter({row: int(steps) for row in plan})
     counts = {name for row in plan for name, _ in row} - {"gradient"}
     scale = _scale_for(
         [(dict(row), n) for row, n in plan.items()],
@@ -170,10 +184,17 @@ def calibrate(
     return _scaled(rule, scale, steps)
 
 
+def _kinds_of_steps(rule: Rule, steps: int) -> range:
+    """Return the steps whose noise has to be looked at: one, if it does not depend on the step."""
+    from evenclip.rules import Rule as Base
+
+    return range(1 if type(rule).multipliers is Base.multipliers else int(steps))
+
+
 def _scaled(rule: AnyRule, scale: float, steps: int) -> AnyRule:
     """Return the rule with its noise scaled; raise if its noise is not scaled in every step."""
     scaled = rule.scaled(scale)
-    for t in range(steps):
+    for t in _kinds_of_steps(rule, steps):
         expected, given = rule.multipliers(t), scaled.multipliers(t)
         if any(not math.isclose(given[name], scale * expected[name]) for name in expected):
             raise ValueError(
@@ -195,6 +216,7 @@ def gradient_multiplier(joint: float, count: float, s: float = 1.0) -> float:
     Raises:
         ValueError: if count ≤ s·joint, so that the count alone costs as much.
     """
+    check_kinds(gradient_multiplier, locals())
     check.positive(joint=joint, count=count, s=s)
     if count <= s * joint:
         raise ValueError(
@@ -253,7 +275,7 @@ def _solve(cost: Callable[[float], float], target: float, scale: float, least: f
         if scale < least:
             raise ValueError(
                 f"epsilon is {target:g}; it is reached with next to no noise (a multiplier below "
-                f"{_LEAST_MULTIPLIER:g}), so it gives no privacy; give a smaller epsilon."
+                f"{LEAST_MULTIPLIER:g}), so it gives no privacy; give a smaller epsilon."
             )
         price = cost(scale)
         if target * (1 - _WINDOW) <= price <= target * (1 - _MARGIN):
@@ -261,8 +283,9 @@ def _solve(cost: Callable[[float], float], target: float, scale: float, least: f
         before = (dear, cheap)
         dear, cheap = ((scale, price), cheap) if price > aim else (dear, (scale, price))
         scale = _next_scale(dear, cheap, aim, halve=_shrank_little(before, (dear, cheap)))
-    raise ArithmeticError(
-        f"No noise multiplier was found for epsilon = {target:g}; please report the settings."
+    raise ValueError(
+        f"epsilon is {target:g}; the accountant's grid is too coarse for so little noise, so that "
+        "no noise multiplier was found: give a smaller epsilon."
     )
 
 

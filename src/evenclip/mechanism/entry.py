@@ -13,8 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, SupportsFloat, TypeVar
+from numbers import Real
+from typing import Any, TypeVar
 
+from evenclip.arguments import check_kinds
 from evenclip.mechanism.noise import BETA, LAMBDA
 
 __all__ = [
@@ -23,6 +25,9 @@ __all__ = [
 ]  # fmt: skip
 
 T = TypeVar("T")
+
+_MOST_NUMBERS = 2**53  # in one release
+_SQUARABLE = 1e-100  # a smaller multiplier has a square that is 0
 
 Parent = tuple[str, int]  # (run id, index of a draw)
 
@@ -39,8 +44,10 @@ def joint_multiplier(multipliers: Iterable[float]) -> float:
     """
     # float(): dp-accounting silently drops multipliers that are integers or numpy numbers.
     values = [float(m) for m in multipliers]
-    if any(m == 0 for m in values):
+    if not all(m > 0 for m in values):  # in clear, or no multiplier at all
         return 0.0
+    if values and min(values) < _SQUARABLE:
+        return min(values) / math.sqrt(len(values))  # a lower bound, as Σ_j m_j⁻² ≤ k·min⁻²
     precision = sum(m**-2 for m in values)
     return math.inf if precision == 0 else precision**-0.5
 
@@ -174,11 +181,21 @@ def read(given: Any, place: str) -> Entry:
         raise _wrong(place, "run", run, "a text")
     if not given["multipliers"]:
         raise _wrong(place, "multipliers", given["multipliers"], "at least one release's")
+    if not isinstance(q, bool) and q == 0:
+        raise _wrong(place, "q", q, "a Poisson rate above 0; no run draws empty batches only")
+    if not isinstance(given["steps"], bool) and given["steps"] == 0:
+        raise _wrong(place, "steps", 0, "a whole number of at least 1")
+    for name, least in (("lam", LAMBDA), ("beta", BETA)):
+        if name in given and _number(given[name], place, name) < least:
+            raise _wrong(place, name, given[name], f"{least:.3g} or more, as of every sampler")
+    sizes = _pairs(given.get("sizes", {}), place, "sizes", _whole)
+    if any(not 0 < size <= _MOST_NUMBERS for _, size in sizes):
+        raise _wrong(place, "sizes", given["sizes"], f"from 1 to {_MOST_NUMBERS} numbers each")
     return Entry(
         None if q is None else _number(q, place, "q"),
         _pairs(given["multipliers"], place, "multipliers", _number),
         _whole(given["steps"], place, "steps"),
-        _pairs(given.get("sizes", {}), place, "sizes", _whole),
+        sizes,
         _number(given.get("tau", 0.0), place, "tau"),
         run,
         _whole(given.get("first", 0), place, "first"),
@@ -191,13 +208,21 @@ def read(given: Any, place: str) -> Entry:
 
 def check_entry(entry: Entry, place: str) -> None:
     """Raise a ValueError if the entry has a value that no step can have."""
+    if not isinstance(entry, Entry):
+        raise ValueError(f"{place} is {short(entry)}; it must be an Entry.")
+    try:
+        check_kinds(Entry, vars(entry))
+    except TypeError as error:
+        raise ValueError(f"{place}: {error}") from error
     if entry.q is not None and not 0 <= entry.q <= 1:
         raise _wrong(place, "q", entry.q, "a Poisson rate, from 0 to 1, or null")
+    if len(dict(entry.multipliers)) < len(entry.multipliers):
+        raise _wrong(place, "multipliers", entry.multipliers, "one for each release")
     for name, m in entry.multipliers:
         if not 0 <= m < math.inf:
             raise _wrong(place, f"multiplier {name!r}", m, "a finite number of at least 0")
     for name, size in (*entry.sizes, ("steps", entry.steps), ("first", entry.first)):
-        if isinstance(size, bool) or not float(size).is_integer() or size < 0:
+        if not _is_whole(size) or size < 0:
             raise _wrong(place, name, size, "a whole number of at least 0")
     for name, value in (("tau", entry.tau), ("lam", entry.lam), ("beta", entry.beta)):
         if not 0 <= value < 1:
@@ -210,9 +235,16 @@ def check_entry(entry: Entry, place: str) -> None:
         )
 
 
+def _is_whole(value: float) -> bool:
+    return isinstance(value, int) or float(value).is_integer()
+
+
 def short(value: Any) -> str:
     """Return a value as text, cut if it is long."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a huge number, or nested too deep
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
@@ -222,7 +254,7 @@ def _wrong(place: str, name: str, given: Any, expected: str) -> ValueError:
 
 def _number(given: Any, place: str, name: str) -> float:
     """Return a number of JSON as a float."""
-    if isinstance(given, bool | str) or not isinstance(given, SupportsFloat):
+    if isinstance(given, bool | str) or not isinstance(given, Real):
         raise _wrong(place, name, given, "a number")
     try:
         return float(given)

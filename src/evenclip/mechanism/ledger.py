@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from evenclip import check
+from evenclip.arguments import check_kinds
 from evenclip.mechanism.entry import (
     BETA,
     LAMBDA,
@@ -71,9 +73,12 @@ class Ledger:
         Raises:
             ValueError: the run has another step at this index.
         """
+        check_kinds(Ledger.write, locals())
+        check.finite(tau=tau, **({} if q is None else {"q": q}))
         entry = entry_of(q, multipliers, sizes=dict(sizes).items(), tau=tau, run=run, parent=parent)
         if run:
             entry = replace(entry, first=self.end_of(run) if index is None else int(index))
+        check_entry(entry, "The step")
         self.add(entry)
 
     def add(self, entry: Entry) -> None:

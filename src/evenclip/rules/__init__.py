@@ -1,5 +1,6 @@
 """One rule per file; the only map from names to classes."""
 
+from evenclip.arguments import shown
 from evenclip.rules.dpsgd import DPSGD
 from evenclip.rules.dpsgd_f import DPSGDF
 from evenclip.rules.dpsgd_global import DPSGDGlobal
@@ -62,5 +63,7 @@ def soundness(rule: Rule) -> str:
     It depends on the class of the rule and on nothing else. Whether a weight had to be clamped in a
     run depends on its records; that is a private figure, see `evenclip.training.trace.events`.
     """
+    if not isinstance(rule, Rule):
+        raise TypeError(f"rule is {shown(rule)}; it must be a rule, such as evenclip.DPSGD().")
     built_in = RULES.get(getattr(rule, "name", "")) is type(rule)
     return rule.soundness if built_in or rule.soundness == NO_EPSILON else ENFORCED

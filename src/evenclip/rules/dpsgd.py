@@ -16,6 +16,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from evenclip import check
+from evenclip.arguments import check_kinds
 from evenclip.rules.rule import Rule
 
 __all__ = ["DPSGD"]
@@ -52,7 +53,9 @@ class DPSGD(Rule):
     sigma: float = 1.0
 
     def __post_init__(self) -> None:
+        check_kinds(DPSGD, vars(self))
         check.positive(C0=self.C0, sigma=self.sigma)
+        check.finite(C0=self.C0)
 
     def sensitivity(self, now: Tensor) -> float:  # noqa: D102
         del now

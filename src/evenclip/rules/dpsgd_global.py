@@ -17,6 +17,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from evenclip import check
+from evenclip.arguments import check_kinds
 from evenclip.rules.rule import Rule
 
 __all__ = ["DPSGDGlobal"]
@@ -54,7 +55,9 @@ class DPSGDGlobal(Rule):
     Z: float = 10.0
 
     def __post_init__(self) -> None:
+        check_kinds(DPSGDGlobal, vars(self))
         check.positive(C0=self.C0, sigma=self.sigma, Z=self.Z)
+        check.finite(C0=self.C0)
 
     def sensitivity(self, now: Tensor) -> float:  # noqa: D102
         del now

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from evenclip import check
+from evenclip.arguments import check_kinds
 from evenclip.rules.rule import Constants, Rule
 
 __all__ = ["DPSGDGlobalAdapt"]
@@ -74,6 +75,9 @@ class DPSGDGlobalAdapt(Rule):
     sigma_count: float | None = None
 
     def __post_init__(self) -> None:
+        check_kinds(DPSGDGlobalAdapt, vars(self))
+        check.positive(C0=self.C0, sigma=self.sigma)
+        check.finite(C0=self.C0)
         if self.sigma_count is None:
             object.__setattr__(self, "sigma_count", 10.0 * self.sigma)
         assert self.sigma_count is not None

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from evenclip import check
+from evenclip.arguments import check_kinds, shown
 from evenclip.gradients import PerSample, Tape
 from evenclip.rules.rule import NO_EPSILON, Rule
 
@@ -75,11 +76,13 @@ class FairLens(Rule):
     gamma2: float = 1.0
 
     def __post_init__(self) -> None:
+        check_kinds(FairLens, vars(self))
         check.positive(C0=self.C0, sigma=self.sigma)
+        check.finite(C0=self.C0)
         for name in ("gamma1", "gamma2"):
-            if not 0 <= getattr(self, name) < float("inf"):
+            if not 0 <= getattr(self, name) <= 1e30:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)}; it must be a finite number of at least 0."
+                    f"{name} is {shown(getattr(self, name))}; it must be a number from 0 to 1e30."
                 )
 
     def sensitivity(self, now: Tensor) -> float:

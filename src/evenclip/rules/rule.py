@@ -28,6 +28,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from evenclip.arguments import check_kinds
+
 __all__ = ["ENFORCED", "NO_EPSILON", "REPAIRED", "SOUND", "Constants", "Rule", "check_complete"]
 
 SOUND = "sound"
@@ -190,6 +192,7 @@ def check_complete(kind: type[Rule]) -> None:
     Raises:
         TypeError: the class is no frozen dataclass, or has no `name` or no `sigma`.
     """
+    check_kinds(check_complete, locals())
     named = isinstance(getattr(kind, "name", None), str)
     fields = getattr(kind, "__dataclass_fields__", None)  # None: no dataclass
     if not named or fields is None or not ("sigma" in fields or hasattr(kind, "sigma")):

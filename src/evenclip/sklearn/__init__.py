@@ -30,6 +30,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from evenclip import check, models
+from evenclip.arguments import check_kinds
 from evenclip.audit import metrics
 from evenclip.comparison import protocol
 from evenclip.data import Dataset
@@ -179,6 +180,7 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             TypeError: an argument has the wrong type.
         """
         rule = _rule(self.rule)
+        check_kinds(type(self).__init__, vars(self))
         check.natural(epochs=self.epochs, batch_size=self.batch_size)
         seed = self._seed()
         frame = self._frame(X, reset=True)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from evenclip import check
+from evenclip.arguments import check_kinds
 from evenclip.files import private_folder
 from evenclip.sweep.bundle import bundles, compute_all, make_task, prepare_worker, read_task
 from evenclip.sweep.executor import TRIES, Assignment, Failure, ProgressDisplay, Tries
@@ -60,8 +61,11 @@ class Ray:
     gpus: float = 0.0
 
     def __post_init__(self) -> None:
+        check_kinds(Ray, vars(self))
         check.natural(cpus=self.cpus)
-        if not self.gpus >= 0 or (self.gpus > 1 and self.gpus != int(self.gpus)):
+        check.finite(gpus=self.gpus)
+        whole = self.gpus <= 1 or float(self.gpus).is_integer()
+        if self.gpus < 0 or not whole:
             raise ValueError(
                 f"gpus is {self.gpus}; give a fraction of one, such as 0.2, or a whole number."
             )

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from evenclip import check
+from evenclip.arguments import check_kinds
 from evenclip.sweep.bundle import bundles, compute_into, make_task, prepare_worker, read_task
 from evenclip.sweep.executor import TRIES, Assignment, Failure, ProgressDisplay, Tries
 from evenclip.sweep.process import as_environment, environment, python
@@ -68,9 +69,9 @@ class Slurm:
     cluster: str = "slurm"
 
     def __post_init__(self) -> None:
+        check_kinds(Slurm, vars(self))
         check.natural(minutes=self.minutes, cpus=self.cpus, jobs=self.jobs)
-        if self.gpus < 0 or self.gpus != int(self.gpus):
-            raise ValueError(f"gpus is {self.gpus}; Slurm gives a job a whole number of them.")
+        check.whole(gpus=self.gpus)
 
     def check_device(self, device: str) -> None:
         """Raise if the device is a GPU and jobs get none."""

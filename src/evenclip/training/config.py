@@ -16,8 +16,9 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
 from evenclip import check
+from evenclip.arguments import check_kinds
 from evenclip.gradients.losses import Loss
-from evenclip.mechanism.accounting import default_delta
+from evenclip.mechanism.accounting import check_delta, default_delta
 from evenclip.mechanism.settings import Settings
 from evenclip.rules import DPSGDGlobalAdapt, Rule, check_complete
 
@@ -48,8 +49,8 @@ class Performance:
     readers: int = 0
 
     def __post_init__(self) -> None:
-        if self.readers != 0:
-            check.natural(readers=self.readers)
+        check_kinds(Performance, vars(self))
+        check.whole(readers=self.readers)
         if self.chunk is not None:
             check.natural(chunk=self.chunk)
         if isinstance(self.compile, str) and self.compile not in _MODES:
@@ -104,7 +105,7 @@ class TrainConfig:
     independence: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise if a class is given instead of an instance, or the reverse."""
+        """Raise if a value is out of range, or a class is given instead of an instance."""
         rule = self.rule
         if not (isinstance(rule, Rule) and is_dataclass(type(rule))):
             raise TypeError(
@@ -128,6 +129,18 @@ class TrainConfig:
                     f"constructs one, such as {example}, because the model that is trained is a "
                     "copy."
                 )
+        check_kinds(TrainConfig, vars(self))
+        check.natural(epochs=self.epochs, batch_size=self.batch_size)
+        check.positive(lr=self.lr)
+        check.finite(lr=self.lr)
+        whole = {"steps": self.steps, "records": self.records}
+        check.natural(**{name: value for name, value in whole.items() if value is not None})
+        if self.q is not None:
+            check.fraction(q=self.q)
+        if self.delta is not None:
+            check_delta(self.delta)
+        if self.seed is not None:
+            _seed(self.seed)
 
     def but(self, **changes: Any) -> TrainConfig:
         """Return a copy with these changes; None for `rule` or `performance` is the default."""
@@ -149,15 +162,17 @@ class TrainConfig:
 
         They are built-in numbers, because numpy's cannot be written to JSON.
         """
-        check.natural(epochs=self.epochs, batch_size=self.batch_size)
-        check.positive(lr=self.lr)
         declared = self.records is not None and self.rule.poisson
         if self.records is not None:
-            check.natural(records=self.records)
             n = int(self.records) if declared else n
         q, epoch = self._pace(n)
-        if self.steps is not None:
-            check.natural(steps=self.steps)
+        steps = int(self.epochs) * epoch if self.steps is None else int(self.steps)
+        if steps > check.MOST_STEPS:
+            given = f"epochs is {self.epochs}" if self.steps is None else f"steps is {self.steps}"
+            raise ValueError(
+                f"{given}, with {epoch} steps per epoch; a run has at most {check.MOST_STEPS} "
+                "steps: give fewer."
+            )
         return Settings(
             rule=self.rule,
             n=n,
@@ -165,7 +180,7 @@ class TrainConfig:
             q=q,
             B=float(self.batch_size),
             epoch=epoch,
-            steps=int(self.epochs) * epoch if self.steps is None else int(self.steps),
+            steps=steps,
             delta=_delta(self.delta, n),
             lr=float(self.lr),
             optimizer=_name(self.optimizer),
@@ -180,7 +195,6 @@ class TrainConfig:
         if not self.rule.poisson:
             return None, math.ceil(n / B)
         if self.q is not None:
-            check.fraction(q=self.q)
             return float(self.q), round(1 / self.q)
         if n < B:
             raise ValueError(

@@ -8,6 +8,7 @@ T steps of `evenclip.training.step`.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -155,10 +156,21 @@ def fit_config(
         after = AfterStep(run, session, logger, progress, interrupt)
         records = train(run, session.observers, after)
     trained = result(run, records)
+    _warn_of_divergence(trained)
     for module, given in zip(trained.model.modules(), model.modules(), strict=True):
         module.training = given.training
     logger.end(trained)
     return trained
+
+
+def _warn_of_divergence(trained: Result) -> None:
+    """Warn if a weight is not finite."""
+    if not all(bool(torch.isfinite(p).all()) for p in trained.model.parameters()):
+        warnings.warn(
+            f"Training diverged: some weights are not finite. Train with an lr below "
+            f"{trained.settings.lr:g}.",
+            stacklevel=4,  # the caller of `fit`
+        )
 
 
 def prepare(

@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from evenclip.data import Dataset, Streamed
+from evenclip.devices import device_of
 from evenclip.gradients.calls import call
 from evenclip.gradients.losses import Loss, per_sample
 from evenclip.gradients.plan import refuse_stateful
@@ -53,16 +54,22 @@ def copy_to_device(
     parameter = next(model.parameters(), None)
     if device is None:
         device = "cpu" if parameter is None else parameter.device
-    try:
-        place = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device is {device!r}; torch says: {error}") from error
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"device is {str(place)!r} and torch {torch.__version__} finds no CUDA device; pass "
-            "device='cpu', or install a CUDA build of torch and its driver."
-        )
+    place = device_of(device)
+    _check_weights(model)
     return copy.deepcopy(model).to(place).train(), place
+
+
+def _check_weights(model: nn.Module) -> None:
+    """Raise if a weight is not a finite number."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter) or not parameter.is_floating_point():
+            continue
+        bad = int((~torch.isfinite(parameter.detach())).sum())
+        if bad and (parameter.requires_grad or bool(torch.isnan(parameter.detach()).any())):
+            raise ValueError(
+                f"The model's {name} has {bad} values that are not finite, so it would learn "
+                "nothing; initialise the model again."
+            )
 
 
 def check_data(

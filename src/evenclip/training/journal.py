@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -35,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from evenclip import files
-from evenclip.files import kinds, synchronise
+from evenclip.files import kinds, strict, synchronise
 from evenclip.mechanism import Ledger
 from evenclip.mechanism.entry import Entry, check_entry, read, row
 from evenclip.training.checkpoint import CheckpointError
@@ -201,8 +200,8 @@ def _lines(path: Path) -> Iterator[_Line]:
 def _is_complete(line: bytes) -> bool:
     """Return whether a line without its end is JSON."""
     try:
-        json.loads(line)
-    except (ValueError, RecursionError):
+        strict.loads(line)
+    except ValueError:
         return False
     return True
 
@@ -215,7 +214,11 @@ def _line(path: Path, number: int, line: bytes) -> _Line:
         entries = [read(entry, place) for entry in plain["entries"]]
         run = str(plain["run"])
         declared = _declaration(run, plain["declared"], place) if "declared" in plain else None
-        one = _Line(str(plain["attempt"]), run, int(plain["first"]), entries, declared)
+        if not all(isinstance(plain[name], str) for name in ("attempt", "run")):
+            raise ValueError(f"{place} has no run.")
+        if type(plain["first"]) is not int:
+            raise ValueError(f"{place} begins at no draw.")
+        one = _Line(plain["attempt"], run, plain["first"], entries, declared)
         _check(one, place)
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from evenclip import check, terminal
+from evenclip.arguments import check_kinds
 from evenclip.training import checkpoint as checkpoints
 from evenclip.training.checkpoint import CheckpointError
 from evenclip.training.logs.log import Log, flat
@@ -37,6 +38,7 @@ class Session:
     progress: bool | None = None
 
     def __post_init__(self) -> None:
+        check_kinds(Session, {name: v for name, v in vars(self).items() if name != "resume"})
         if self.checkpoint_every is not None:
             check.natural(checkpoint_every=self.checkpoint_every)
         if not isinstance(self.resume, bool) and self.resume != "exact":

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from evenclip.arguments import check_kinds
 from evenclip.training.logs.log import writable
 
 __all__ = ["CSV"]
@@ -20,6 +21,7 @@ class CSV:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        check_kinds(CSV.__init__, locals())
         self._path = writable(path)
 
     def epoch(self, number: int, values: Mapping[str, float | None]) -> None:

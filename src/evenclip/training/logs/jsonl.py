@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from evenclip.arguments import check_kinds
 from evenclip.training.logs.log import PRIVATE, writable
 
 __all__ = ["JSONL"]
@@ -20,6 +21,7 @@ class JSONL:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        check_kinds(JSONL.__init__, locals())
         self._path = writable(path)
         if not self._path.stat().st_size:
             self._add({"private": PRIVATE})

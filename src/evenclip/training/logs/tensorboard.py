@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from evenclip.arguments import check_kinds
 from evenclip.training.logs.log import PRIVATE
 
 __all__ = ["TensorBoard"]
@@ -18,6 +19,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
+        check_kinds(TensorBoard.__init__, locals())
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
