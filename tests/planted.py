@@ -83,6 +83,7 @@ ACCOUNTING, CALIBRATION, RELEASE, SAMPLING = (
 RESUME, RESULT, TABLE = "training/test_resume.py", "training/test_result.py", "data/test_table.py"
 FILES = "cli/test_epsilon_files.py"
 DECLARATIONS = "attacks/test_lost_declarations.py"
+PLACES, MIXING = "attacks/test_places_of_state.py", "attacks/test_mixing_samples.py"
 STATISTICS, METRICS, TERMS = (
     "audit/test_statistics.py",
     "audit/test_metrics.py",
@@ -728,9 +729,58 @@ LEDGER = (
         "guard-without-state",
         "What a step leaves in the model is not compared.",
         "gradients/state.py",
-        "        now = dict(self._named())\n",
-        "        return\n        now = dict(self._named())\n",
+        "        now, modules = dict(self._tensors()), self._modules\n",
+        "        return\n        now, modules = dict(self._tensors()), self._modules\n",
         ("attacks/test_state_in_the_model.py",),
+    ),
+    Fault(
+        "guard-of-attributes-only",
+        "Variables that the code of a model reaches are not put back.",
+        "gradients/places.py",
+        "            self._walk(later, self.code)\n",
+        "            del later\n",
+        (PLACES,),
+    ),
+    Fault(
+        "guard-by-torchs-count",
+        "A tensor that is changed through `tensor.data` counts as unchanged.",
+        "gradients/state.py",
+        "self._compare(names, self._all_sums(), self._sums)",
+        "del names",
+        (PLACES,),
+    ),
+    Fault(
+        "guard-once-a-step",
+        "What a sample leaves in the model reaches the next sample of its batch.",
+        "gradients/tape.py",
+        "        function()\n",
+        "        del function\n",
+        (f"{PLACES}::test_a_sample_leaves_nothing_for_the_next_one_of_its_batch",),
+    ),
+    Fault(
+        "masks-of-places",
+        "A pass may set the seed of its random numbers, which then belong to places in a batch.",
+        "gradients/plan.py",
+        "    if drawn is not None:\n",
+        "    if False:\n",
+        (f"{MIXING}::test_random_numbers_that_are_not_fresh_are_refused",),
+    ),
+    Fault(
+        "mapped-with-operators-in-derivatives",
+        "An operator with a mapping rule that only a derivative calls sees the whole batch.",
+        "gradients/plan.py",
+        "    return any(foreign_operator(partial(both, *given)) is not None for given in ((x, y), "
+        "alone))\n",
+        "    return False\n",
+        (f"{MIXING}::test_an_operator_with_a_mapping_rule_is_not_mapped_in_a_derivative_either",),
+    ),
+    Fault(
+        "mapped-with-operators",
+        "An operator with a mapping rule is mapped if planning has not seen it.",
+        "gradients/foreign.py",
+        '            if name.partition("::")[0] not in _OWN:\n',
+        "            if False:\n",
+        (f"{MIXING}::test_an_operator_that_planning_has_not_seen_stops_a_mapped_pass",),
     ),
     Fault(
         "plan-margin-refuses",
@@ -832,8 +882,16 @@ LEDGER = (
         "split-by-dtype",
         "What a record holds is read off the type of the column, which other records change.",
         "data/content.py",
-        "        return _number(number)\n    flag",
-        "        return _text(stripped.encode())\n    flag",
+        "        return _number(number)\n    if _DATE",
+        "        return _text(stripped.encode())\n    if _DATE",
+        ("attacks/test_neighbouring_splits.py",),
+    ),
+    Fault(
+        "split-of-dates",
+        "A date is another value in a column that one record turns into text.",
+        "data/content.py",
+        "    if _DATE.fullmatch(stripped):\n",
+        "    if False:\n",
         ("attacks/test_neighbouring_splits.py",),
     ),
     Fault(

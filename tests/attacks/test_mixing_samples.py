@@ -11,13 +11,17 @@ losses, is planted: it accepts most of them.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import random
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from evenclip import DPSGD, fit
-from evenclip.gradients import ModelError, WholeTape, plan
+from evenclip.gradients import ModelError, WholeTape, foreign, plan
 from evenclip.gradients.anylayer import Mode
 from evenclip.gradients.losses import per_sample
 from evenclip.gradients.tape import Independence
@@ -131,9 +135,9 @@ MIXING = {
 
 @pytest.fixture
 def data():
-    random = torch.Generator().manual_seed(0)
-    x = torch.randn(80, D, generator=random)
-    return x, torch.randint(CLASSES, (80,), generator=random)
+    fixed = torch.Generator().manual_seed(0)
+    x = torch.randn(80, D, generator=fixed)
+    return x, torch.randint(CLASSES, (80,), generator=fixed)
 
 
 @pytest.mark.parametrize("independence", [None, "tested"], ids=str)
@@ -261,6 +265,204 @@ class WithARule(nn.Module):
 def test_a_function_with_its_own_mapping_rule_is_not_mapped(data):
     tape = plan(WithARule(), F.cross_entropy, *data)
     assert tape.independence is Independence.TESTED
+
+
+@torch.library.custom_op("evenclip_attack::whole", mutates_args=())
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """The identity, whose mapping rule sees the batch."""
+    return x.clone()
+
+
+@whole.register_vmap
+def _(info, in_dims, x):
+    return x * (50.0 if x.shape[in_dims[0]] > 9 else 1.0), in_dims[0]
+
+
+class AsDerivative(torch.autograd.Function):
+    """The identity, whose derivative calls the operator."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, delta):
+        return whole(delta)
+
+
+class InBackward(nn.Module):
+    def forward(self, x):
+        return AsDerivative.apply(x)
+
+
+class InHook(nn.Module):
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(whole)
+        return x
+
+
+class InForward(nn.Module):
+    def forward(self, x):
+        return x + 0 * whole(x.detach())
+
+
+class ForOne(nn.Module):
+    """Calls the operator for batches of one sample, as mapped passes are."""
+
+    def forward(self, x):
+        return AsDerivative.apply(x) if len(x) == 1 else x
+
+
+def distance(tape, x, y):
+    """Return how far a first record moves the sum of the other's clipped gradients, in S."""
+    sums = []
+    with tape.recording():
+        for front in (x[:0], torch.full((1, D), 40.0)):
+            gradients = tape(torch.cat([front, x]), torch.cat([y[: len(front)], y]))
+            weights = (0.01 / gradients.norms()).clamp(max=1.0)
+            sums.append(gradients.weighted_sum(weights))
+    return float((sums[1] - sums[0]).norm()) / 0.01
+
+
+OPERATORS = pytest.mark.parametrize("inside", [InForward, InBackward, InHook, ForOne])
+
+
+@OPERATORS
+def test_an_operator_with_a_mapping_rule_is_not_mapped_in_a_derivative_either(inside, data):
+    tape = plan(model(inside(), zero=False), F.cross_entropy, *data)
+    assert tape.independence is Independence.TESTED
+    assert distance(tape, data[0][:9], data[1][:9]) <= 1 + 1e-6
+
+
+def test_the_attack_wins_where_only_the_forward_pass_of_a_batch_is_looked_at(data, monkeypatch):
+    planning = importlib.import_module("evenclip.gradients.plan")
+    monkeypatch.setattr(planning, "_calls_foreign", lambda *given: False)
+    monkeypatch.setattr(foreign, "_Refuse", contextlib.nullcontext)
+    made = model(InBackward(), zero=False)
+    tape = plan(made, F.cross_entropy, *data)
+    assert tape.independence is Independence.CONSTRUCTION
+    assert distance(tape, data[0][:9], data[1][:9]) > 1.01
+
+
+def test_an_operator_that_planning_has_not_seen_stops_a_mapped_pass(data):
+    made = model(nn.Tanh(), zero=False)
+    tape = plan(nn.Sequential(made, Scaled()), F.cross_entropy, *data)
+    assert tape.independence is Independence.CONSTRUCTION
+    tape.model[1].inside = InForward()
+    with tape.recording(), pytest.raises(RuntimeError, match="evenclip_attack::whole may have a"):
+        tape(*data)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Identity()
+
+    def forward(self, x):
+        return self.inside(2 * x)
+
+
+class Seeded(nn.Module):
+    """Draws a mask after setting the seed: each place of a batch has its own, in every batch."""
+
+    def forward(self, x):
+        torch.manual_seed(0)
+        return x * torch.rand(x.shape)
+
+
+class SeededApart(nn.Module):
+    """Does so and restores the generator."""
+
+    def forward(self, x):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            mask = torch.rand(x.shape)
+        return F.dropout(x * mask, 0.1)
+
+
+class OwnGenerator(nn.Module):
+    def forward(self, x):
+        return x * torch.rand(x.shape, generator=torch.Generator().manual_seed(0))
+
+
+class OfPython(nn.Module):
+    def forward(self, x):
+        return x * (1 + 1e-9 * random.random())
+
+
+DRAWN = {
+    Seeded: "after setting the seed of torch's generator",
+    SeededApart: "after setting the seed of torch's generator",
+    OwnGenerator: "from a generator of its own",
+    OfPython: "from the generator of Python or of numpy",
+}
+
+
+@pytest.mark.parametrize("independence", [None, "tested"], ids=str)
+@pytest.mark.parametrize("inside", DRAWN)
+def test_random_numbers_that_are_not_fresh_are_refused(inside, independence, data):
+    said = rf"^A pass through the model or its loss draws random numbers {DRAWN[inside]}, which may"
+    with pytest.raises(ModelError, match=said):
+        plan(model(inside(), zero=False), F.cross_entropy, *data, independence)
+
+
+@pytest.mark.parametrize("inside", [Seeded, OwnGenerator])
+def test_the_attack_wins_where_masks_belong_to_places(inside, data, monkeypatch):
+    planning = importlib.import_module("evenclip.gradients.plan")
+    monkeypatch.setattr(planning, "_refuse_draws", lambda *given: None)
+    monkeypatch.setattr(planning, "_refuse_mixing", lambda *given, **more: None)
+    tape = plan(model(inside(), zero=False), F.cross_entropy, *data)
+    assert tape.independence is Independence.CONSTRUCTION
+    assert distance(tape, data[0][:30], data[1][:30]) > 1.5
+
+
+def test_fresh_random_numbers_are_not_refused(data):
+    for inside in (nn.Dropout(0.2), nn.Sequential(nn.Dropout(0.2), Scaled(), nn.AlphaDropout(0.1))):
+        tape = plan(nn.Sequential(Scaled(), model(inside)), F.cross_entropy, *data)
+        assert tape.independence is Independence.CONSTRUCTION
+
+
+class NeedsTwo(nn.Module):
+    def forward(self, x):
+        return F.batch_norm(x, None, None, training=True)
+
+
+def test_a_model_that_takes_no_batch_of_one_is_refused_in_a_sentence(data):
+    said = r"^The model or its loss does not take a batch of one sample \(Expected more than 1"
+    with pytest.raises(ModelError, match=said):
+        plan(model(NeedsTwo()), F.cross_entropy, *data)
+
+
+class InDouble(nn.Module):
+    """A part in float64, of which no copy in another precision takes the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Linear(D, D).double()
+
+    def forward(self, x):
+        return self.inside(x.double()).float()
+
+
+class InDoubleNormalised(InDouble):
+    def forward(self, x):
+        inner = self.inside(x.double())
+        return (inner - inner.mean(0)).float()
+
+
+def test_a_model_of_several_precisions_is_tested_as_it_is(data):
+    made = nn.Sequential(nn.Linear(D, D), InDouble(), nn.Linear(D, CLASSES))
+    assert plan(made, F.cross_entropy, *data).independence is Independence.CONSTRUCTION
+    made[1] = InDoubleNormalised()
+    with pytest.raises(ModelError, match="The samples of a batch influence each other in"):
+        plan(made, F.cross_entropy, *data)
 
 
 def test_the_report_says_which_grade(data):

@@ -198,6 +198,22 @@ def test_coins_are_those_of_each_row_alone(values):
         np.testing.assert_array_equal(own[0], drawn[i])
 
 
+def test_a_date_that_makes_a_column_text_moves_nobody_else(tmp_path):
+    """With one date of another time zone, pandas reads a column of dates as texts."""
+    frame = people()
+    frame["since"] = pd.date_range("2001-01-01", periods=len(frame)).strftime("%Y-%m-%d")
+    found = []
+    for more in ([], ["2001-01-05T00:00:00+02:00"]):
+        rows = pd.concat([frame, pd.DataFrame([NEW | {"since": day} for day in more])])
+        rows.to_csv(tmp_path / "t.csv", index=False)
+        read_in = pd.read_csv(tmp_path / "t.csv", parse_dates=["since"])
+        split = split_rows([read_in], "y", None, None, 3)[0]
+        found.append([getattr(split, part)[getattr(split, part) < len(frame)] for part in PARTS])
+    assert not pd.api.types.is_datetime64_any_dtype(read_in["since"])
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_no_two_lists_of_fields_have_one_content():
     fields = [("a", "bc"), ("ab", "c"), ("", "abc"), ("abc", ""), ("a,b", "c"), ("a", "b,c")]
     columns = [np.array(column) for column in zip(*fields, strict=True)]
@@ -219,6 +235,12 @@ def test_a_value_has_one_content_however_it_is_stored():
         np.testing.assert_array_equal(other, words[0])
     flags = [pd.Series([True, False]), pd.Series(["TRUE", "false"]), pd.Series([True, False, None])]
     first, *others = [coins(0, of_series(form), copies=False).words[:2] for form in flags]
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+    days = ["2001-01-31", "2003-05-06 07:08:09", "2003-05-06T07:08:09.12"]
+    moments = pd.Series(pd.to_datetime(days, format="ISO8601"))
+    dates = [pd.Series(days), moments, moments.astype(object), moments.dt.to_pydatetime()]
+    first, *others = [coins(0, of_series(pd.Series(form)), copies=False).words for form in dates]
     for other in others:
         np.testing.assert_array_equal(other, first)
     mixed = [pd.Series([1, True], dtype=object), pd.Series([True, 1], dtype=object)]

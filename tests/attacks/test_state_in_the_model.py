@@ -11,6 +11,7 @@ model is returned. A run without the comparison is planted.
 from __future__ import annotations
 
 import importlib
+import itertools
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from torch.nn import functional as F
 
 import evenclip
 from evenclip import DPSGD, fit
-from evenclip.gradients import ModelError, plan, trial
-from evenclip.training import guard, inputs
+from evenclip.gradients import ModelError, plan, state
+from evenclip.training import guard
 
 D, CLASSES, N = 4, 3, 30
 
@@ -153,15 +154,14 @@ def test_rows_that_a_forward_pass_rewrites_are_refused(independence, data):
 class LaterLoss(nn.Module):
     """A loss that changes a buffer, from some call on."""
 
-    total = 0
+    calls = itertools.count(-400)  # begins long after every check before training
 
     def __init__(self):
         super().__init__()
         self.register_buffer("mean", torch.zeros(CLASSES))
 
     def forward(self, output, y):
-        LaterLoss.total += 1
-        if LaterLoss.total > 20:
+        if next(LaterLoss.calls) > 20:
             self.mean += 1
         return F.cross_entropy(output, y, reduction="none")
 
@@ -169,7 +169,7 @@ class LaterLoss(nn.Module):
 @WAYS
 def test_a_loss_that_keeps_records_is_refused_too(independence, data):
     model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, CLASSES))
-    LaterLoss.total = -400  # it begins long after every check before training
+    LaterLoss.calls = itertools.count(-400)
     given = settings() | {"steps": 2000, "loss": LaterLoss(), "independence": independence}
     with pytest.raises(ModelError, match=r"A pass through the (loss|model or the loss) changes"):
         fit(model, data, **given)
@@ -203,13 +203,15 @@ class Blind:
     def check(self):
         pass
 
+    put_back = accept = check
+
 
 @pytest.mark.parametrize("make", [RunningMean, Cached])
 def test_the_attack_wins_where_the_state_is_not_compared(make, data, monkeypatch):
     planning = importlib.import_module(
         "evenclip.gradients.plan"
     )  # the package has a function `plan`
-    for module in (guard, inputs, planning, trial):
+    for module in (guard, planning, state):
         monkeypatch.setattr(module, "ModelState", Blind)
     model = fit(make(), data, **settings(), independence="tested").model
     if make is RunningMean:

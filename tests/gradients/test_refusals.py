@@ -264,8 +264,7 @@ REFUSED = {  # how the model is made, its input, its loss, what the error says
         lambda: Wrapped(OwnDice()),
         "row",
         F.cross_entropy,
-        r"^The samples of a batch influence each other|Is its forward pass random in a way that "
-        r"does not come from",
+        r"^A pass through the model or its loss draws random numbers from",
     ),
     "nothing to train": (
         lambda: nn.Linear(D, CLASSES).requires_grad_(False),

@@ -6,6 +6,7 @@ numbers as floats if one row has none, and as texts if one row has a text. Hence
 - a number is its float64, with one zero and one NaN, whether it is stored as a number or as text
   (`3`, `3.0`, `03`, `"3,0"`);
 - a truth value is the text `True` or `False`;
+- a date, or a text that is one in the form 2001-12-31, with or without a time, is its moment;
 - a missing value, NaN and a blank text are one value;
 - everything else is the BLAKE2b digest of its text, without spaces around it.
 
@@ -15,11 +16,12 @@ unless two texts had one digest. Numbers that differ only beyond float64 are one
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,11 +33,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Coded", "Content", "Numbers", "of_array", "of_series"]
 
+T = TypeVar("T")
 Bytes: TypeAlias = NDArray[np.uint8]  # [record, byte]
 
 WIDTH = 17
 MISSING, NUMBER, TEXT = 0, 1, 2
 _COMMA = re.compile(r"[+-]?\d+,\d+")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d.*)?")
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,8 +166,16 @@ def _value(value: Any) -> bytes:
     number = _numeral(stripped)
     if number is not None:
         return _number(number)
+    if _DATE.fullmatch(stripped):
+        stripped = _moment(stripped)
     flag = stripped.casefold()
     return _text((flag.capitalize() if flag in ("true", "false") else stripped).encode())
+
+
+def _moment(value: str) -> str:
+    """Return a date as the text of its moment; return other texts unchanged."""
+    moment = _parsed(datetime.datetime.fromisoformat, value)
+    return value if moment is None else moment.isoformat()
 
 
 def _other(value: Any) -> bytes:
@@ -178,6 +190,8 @@ def _other(value: Any) -> bytes:
     if value is None or (pd.api.types.is_scalar(value) and pd.isna(value)):
         return bytes(WIDTH)
     plain = text(value)
+    if isinstance(value, datetime.date):
+        plain = _moment(value.isoformat())
     return bytes(WIDTH) if plain is None else _text(plain.encode())
 
 
@@ -190,7 +204,7 @@ def _numeral(value: str) -> float | None:
     return None if number is None or np.isnan(number) else number
 
 
-def _parsed(convert: Callable[[str], float], value: str) -> float | None:
+def _parsed(convert: Callable[[str], T], value: str) -> T | None:
     try:
         return convert(value)
     except ValueError:

@@ -50,7 +50,9 @@ def per_sample_gradients(model: nn.Module, loss: Loss, x: Any, y: Any) -> PerSam
     check_kinds(per_sample_gradients, locals())
     check_samples(x, y)
     state = ModelState(model)
-    with plan(model, loss, x, y).recording() as tape:
+    tape = plan(model, loss, x, y)
+    tape.between = state.put_back
+    with tape.recording():
         gradients = tape(x, y)
     state.check()
     return gradients

@@ -38,7 +38,7 @@ def same_in_any_company(tape: Tape, x: Any, y: Any) -> bool:
     assert tape.pads
     order = torch.randperm(tape.rows, generator=torch.Generator().manual_seed(_SEED))
     half = torch.arange(tape.rows) % ((tape.rows + 1) // 2)  # the second half is not there
-    with undisturbed(tape.model), _without_dropout(tape.model), tape.recording():
+    with undisturbed(tape.model, tape.loss), _without_dropout(tape.model), tape.recording():
         expected = _numbers(tape, x, y)
         for rows in (order, half):
             numbers = _numbers(tape, *tree_map(partial(_rows, rows), (x, y)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ModelError"]
+__all__ = ["ModelError", "first_line"]
 
 
 class ModelError(ValueError):
@@ -14,3 +14,8 @@ class ModelError(ValueError):
     """
 
     unverified = False
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its class."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:120]

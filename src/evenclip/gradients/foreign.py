@@ -6,12 +6,15 @@ rule, are called once for all samples. A model that uses one is not independent 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch._functorch import autograd_function
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["BatchRuleError", "foreign_operator", "no_batch_rules"]
@@ -25,7 +28,11 @@ class BatchRuleError(RuntimeError):
 
 @contextmanager
 def no_batch_rules() -> Iterator[None]:
-    """Raise `BatchRuleError` where an `autograd.Function` with its own `vmap` is mapped."""
+    """Raise `BatchRuleError` where code with its own mapping rule is mapped.
+
+    That is an `autograd.Function` with a `vmap` method, or an operator outside of torch's own.
+    Functions that `torch.compile` made run as they were written, so that all calls are seen.
+    """
     before = autograd_function.has_overridden_vmap_rule
 
     def refuse(function: type[torch.autograd.Function]) -> bool:
@@ -38,17 +45,48 @@ def no_batch_rules() -> Iterator[None]:
 
     autograd_function.has_overridden_vmap_rule = refuse  # type: ignore[assignment]
     try:
-        yield
+        with _uncompiled(), _Refuse():
+            yield
     finally:
         autograd_function.has_overridden_vmap_rule = before
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Run compiled functions without their graphs; importing torch's compiler is slow."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return eager
 
 
 def foreign_operator(compute: Callable[[], Any]) -> str | None:
     """Return the name of an operator outside of torch's own that `compute` calls; None if none."""
     seen = _Foreign()  # type: ignore[no-untyped-call]  # torch's class has no types
-    with seen:
+    with _uncompiled(), seen:
         compute()
     return seen.name
+
+
+class _Refuse(TorchFunctionMode):
+    """Raise for calls of operators outside of torch's own.
+
+    They are seen before they are mapped, also those that would be split into torch's own. In the
+    derivative of an `autograd.Function` torch switches this off, and `foreign_operator` sees them.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        if isinstance(func, OpOverload | OpOverloadPacket):
+            packet = func.overloadpacket if isinstance(func, OpOverload) else func
+            name = packet._qualified_op_name
+            if name.partition("::")[0] not in _OWN:
+                raise BatchRuleError(
+                    f"The operator {name} may have a mapping rule, which sees the whole batch; use "
+                    'torch\'s own operators, or independence="tested".'
+                )
+        return func(*args, **(kwargs or {}))
 
 
 class _Foreign(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no types

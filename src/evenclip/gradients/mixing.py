@@ -26,13 +26,16 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.utils._pytree import tree_leaves, tree_map
 
 from evenclip.gradients.calls import call, count
+from evenclip.gradients.errors import ModelError, first_line
 from evenclip.gradients.losses import Loss
 from evenclip.gradients.trial import generator_states, same_draws
 
 __all__ = ["mixing_module"]
 
 # Relative to the largest number of a tensor; two orders of the same operations differ by less.
-_TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3}
+_TOLERANCE = {
+    torch.float64: 1e-7, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2,
+}  # fmt: skip
 _SEED = 40_087
 
 
@@ -84,26 +87,36 @@ def mixing_module(
 
 def _mixing(model: nn.Module, loss: Loss, x: Any, y: Any, alone: int) -> str | None:
     """Return what mixes samples in this model; None if nothing is seen."""
-    n, run = count(x), partial(_passed, model, loss)
-    together, one = run(x, y), run(*_rows([0], (x, y)))
+    n, run, least = count(x), partial(_passed, model, loss), _least(model)
+    together = run(x, y)
+    try:
+        one = run(*_rows([0], (x, y)))
+    except Exception as error:  # anything that a model may raise
+        raise ModelError(
+            f"The model or its loss does not take a batch of one sample ({first_line(error)}). The "
+            "gradient of a sample is that of a batch with this sample alone, so each must pass "
+            "alone; use layers that normalise within one sample."
+        ) from error
     for kept in (list(range(n // 2)), list(range(n // 2, n))):
         others = [i if i in kept else kept[i % len(kept)] for i in range(n)]
-        pair = _Pair(together, run(*_rows(others, (x, y))), one, kept, kept, n)
+        pair = _Pair(together, run(*_rows(others, (x, y))), one, kept, kept, n, least)
         if pair.differing is not None:
             return pair.differing
     for everywhere in (False, True):  # a model that is random in evaluation is not tried alone
         with _without_dropout(model, everywhere=everywhere):
             together = run(x, y)
             if not together.is_random:
-                return _alone(run, together, x, y, alone)
+                return _alone(run, together, x, y, alone, least)
     return None
 
 
-def _alone(run: Callable[..., _Pass], together: _Pass, x: Any, y: Any, alone: int) -> str | None:
+def _alone(
+    run: Callable[..., _Pass], together: _Pass, x: Any, y: Any, alone: int, least: float
+) -> str | None:
     """Return what makes the first samples differ from what they are alone; None if nothing."""
     for i in range(alone):
         one = run(*_rows([i], (x, y)))
-        pair = _Pair(together, one, one, [i], [0], count(x))
+        pair = _Pair(together, one, one, [i], [0], count(x), least)
         if pair.differing is not None:
             return pair.differing
     return None
@@ -120,6 +133,7 @@ class _Pair:
         kept: these samples of `a` ...
         places: ... are at these places of `b`.
         n: number of samples of `a`.
+        least: least tolerance of a difference, relative to the largest number of a tensor.
     """
 
     a: _Pass
@@ -128,6 +142,7 @@ class _Pair:
     kept: list[int]
     places: list[int]
     n: int
+    least: float
 
     @property
     def differing(self) -> str | None:
@@ -173,7 +188,7 @@ class _Pair:
             return False
         axes = [i for i in range(a.ndim) if a.shape[i] != one.shape[i]]
         if not axes:
-            return shared and a.shape == b.shape and _unequal(a, b)
+            return shared and a.shape == b.shape and _unequal(a, b, self.least)
         at = axes[0]
         each = one.shape[at]
         if len(axes) > 1 or a.shape[at] != self.n * each or b.shape[at] % max(each, 1):
@@ -181,7 +196,7 @@ class _Pair:
         rows, places = (_entries(chosen, each).to(a.device) for chosen in (self.kept, self.places))
         if each == 0 or b.shape[at] <= int(places.max()):
             return False
-        return _unequal(a.index_select(at, rows), b.index_select(at, places))
+        return _unequal(a.index_select(at, rows), b.index_select(at, places), self.least)
 
 
 def _entries(samples: Sequence[int], each: int) -> Tensor:
@@ -189,7 +204,7 @@ def _entries(samples: Sequence[int], each: int) -> Tensor:
     return torch.tensor([i * each + j for i in samples for j in range(each)])
 
 
-def _unequal(a: Tensor, b: Tensor) -> bool:
+def _unequal(a: Tensor, b: Tensor, least: float) -> bool:
     """Return whether tensors differ by more than rounding, relative to their largest number."""
     if a.shape != b.shape:
         return True
@@ -197,7 +212,7 @@ def _unequal(a: Tensor, b: Tensor) -> bool:
         return not torch.equal(a, b)
     a, b = a.nan_to_num(), b.nan_to_num()
     scale = max(float(a.abs().amax()), float(b.abs().amax())) if a.numel() else 0.0
-    return scale > 0 and float((a - b).abs().amax()) > _TOLERANCE[a.dtype] * scale
+    return scale > 0 and float((a - b).abs().amax()) > max(least, _TOLERANCE[a.dtype]) * scale
 
 
 def _passed(model: nn.Module, loss: Loss, x: Any, y: Any) -> _Pass:
@@ -266,7 +281,7 @@ def _some(rows: Tensor, value: Any) -> Any:
 
 
 def _wide(model: nn.Module, loss: Loss, x: Any, y: Any) -> tuple[nn.Module, tuple[Any, Any]]:
-    """Return a copy of the model and the samples in float64, or in float32 if it fails there."""
+    """Return a copy of the model and the samples in float64, or float32; else as they are."""
     for dtype in (torch.float64, torch.float32):
         tried = copy.deepcopy(model).to(dtype)
         given = tree_map(partial(_as_dtype, dtype), (x, y))
@@ -276,7 +291,13 @@ def _wide(model: nn.Module, loss: Loss, x: Any, y: Any) -> tuple[nn.Module, tupl
         except Exception:  # anything that a model may raise for numbers of another kind
             continue
         return tried, given
-    return copy.deepcopy(model).float(), (x, y)
+    return copy.deepcopy(model), (x, y)  # its layers have several dtypes
+
+
+def _least(model: nn.Module) -> float:
+    """Return the tolerance of the narrowest dtype of a model that has several."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return max((_TOLERANCE[kind] for kind in kinds), default=0.0) if len(kinds) > 1 else 0.0
 
 
 def _as_dtype(dtype: torch.dtype, value: Any) -> Any:

@@ -26,8 +26,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from evenclip.gradients.calls import call, count
+from evenclip.gradients.draws import foreign_draws
 from evenclip.gradients.errors import ModelError
 from evenclip.gradients.foreign import foreign_operator
 from evenclip.gradients.known_layers import independent_by_layers
@@ -87,7 +89,8 @@ def plan(
         )
     each = per_sample(loss)
     x3, y3 = three_samples((x, y))
-    with undisturbed(model):
+    with undisturbed(model, each):
+        _refuse_draws(model, each, x3, y3)
         _stateless_forward(model, each, x3, y3)
         if independence is None and independent_by_layers(model, loss, x3, y3):
             tape = _first_right(model, each, x3, y3, at_once(model, each, x3, Independence.LAYERS))
@@ -96,7 +99,7 @@ def plan(
         company = _company(model, each, x, y)
         _refuse_mixing(model, each, *company, alone=_ALONE)
         ways = at_once(model, each, x3, Independence.TESTED)
-        maps = maps and foreign_operator(partial(_forward, model, each, x3, y3)) is None
+        maps = maps and not _calls_foreign(model, each, x3, y3)
         if independence is None and maps:
             tape = _first_right(model, each, x3, y3, mapped(model, each, x3))
             if tape is not None:
@@ -133,7 +136,7 @@ def check_plan(tape: Tape | WholeTape, loss: Loss, x: Any, y: Any) -> None:
     """
     model, loss = tape.model, per_sample(loss)
     x3, y3 = three_samples((x, y))
-    with undisturbed(model):
+    with undisturbed(model, loss):
         reference = _stateless_forward(model, loss, x3, y3)
         if not bool(reference.isfinite().all()):
             return
@@ -213,6 +216,44 @@ def _company(model: nn.Module, loss: Loss, x: Any, y: Any) -> tuple[Any, Any]:
     except Exception:  # anything that a model may raise for numbers that it does not expect
         return repeated(x, y, _COMPANY)
     return company
+
+
+def _refuse_draws(model: nn.Module, loss: Loss, x: Any, y: Any) -> None:
+    """Raise if a pass draws random numbers that are not fresh."""
+
+    def compute() -> None:
+        with torch.no_grad():
+            loss(call(model, x), y)
+
+    drawn = foreign_draws(compute)
+    if drawn is not None:
+        raise ModelError(
+            f"A pass through the model or its loss draws random numbers {drawn}, which may depend "
+            "on other records: on the place of a sample in its batch, or on how many passed "
+            "before. Draw them from torch's generator as it is, or keep fixed numbers in a buffer."
+        )
+
+
+def _calls_foreign(model: nn.Module, loss: Loss, x: Any, y: Any) -> bool:
+    """Return whether operators outside of torch's own are called, for a batch or for one sample."""
+    both = partial(_both_ways, model, loss)
+    alone = tree_map(_first_sample, (x, y))
+    return any(foreign_operator(partial(both, *given)) is not None for given in ((x, y), alone))
+
+
+def _both_ways(model: nn.Module, loss: Loss, x: Any, y: Any) -> None:
+    """Pass samples forward and back."""
+    same_draws()
+    with torch.enable_grad():
+        losses = loss(call(model, x), y)
+        if losses.requires_grad:
+            leaves = [p for p in model.parameters() if p.requires_grad]
+            torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+
+
+def _first_sample(value: Any) -> Any:
+    """Return a batch of the first sample; return other values unchanged."""
+    return value[:1] if isinstance(value, Tensor) and value.ndim else value
 
 
 def _refuse_mixing(model: nn.Module, loss: Loss, x: Any, y: Any, *, alone: int) -> None:

@@ -1,44 +1,42 @@
-"""What a model holds besides its trained parameters, which no step may change.
+"""What a model or a loss holds besides its trained parameters, which no step may change.
 
 A running mean, a layer that initialises itself from its first batch, or a record kept in an
 attribute would leave with the model without noise, and would make a later step depend on an earlier
-batch. So buffers, parameters and tensors in attributes must be as they were after every pass: a
-model that changes one is refused by name. Other attributes, such as a counter or a cache, are put
-back to what they were.
+batch. So buffers, parameters and other tensors must be as they were after every pass: a model that
+changes one is refused by name. Everything else that code can keep (`evenclip.gradients.places`),
+such as a counter or a cache, is put back to what it was.
 
-Tensors are compared by identity and by torch's count of changes in place, so nothing is copied.
+Tensors are compared by identity, by torch's count of changes in place, and by a sum of their bits.
 """
 
 from __future__ import annotations
 
-import types
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 
+from evenclip.gradients.bits import sums
 from evenclip.gradients.errors import ModelError
+from evenclip.gradients.losses import user_loss
+from evenclip.gradients.place import Place
+from evenclip.gradients.places import Places, modes
 
-__all__ = ["ModelState"]
+__all__ = ["ModelState", "states_of"]
 
-_MISSING = object()
-# Attributes of every module, which hold modules, tensors and hooks; `forward` is replaced by tapes.
-_KNOWN = frozenset(vars(nn.Module())) | {"forward"}
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_APART = "_parameters", "_buffers", "_modules"
 
 
 class ModelState:
-    """The state of a model at one time, to compare with later and to return to.
+    """The state of a model or a loss at one time, to compare with later and to return to.
 
     Args:
-        model: the model.
+        model: the model, or a loss of any kind.
         what: what it is called in messages.
         trained: whether trainable parameters are compared too, which updates change.
         frozen: whether frozen parameters are. No parameters of a sharded model are, because torch
             replaces them in every pass.
+        without: tensors that are not compared, by identity.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
     >>> state = ModelState(model)
@@ -50,72 +48,119 @@ class ModelState:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         what: str = "the model",
         *,
         trained: bool = True,
         frozen: bool = True,
+        without: Collection[int] = (),
     ) -> None:
-        self._what = what
-        whole = not any(hasattr(p, "full_tensor") for p in model.parameters())
-        self._model, self._trained, self._frozen = model, trained and whole, frozen and whole
-        self._tensors = {name: (t, t._version) for name, t in self._named()}
-        self._attributes = {
-            path: {name: _Kept(value) for name, value in _attributes(module)}
-            for path, module in model.named_modules()
-        }
+        self._model, self._what, self._without = model, what, frozenset(without)
+        self._modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+        self._whole = not any(hasattr(p, "full_tensor") for p in self._own(nn.Module.parameters))
+        self._trained, self._frozen = trained and self._whole, frozen and self._whole
+        self._named = dict(self._tensors())
+        self._read()
 
-    def _named(self) -> Iterator[tuple[str, Tensor]]:
+    def _read(self) -> None:
+        """Read what all places hold."""
+        own = [*self._own(nn.Module.parameters), *self._own(nn.Module.buffers)]
+        own += [vars(m)[name] for m in self._modules.values() for name in _APART]
+        self._places = Places(self._roots(), {*self._without, *map(id, own)})
+        self._objects, self._code = self._places.objects, self._places.code
+        modules = list(self._modules.values())
+        self._code.places.append(modes(modules))
+        pairs = ((repr(name), tensor) for name, tensor in self._named.items())
+        self._objects.tensors[:0] = pairs
+        self._versions = self._objects.versions, self._code.versions
+        self._sums = self._all_sums()
+
+    def _own(self, of: Callable[[nn.Module], Iterator[Tensor]]) -> list[Tensor]:
+        """Return parameters or buffers; none of a loss that is no module."""
+        return list(of(self._model)) if self._modules else []
+
+    def _roots(self) -> Iterator[tuple[str, Any]]:
+        """Yield what holds values, with its name; the last one is followed first."""
+        if not self._modules:
+            yield self._what, self._model
+        yield from ((self._what, module) for module in self._modules.values())
+        for path, module in self._modules.items():
+            where = f"{path or self._what} ({type(module).__name__})"
+            for name, value in vars(module).items():
+                yield f"the attribute {name!r} of {where}", value
+        if self._modules and self._whole:
+            for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+                yield f"an attribute of {name!r}", vars(tensor)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors to compare, by name."""
-        for name, p in self._model.named_parameters():
-            if self._trained if p.requires_grad else self._frozen:
-                yield name, p
-        yield from self._model.named_buffers()
+        if self._modules:
+            for name, p in self._model.named_parameters():
+                if self._trained if p.requires_grad else self._frozen:
+                    yield name, p
+            yield from self._model.named_buffers()
+
+    def _all_sums(self) -> list[int | None]:
+        return sums(t for _, t in (*self._objects.tensors, *self._code.tensors))
 
     def check(self) -> None:
-        """Put attributes back; raise for anything else that has changed.
+        """Put everything back; raise for what cannot be, and for tensors that have changed.
 
         Raises:
-            ModelError: a tensor of the model has changed, or an attribute cannot be put back.
+            ModelError: a tensor has changed, or something cannot be put back.
         """
-        now = dict(self._named())
-        for name in {**self._tensors, **now}:
-            before, version = self._tensors.get(name, (None, 0))
-            if now.get(name) is not before or (before is not None and before._version != version):
+        self.put_back()
+        names = [*self._objects.names, *self._code.names]
+        self._compare(names, self._all_sums(), self._sums)
+
+    def put_back(self) -> None:
+        """Do the same without reading the numbers in tensors, which is quick.
+
+        Raises:
+            ModelError: a tensor has been changed in place, or something cannot be put back.
+        """
+        self._put_back_objects()
+        self._restore(self._code.places)
+        self._compare(self._code.names, self._code.versions, self._versions[1])
+
+    def accept(self) -> None:
+        """Put back what the model holds, and accept what else has changed between two passes.
+
+        A program may change a variable that its model or its loss reads, by a schedule for example.
+
+        Raises:
+            ModelError: a tensor has been changed in place, or something cannot be put back.
+        """
+        self._put_back_objects()
+        is_same = all(place.is_same for place in self._code.places)
+        if not is_same or self._code.versions != self._versions[1]:
+            self._read()
+
+    def _put_back_objects(self) -> None:
+        now, modules = dict(self._tensors()), self._modules
+        for name in {**self._named, **now}:
+            if now.get(name) is not self._named.get(name):
                 raise _changed(self._what, repr(name))
-        for path, module in self._model.named_modules():
-            kept = self._attributes.get(path, {})
-            current = dict(_attributes(module))
-            for name in {**kept, **current}:
-                value = current.get(name, _MISSING)
-                if name not in kept:
-                    delattr(module, name)
-                elif not kept[name].is_same(value) and not kept[name].put_back(module, name):
-                    where = f"{path or self._what} ({type(module).__name__})"
-                    raise _changed(self._what, f"the attribute {name!r} of {where}")
+        if modules and [*self._model.modules()] != [*modules.values()]:
+            raise _changed(self._what, "its modules")
+        self._restore(self._objects.places)
+        self._compare(self._objects.names, self._objects.versions, self._versions[0])
+
+    def _restore(self, places: Sequence[Place]) -> None:
+        for place in places:
+            if not place.is_same and not place.put_back():
+                raise _changed(self._what, place.name)
+
+    def _compare(self, names: Sequence[str], now: Sequence[Any], before: Sequence[Any]) -> None:
+        for name, a, b in zip(names, now, before, strict=True):
+            if a != b:
+                raise _changed(self._what, name)
 
 
-class _Kept:
-    """A value of an attribute, as it was."""
-
-    def __init__(self, value: Any) -> None:
-        self._value, self._print = value, _print(value, {})
-        self._content = _content(value)
-
-    def is_same(self, value: Any) -> bool:
-        """Return whether a value is this one, unchanged."""
-        return value is not _MISSING and _print(value, {}) == self._print
-
-    def put_back(self, module: nn.Module, name: str) -> bool:
-        """Set the attribute to what it was; return False for a value that cannot be restored."""
-        value, content = self._value, self._content
-        if type(value) is list:
-            value[:] = content
-        elif type(value) in (dict, set):
-            value.clear()
-            value.update(content)
-        setattr(module, name, value)
-        return self.is_same(value)
+def states_of(model: nn.Module, loss: Any) -> list[ModelState]:
+    """Return the states of a model and of the loss that the user gave."""
+    own = {*map(id, model.parameters())}
+    return [ModelState(model), ModelState(user_loss(loss), "the loss", without=own)]
 
 
 def _changed(passed: str, what: str) -> ModelError:
@@ -125,44 +170,3 @@ def _changed(passed: str, what: str) -> ModelError:
         "without noise, and would reach later steps. Build the layer without running statistics, "
         "or compute the value from one sample alone."
     )
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield a module's own attributes, without those in which torch keeps its shards."""
-    for name, value in vars(module).items():
-        if name not in _KNOWN and not name.startswith("__composable_api_"):
-            yield name, value
-
-
-def _content(value: Any) -> Any:
-    """Return a copy of what a container holds; None for other values."""
-    return type(value)(value) if type(value) in (list, dict, set) else None
-
-
-def _print(value: Any, seen: dict[int, int]) -> Any:
-    """Return what identifies a value and its contents, to compare by ==."""
-    if isinstance(value, _PLAIN):
-        return (type(value), repr(value))
-    if id(value) in seen:
-        return ("again", seen[id(value)])
-    seen[id(value)] = len(seen)
-    if isinstance(value, Tensor):
-        version = 0 if is_functorch_wrapped_tensor(value) else value._version
-        return ("tensor", id(value), version)
-    if isinstance(value, np.ndarray):
-        return ("array", id(value), value.tobytes())
-    if isinstance(value, list | tuple):
-        return (type(value), id(value), tuple(_print(v, seen) for v in value))
-    if isinstance(value, dict):
-        items = ((_print(k, seen), _print(v, seen)) for k, v in value.items())
-        return (type(value), id(value), tuple(items))
-    if isinstance(value, set | frozenset):
-        return (type(value), id(value), frozenset(map(repr, value)))
-    if isinstance(value, nn.Module):
-        named = (*value.named_parameters(), *value.named_buffers())
-        tensors = tuple((n, id(t), t._version) for n, t in named)
-        return ("module", id(value), tensors)
-    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | types.ModuleType):
-        return ("code", id(value))
-    own = getattr(value, "__dict__", {})
-    return (type(value), id(value), tuple((n, _print(v, seen)) for n, v in own.items()))

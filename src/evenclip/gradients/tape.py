@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol, Self
@@ -58,6 +58,7 @@ class AnyTape(Protocol):
     layout: Layout
     rows: int | None
     cancels: bool
+    between: Callable[[], None] | None
 
     def recording(self) -> AbstractContextManager[Any]:
         """Record forward passes inside the `with` block."""
@@ -81,7 +82,10 @@ class Tape:
             sample that lies between the two.
         independence: why a sample's gradient does not depend on the others. By construction, each
             sample passes by itself; otherwise all samples of a block pass at once.
+        between: called before every pass, to put back what the last one changed.
     """
+
+    between: Callable[[], None] | None = None
 
     def __init__(
         self, model: nn.Module, loss: Loss, units: Sequence[Unit], independence: Independence
@@ -117,6 +121,7 @@ class Tape:
         if not n:
             return PerSample(self.layout.blank, (), self.layout)
         if self.rows is None or (n <= self.rows and not self.pads):
+            _call(self.between)
             return self._pass(x, y, may_be_quick=self.may_be_quick)
         starts = range(0, n, self.rows)
         if len(starts) == 1:
@@ -131,6 +136,7 @@ class Tape:
         missing = self.rows - n if self.pads else 0
         if missing:
             x, y = tree_map(partial(_fill, missing), (x, y))
+        _call(self.between)
         passed = self._pass(x, y, may_be_quick=self.may_be_quick)
         return Padded(passed, n) if missing else passed
 
@@ -158,6 +164,7 @@ class Tape:
             size = count(part)
             if self.pads:
                 part = tree_map(partial(_fill, rows - size), part)
+            _call(self.between)
             parts.append(tree_map(partial(_rows, 0, size), self._pass.output(part)))
         return parts[0] if len(parts) == 1 else tree_map(_joined, *parts)
 
@@ -186,8 +193,8 @@ class WholeTape:
     """
 
     rows, cancels = None, False
-
     independence = Independence.CONSTRUCTION
+    between: Callable[[], None] | None = None
 
     def __init__(self, model: nn.Module, loss: Loss, inputs: int, mode: Mode) -> None:
         self.model, self.loss, self.layout = model, loss, Layout.of(model)
@@ -204,18 +211,32 @@ class WholeTape:
         n = count(x)
         if not n:
             return PerSample(self.layout.blank, (), self.layout)
-        ones = torch.ones(n, device=tree_leaves(x)[0].device)
-        names = [f"model.{name}" for name in self.layout.names]
-        with no_batch_rules():
-            each, losses = self._layer(((x, y), {}), [ones], names, n)
-        formed = {name: each[f"model.{name}"] for name in self.layout.names}
+        together = [(0, n)] if self._layer.mode is not Mode.LOOP else [(i, i + 1) for i in range(n)]
+        parts = [self._passed(*tree_map(partial(_rows, *rows), (x, y))) for rows in together]
+        losses = torch.cat([losses for losses, _ in parts])
+        names = self.layout.names
+        formed = {name: torch.cat([each[name] for _, each in parts]) for name in names}
         return PerSample(losses.detach(), [Whole(formed)], self.layout)
+
+    def _passed(self, x: Any, y: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return losses and gradients of samples that pass in one call."""
+        _call(self.between)
+        n, names = count(x), [f"model.{name}" for name in self.layout.names]
+        with no_batch_rules():
+            each, losses = self._layer(
+                ((x, y), {}), [torch.ones(n, device=tree_leaves(x)[0].device)], names, n
+            )
+        return losses, {name: each[f"model.{name}"] for name in self.layout.names}
 
     def outputs(self, x: Any) -> Any:
         """Return the model's outputs for these samples, each passed by itself."""
         alone = [tree_map(partial(_rows, i, i + 1), x) for i in range(count(x))]
-        parts = [call(self.model, sample) for sample in alone or [x]]
+        parts = [self._output(sample) for sample in alone or [x]]
         return parts[0] if len(parts) == 1 else tree_map(_joined, *parts)
+
+    def _output(self, x: Any) -> Any:
+        _call(self.between)
+        return call(self.model, x)
 
 
 class LossOf(nn.Module):
@@ -228,6 +249,11 @@ class LossOf(nn.Module):
     def forward(self, x: Any, y: Any) -> Tensor:
         """Return the losses.  # [sample]"""
         return self.loss(call(self.model, x), y)
+
+
+def _call(function: Callable[[], None] | None) -> None:
+    if function is not None:
+        function()
 
 
 def _rows(first: int, end: int, value: Any) -> Any:

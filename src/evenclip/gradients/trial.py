@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from evenclip.gradients.state import ModelState
+from evenclip.gradients.state import states_of
 
 __all__ = [
     "first_two",
@@ -25,17 +25,19 @@ __all__ = [
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Restore torch's generators, the model's buffers and its attributes on exit.
+def undisturbed(model: nn.Module, loss: Any) -> Iterator[None]:
+    """Restore torch's generators, the model's buffers, and what model and loss keep on exit.
 
     Raises:
         ModelError: a parameter or an attribute has changed that cannot be restored.
     """
-    before, state = {name: b.clone() for name, b in model.named_buffers()}, ModelState(model)
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    states = states_of(model, loss)
     try:
         with torch.random.fork_rng(devices=_gpus()):
             yield
-        state.check()
+        for state in states:
+            state.check()
     finally:
         for name, buffer in model.named_buffers():
             if not torch.equal(buffer, before[name]):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 from torch import nn
 
 from evenclip.gradients import AnyTape, Tape
+from evenclip.gradients.bits import sums
 from evenclip.gradients.calls import count
 from evenclip.gradients.errors import ModelError
-from evenclip.gradients.losses import module_of
+from evenclip.gradients.losses import user_loss
 from evenclip.gradients.mixing import mixing_module
 from evenclip.gradients.state import ModelState
 from evenclip.gradients.tape import Independence
@@ -48,21 +50,34 @@ class ModelGuard:
         self._state: ModelState | None = None
         if independence is not Independence.LAYERS:
             self._state = state or state_of(tape.model, ranks)
-        loss = module_of(getattr(tape, "loss", None))
-        self._loss = None if loss is None or self._state is None else ModelState(loss, "the loss")
-        self._versions: list[int] = []
+        loss, own = getattr(tape, "loss", None), map(id, tape.model.parameters())
+        is_compared = loss is not None and self._state is not None
+        self._loss = (
+            ModelState(user_loss(loss), "the loss", without={*own}) if is_compared else None
+        )
+        self._before: list[Any] = []
+
+    @property
+    def _states(self) -> list[ModelState]:
+        return [state for state in (self._state, self._loss) if state is not None]
 
     def reset(self) -> None:
-        """Put attributes back; raise for anything else that has changed."""
-        for state in (self._state, self._loss):
-            if state is not None:
-                state.check()
+        """Put everything back; raise for what cannot be, and for tensors that have changed."""
+        for state in self._states:
+            state.check()
+
+    def _put_back(self) -> None:
+        """Do the same between the passes of a step, without reading numbers."""
+        for state in self._states:
+            state.put_back()
 
     def __enter__(self) -> None:
-        """Put attributes back, and remember the parameters."""
-        self.reset()
+        """Put back what the model holds, and remember the parameters."""
+        for state in self._states:
+            state.accept()
         if self._state is not None:
-            self._versions = self._trained()
+            self._before = self._trained()
+            self._tape.between = self._put_back
 
     def __exit__(
         self,
@@ -71,6 +86,7 @@ class ModelGuard:
         trace: TracebackType | None,
     ) -> None:
         """Raise if the step has changed anything."""
+        self._tape.between = None
         if isinstance(error, RuntimeError) and "mutate a captured Tensor" in str(error):
             raise ModelError(
                 "A pass through the model or the loss changes a tensor that it holds. What a batch "
@@ -79,7 +95,7 @@ class ModelGuard:
         if self._state is None or error is not None:
             return
         self.reset()
-        if self._trained() != self._versions:
+        if self._trained() != self._before:
             raise ModelError(
                 "A pass through the model changes its trainable parameters, which only the noisy "
                 "update may change. Build embeddings without max_norm, and layers without "
@@ -109,10 +125,14 @@ class ModelGuard:
         n = count(chunk.x)
         if n < 2:
             return None
-        return mixing_module(tape.model, tape.loss, chunk.x, chunk.y, alone=n, changed=False)
+        try:
+            return mixing_module(tape.model, tape.loss, chunk.x, chunk.y, alone=n, changed=False)
+        finally:
+            self._put_back()
 
-    def _trained(self) -> list[int]:
-        """Return how often each trainable parameter has changed in place."""
+    def _trained(self) -> list[Any]:
+        """Return what shows a change of the trainable parameters: torch's counts, sums of bits."""
         if self._ranks.sharded:
             return []
-        return [p._version for p in self._tape.model.parameters() if p.requires_grad]
+        trained = [p for p in self._tape.model.parameters() if p.requires_grad]
+        return [*(p._version for p in trained), *sums(trained)]

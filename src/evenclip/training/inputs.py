@@ -23,7 +23,7 @@ from evenclip.devices import device_of
 from evenclip.gradients.calls import call
 from evenclip.gradients.losses import Loss, per_sample
 from evenclip.gradients.plan import refuse_stateful
-from evenclip.gradients.state import ModelState
+from evenclip.gradients.state import states_of
 from evenclip.rules import Rule
 from evenclip.training.artificial import artificial
 from evenclip.training.config import Performance
@@ -94,9 +94,8 @@ def check_data(
             # A lazy layer reads its width from its first input.
             like = artificial(samples, len(rows), 1)
             _attempt(complaint, call, model, like.x)
-        state = ModelState(model)
+        states = states_of(model, loss)
         output = _attempt(complaint, call, model, samples.x)
-        state.check()
         classes = _classes(output, loss, samples.y)
         if classes is not None:
             _check_labels(data.y if isinstance(data, Dataset) else samples.y, *classes)
@@ -105,6 +104,8 @@ def check_data(
             f"targets, of shape {_shapes(samples.y)}",
             per_sample(loss), output, samples.y,
         )  # fmt: skip
+        for state in states:
+            state.check()
     return data if classes is None or isinstance(data, Dataset) else data.labelled(*classes)
 
 

@@ -1,0 +1,321 @@
+"""The places where the code of a model or of a loss can keep a value from one pass to the next.
+
+    objects      attributes, also those in slots; lists, dictionaries, sets, deques, byte arrays;
+                 numpy arrays, tensors, random generators
+    code         closures, defaults and attributes of functions; class attributes; the variables of
+                 modules that functions name; results of `functools.lru_cache`
+
+Objects are those that lie in the attributes of the model's modules. Code is what they, and
+functions among them, can reach. Code of installed libraries is not followed, and neither are files,
+iterators and the memory of compiled extensions.
+
+Each place has a copy of what it held, by identity, so a pass over all places is quick.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import types
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
+
+from evenclip.gradients.place import PLAIN, Place, members, pairs, queue, sequence, variable
+
+__all__ = ["Places", "Reached", "modes"]
+
+_CACHE = type(functools.lru_cache(len))
+_LIBRARIES = frozenset(("site-packages", "dist-packages"))
+# Attributes of modules that are compared by name elsewhere, or that torch and tapes set in passes.
+_APART = frozenset(("_parameters", "_buffers", "_modules", "forward", "training"))
+_SHARDS = "__composable_api_"  # attributes in which torch keeps the shards of a model
+_OF_TORCH = frozenset(("_abc_impl", "_autograd_function_id"))  # in the bodies of classes
+
+
+@dataclass
+class Reached:
+    """Places, and the tensors in them, by name."""
+
+    places: list[Place] = field(default_factory=list)
+    tensors: list[tuple[str, Tensor]] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors."""
+        return [name for name, _ in self.tensors]
+
+    @property
+    def versions(self) -> list[int]:
+        """How often each tensor has been changed in place."""
+        return [_version(tensor) for _, tensor in self.tensors]
+
+
+class Places:
+    """All places that objects and their code reach.
+
+    Attributes:
+        objects: what is reached in the objects.
+        code: what is reached only through their code.
+
+    Args:
+        roots: names of values, and the values; the last one is followed first.
+        without: values that are left out, by identity.
+    """
+
+    def __init__(self, roots: Iterable[tuple[str, Any]], without: Collection[int]) -> None:
+        self.objects, self.code = Reached(), Reached()
+        self._seen, self._kept = set(without), list[Any]()  # kept, so that no id is used again
+        self._later: list[tuple[str, Any]] = []
+        self._walk(list(roots), self.objects)
+        while self._later:
+            later, self._later = self._later, []
+            self._walk(later, self.code)
+
+    def _walk(self, stack: list[tuple[str, Any]], reached: Reached) -> None:
+        """Add the places of values and of what they hold; leave code for later."""
+        while stack:
+            name, value = stack.pop()
+            if isinstance(value, PLAIN) or id(value) in self._seen:
+                continue
+            if isinstance(value, type | types.FunctionType | _CACHE):
+                if reached is self.objects:
+                    self._later.append((name, value))
+                else:
+                    self._see(value)
+                    self._add_code(value, reached.places, stack)
+                continue
+            self._see(value)
+            if isinstance(value, Tensor):
+                reached.tensors.append((name, value))
+            elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+                reached.tensors.append((name, _as_tensor(value)))
+            reached.places += _places(name, value)
+            stack += [(name, part) for part in _parts(value)]
+            self._later += [(name, part) for part in _code_of(value)]
+
+    def _see(self, value: Any) -> None:
+        self._seen.add(id(value))
+        self._kept.append(value)
+
+    def _add_code(self, value: Any, places: list[Place], stack: list[tuple[str, Any]]) -> None:
+        """Add the places of a function, a class or a cache."""
+        name = f"{value.__module__}.{value.__qualname__}"
+        if isinstance(value, _CACHE):
+            places.append(_cache(f"the cache of {name}", value))
+            stack.append((name, value.__wrapped__))
+        elif isinstance(value, type):
+            for base in value.__mro__:
+                if not _is_of_library(base.__module__):
+                    places.append(_class_body(base))
+                    stack += [(f"{name}.{own}", part) for own, part in _body(base)]
+        else:
+            places += _places_of_function(f"a variable of {name}", value)
+            stack += [(f"a variable of {name}", part) for part in _parts_of_function(value)]
+
+
+# --- objects ------------------------------------------------------------------------------------
+
+
+def _places(name: str, value: Any) -> Iterator[Place]:
+    """Yield the places in one object."""
+    if isinstance(value, list | bytearray):
+        yield sequence(name, value)
+    elif isinstance(value, deque):
+        yield queue(name, value)
+    elif isinstance(value, dict):
+        yield pairs(name, value)
+    elif isinstance(value, set):
+        yield members(name, value)
+    elif isinstance(value, np.ndarray) and value.dtype.kind not in "biufcO":
+        yield Place(name, lambda: (value.tobytes(),))
+    elif isinstance(value, torch.Generator):
+        yield Place(name, lambda: (value.get_state().numpy().tobytes(),))
+    elif isinstance(value, random.Random):
+        yield Place(name, lambda: (repr(value.getstate()),))
+    elif isinstance(value, np.random.Generator | np.random.RandomState):
+        yield Place(name, lambda: (repr(_state_of(value)),))
+    own = getattr(value, "__dict__", None)
+    if isinstance(value, nn.Module):
+        yield pairs(name, vars(value), _is_own)
+    elif isinstance(own, dict) and not isinstance(value, types.ModuleType):
+        yield pairs(name, own)
+    for slot in _slots(type(value)):
+        yield variable(name, value, slot)
+
+
+def _is_own(name: str) -> bool:
+    """Return whether an attribute of a module is compared here."""
+    return name not in _APART and not name.startswith(_SHARDS)
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return what an object holds."""
+    if isinstance(value, types.ModuleType):
+        return []
+    parts: list[Any] = []
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        parts += value
+    elif isinstance(value, dict | types.MappingProxyType):
+        parts += [part for item in value.items() for part in item]
+    elif isinstance(value, np.ndarray) and value.dtype == object:
+        parts += value.ravel().tolist()
+    elif isinstance(value, functools.partial):
+        parts += [value.func, value.args, value.keywords]
+    elif isinstance(value, types.MethodType):
+        parts += [value.__self__, value.__func__]
+    elif isinstance(value, types.BuiltinFunctionType):
+        parts.append(value.__self__)
+    elif isinstance(value, weakref.ref):
+        parts.append(value())
+    elif isinstance(value, property):
+        parts += [value.fget, value.fset]
+    elif isinstance(value, staticmethod | classmethod):
+        parts.append(value.__func__)
+    elif type(value).__module__.startswith("torch.distributed"):
+        return []  # what torch keeps of shards changes in every pass
+    own = getattr(value, "__dict__", {})
+    if isinstance(own, dict):
+        parts += [part for key, part in own.items() if not str(key).startswith(_SHARDS)]
+    return [*parts, *(getattr(value, slot, None) for slot in _slots(type(value)))]
+
+
+def modes(modules: Sequence[nn.Module]) -> Place:
+    """Return the place of the modes of modules: training or evaluation."""
+
+    def write(held: tuple[Any, ...]) -> None:
+        for module, training in zip(modules, held, strict=True):
+            module.training = training
+
+    return Place("the mode of a module", lambda: tuple(m.training for m in modules), write)
+
+
+def _code_of(value: Any) -> list[Any]:
+    """Return the class of an object, if it is in no library."""
+    kind = type(value)
+    return [] if all(_is_of_library(base.__module__) for base in kind.__mro__) else [kind]
+
+
+def _slots(kind: type) -> list[str]:
+    """Return the names of the attributes of a class that are in slots."""
+    bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
+    return [
+        name
+        for base in bases
+        for name, part in vars(base).items()
+        if isinstance(part, types.MemberDescriptorType)
+    ]
+
+
+def _as_tensor(value: np.ndarray[Any, Any]) -> Tensor:
+    """Return the bytes of an array as a tensor in the same memory, if it has such memory."""
+    plain = value if value.flags.c_contiguous else value.copy()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given (NumPy array|buffer) is not writ")
+        return torch.from_numpy(plain.reshape(-1).view(np.uint8))
+
+
+def _state_of(value: np.random.Generator | np.random.RandomState) -> Any:
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    return value.get_state()
+
+
+# --- code ---------------------------------------------------------------------------------------
+
+
+def _places_of_function(name: str, value: types.FunctionType) -> Iterator[Place]:
+    """Yield the places that a function reads and writes."""
+    yield pairs(name, vars(value))
+    for cell in value.__closure__ or ():
+        yield variable(name, cell, "cell_contents")
+    if not _is_of_library(value.__module__):
+        names = _names(value.__code__)
+        variables = value.__globals__
+        yield pairs(name, variables, lambda key: key in names)
+
+
+def _parts_of_function(value: types.FunctionType) -> list[Any]:
+    """Return what a function can reach."""
+    parts: list[Any] = [value.__defaults__, value.__kwdefaults__, vars(value)]
+    parts += [getattr(cell, "cell_contents", None) for cell in value.__closure__ or ()]
+    if not _is_of_library(value.__module__):
+        names = _names(value.__code__)
+        held = [part for name, part in value.__globals__.items() if name in names]
+        for part in held:
+            if isinstance(part, types.ModuleType):
+                if not _is_of_library(part.__name__):
+                    parts += [v for own, v in vars(part).items() if own in names]
+            else:
+                parts.append(part)
+    return parts
+
+
+def _names(code: types.CodeType) -> frozenset[str]:
+    """Return all names in the code of a function that are not local to it."""
+    inner = (_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+def _class_body(value: type) -> Place:
+    """Return the place of the attributes of a class."""
+
+    def read() -> tuple[Any, ...]:
+        return tuple(part for pair in _body(value) for part in pair)
+
+    def write(held: tuple[Any, ...]) -> None:
+        before = dict(zip(held[::2], held[1::2], strict=True))
+        for name, part in _body(value):
+            if name not in before:
+                delattr(value, name)
+            elif part is not before[name]:
+                setattr(value, name, before[name])
+
+    return Place(f"an attribute of the class {value.__qualname__}", read, write)
+
+
+def _body(value: type) -> list[tuple[str, Any]]:
+    """Return the attributes of a class, by name."""
+    return [
+        (name, part)
+        for name, part in list(vars(value).items())
+        if not name.startswith("__") and name not in _OF_TORCH
+    ]
+
+
+def _cache(name: str, value: Any) -> Place:
+    """Return the place of a cache, which is emptied when it has a new result."""
+    place: Place
+
+    def write(held: tuple[Any, ...]) -> None:
+        del held
+        value.cache_clear()
+        place.held = (value.cache_info().misses,)
+
+    place = Place(name, lambda: (value.cache_info().misses,), write)
+    return place
+
+
+@functools.cache
+def _is_of_library(name: str | None) -> bool:
+    """Return whether a module is Python's own, torch's, this package's or an installed one."""
+    top = (name or "").partition(".")[0]
+    if top in sys.stdlib_module_names or top in ("torch", "evenclip"):
+        return True
+    file = getattr(sys.modules.get(name or ""), "__file__", None)
+    return file is not None and not _LIBRARIES.isdisjoint(Path(file).parts)
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor has been changed in place."""
+    return 0 if is_wrapped(tensor) or tensor.is_inference() else tensor._version
