@@ -79,7 +79,9 @@ def _check_out(out: Path, model: Path, file: Path) -> None:
         raise ValueError(f"--out is {out}, the input file; give another file.")
     held = list(model.rglob("*")) if model.is_dir() else []
     same = [path for path in held if out.exists() and path.exists() and path.samefile(out)]
-    above = [folder for folder in out.resolve().parents if folder.exists() and model.is_dir()]
+    above = [
+        folder for folder in (out, *out.resolve().parents) if folder.exists() and model.is_dir()
+    ]
     if same or any(folder.samefile(model) for folder in above):
         raise ValueError(
             f"--out is {out}, which is in the model's folder {model}; give a file elsewhere."
@@ -103,7 +105,10 @@ def _text(predictions: pd.DataFrame, as_json: bool, for_spreadsheets: bool) -> s
         text = predictions.to_json(orient="records", force_ascii=False, indent=1)
         return str(text) + "\n"
     if not for_spreadsheets:
-        return str(predictions.to_csv(index=False))
+        # The csv module does not quote a carriage return, which ends a row for its readers.
+        broken = predictions.select_dtypes(["object", "str"]).map(lambda cell: "\r" in str(cell))
+        quoting = csv.QUOTE_NONNUMERIC if broken.to_numpy().any() else csv.QUOTE_MINIMAL
+        return str(predictions.to_csv(index=False, quoting=quoting))
     columns = {
         place: predictions.iloc[:, place].map(_harmless) for place in range(predictions.shape[1])
     }

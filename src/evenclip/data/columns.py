@@ -34,6 +34,7 @@ from evenclip.data.values import (
     days,
     factor,
     flags,
+    has_flags,
     is_duration,
     listed,
     numbers,
@@ -121,14 +122,10 @@ class Number(Column):
         return (self.column, f"{self.column}=(missing)") if self.missing else (self.column,)
 
     def read(self, series: pd.Series, out: Features) -> ColumnReading:  # noqa: D102
-        from pandas.api import types
-
         values = numbers(series, self.duration)
         outside = _fill_scaled(values, self.centre, self.scale, self.bound, out)
         # True is 1 in every number, so a column of flags is read.
-        remark = (
-            "holds truth values, read as 1 and 0" if types.is_bool_dtype(series.dtype) else None
-        )
+        remark = "holds truth values, read as 1 and 0" if has_flags(series) else None
         kind = "durations" if self.duration else "numbers"
         remedy = "give durations, with their unit" if self.duration else "write them as 1234.5"
         return _read(self, series, values, kind, remedy, outside=outside, remark=remark)

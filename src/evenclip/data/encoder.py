@@ -212,13 +212,12 @@ def fit_columns(
             column, note = _fitted(series, name)
             reason = _without_information(column) if name not in keep else None
             notes += [] if note is None else [note]
-            # With the type "category", whoever made the table says that it holds categories.
-            as_text = isinstance(column, Category) and str(series.dtype) != "category"
-            notes += [note for note in [columns.doubt(series) if as_text else None] if note]
         if reason is None:
             fitted.append(column)
         else:
             notes.append(f"Column {name!r} {reason} and is not used; to use it, keep it.")
+        doubt = columns.doubt(series)
+        notes += [] if doubt is None else [doubt]
     return fitted, notes
 
 

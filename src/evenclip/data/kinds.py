@@ -128,6 +128,12 @@ def doubt(series: pd.Series) -> str | None:
     "Column 'income' is read as texts, and 2 of its 3 different values look like numbers or dates, \
 such as '1,200'; write numbers as 1234.5 and dates as 2001-12-31."
     """
+    try:
+        # The type "category" declares that numbers are categories.
+        if str(series.dtype) == "category" or kind_of(series).name != "category":
+            return None
+    except TypeError:  # lists
+        return None
     distinct = _texts(series)
     alike = [value for value in distinct if _LIKE.fullmatch(value)]
     if not alike or 2 * len(alike) < len(distinct):

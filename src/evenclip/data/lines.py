@@ -143,6 +143,7 @@ def _quoted(file: Path, separator: str, rows: Iterator[_Row]) -> Lines:
     """Check the rows of a file with quotes."""
     width, count, blank, between = 0, 0, 0, 0
     tall: list[_Row] = []
+    single: list[int] = []
     for row in rows:
         if not row.fields or (len(row.fields) == 1 != width and not row.fields[0].strip()):
             blank += width > 0
@@ -151,6 +152,8 @@ def _quoted(file: Path, separator: str, rows: Iterator[_Row]) -> Lines:
             _check_width(file, len(row.fields), width, row.first, row.last)
         count, between = count + (width > 0), blank
         width = width or len(row.fields)
+        if any(field.count('"') % 2 for field in row.fields):
+            single.append(row.first)
         if row.last > row.first:
             _check_swallowed(file, separator, row)
             tall.append(row)
@@ -161,6 +164,11 @@ def _quoted(file: Path, separator: str, rows: Iterator[_Row]) -> Lines:
             f"{len(tall)} rows have a quoted text of several lines, the longest of "
             f"{longest.last - longest.first + 1} lines from line {longest.first}; if a quote is "
             "missing there, correct it.",
+        )
+    if single:
+        notes += (
+            f"{len(single)} rows have a text with a single quote mark, the first in line "
+            f"{single[0]}; if it is stray, remove it.",
         )
     return Lines(count, notes)
 

@@ -23,6 +23,7 @@ __all__ = [
     "days",
     "factor",
     "flags",
+    "has_flags",
     "is_duration",
     "listed",
     "numbers",
@@ -46,7 +47,9 @@ class Factor(NamedTuple):
 _WHOLE = re.compile(r"-?(0|[1-9]\d*)\.0+")
 # pandas takes more for ISO 8601: "today", "2001", "2001-12".
 _DAY = re.compile(r"(\d{4}([-/.])\d{1,2}\2\d{1,2}|\d{8})([T ].*)?")
+_DIGIT = re.compile(r".*\d.*", re.DOTALL)  # "now" is a moment in every format
 _ZONE = re.compile(r".*:.*(Z|[+-]\d\d(:?\d\d)?)")
+_LARGEST = int(np.finfo(np.float64).max)
 # Kinds of objects that are equal as keys only if they are equal.
 _UNIFORM = ("string", "boolean", "decimal", "date", "datetime", "datetime64", "bytes", "empty")
 
@@ -131,6 +134,15 @@ def absent(series: pd.Series) -> NDArray[np.bool_]:
     return factor(series).codes < 0
 
 
+def has_flags(series: pd.Series) -> bool:
+    """Return whether a column holds truth values, all or among others."""
+    import pandas as pd
+
+    if series.dtype != object:
+        return bool(pd.api.types.is_bool_dtype(series.dtype))
+    return any(isinstance(value, bool | np.bool_) for value in coded(series)[1])
+
+
 def is_duration(series: pd.Series) -> bool:
     """Return whether a column holds durations."""
     return _letter(series) == "m"
@@ -202,6 +214,8 @@ def _numeral(value: Any) -> Any:
     """Return what pandas converts to a number."""
     if isinstance(value, str | bytes):
         return text(value)
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        return None
     return None if isinstance(value, complex) else value
 
 
@@ -228,8 +242,8 @@ def _parsed(texts: Sequence[str | None], form: str) -> Values:
     """Return the days of texts in one format, NaN for others."""
     import pandas as pd
 
-    if form == ISO:
-        texts = [value if value and _DAY.fullmatch(value) else None for value in texts]
+    shape = _DAY if form == ISO else _DIGIT
+    texts = [value if value and shape.fullmatch(value) else None for value in texts]
     values = pd.Series(texts, dtype=object)
     return _days(pd.to_datetime(values, format=form, errors="coerce", utc=True))
 
