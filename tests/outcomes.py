@@ -71,8 +71,8 @@ def outcome(clean: Any, answer: Answer, *names: str, same: Callable[[Any, Any], 
         return REFUSED
     if same(clean, answer.value):
         return SAME
-    assert answer.notes, f"the answer changed in silence: {answer.value}"
-    assert not names or any(name in answer.notes for name in names), answer.notes
+    assert answer.notes, f"SILENT the answer changed without a note: {str(answer.value)[:200]}"
+    assert not names or any(name in answer.notes for name in names), f"SILENT {answer.notes}"
     return NOTED
 
 

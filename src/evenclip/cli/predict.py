@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import re
-import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -65,7 +64,7 @@ def predict(
     predicted, reading = predictor.predict_and_read(rows)
     for note in (*notes, reading.text()):
         if note:
-            print(_wrapped(note), file=sys.stderr)
+            terminal.say(_wrapped(note), error=True)
     text = _text(_numbered(rows, predicted, keep or []), as_json, for_spreadsheets)
     if out is None:
         terminal.say_data(text)
