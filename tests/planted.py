@@ -1401,7 +1401,7 @@ STATEMENT = (
         "skeleton-reads-types",
         "The names of columns come from reading the table.",
         "data/formats.py",
-        "return _header(file) if suffix in TEXTS else _stored_names(file, suffix)",
+        "return _header(file) if suffix in TEXTS else stored_names(file, suffix)",
         "return tuple(read(path).columns)",
         ("data/test_skeleton.py",),
     ),
@@ -1503,8 +1503,8 @@ TABLES = (
         "encoder-unbounded",
         "A number outside its range is not clipped.",
         "data/columns.py",
-        "scaled = np.clip((values - centre) / scale, -bound, bound)",
-        "scaled = np.clip((values - centre) / scale, -1000 * bound, 1000 * bound)",
+        "np.clip(scaled, -bound, bound)",
+        "np.clip(scaled, -1000 * bound, 1000 * bound)",
         (f"{TABLE}::test_infinite_numbers_are_missing_and_stray_ones_are_held",),
     ),
     Fault(
@@ -1535,8 +1535,8 @@ TABLES = (
         "encoder-missing-indicator",
         "Missing numbers have no indicator.",
         "data/columns.py",
-        "    out[:, 0] = np.where(absent, 0.0, scaled)\n    out[:, 1:] = absent[:, None]\n",
-        "    out[:, 0] = np.where(absent, 0.0, scaled)\n    out[:, 1:] = 0.0\n",
+        "    out[:, 1:] = gaps[:, None]\n    return np.abs",
+        "    out[:, 1:] = 0.0\n    return np.abs",
         (
             f"{TABLE}::test_infinite_numbers_are_missing_and_stray_ones_are_held",
             f"{TABLE}::test_new_rows_may_hold_anything",
@@ -3222,6 +3222,97 @@ INPUTS = (
     ),
 )
 
+NEW_ROWS = (
+    Fault(
+        "unreadable-in-silence",
+        "Values that cannot be read count as missing, and nothing says so.",
+        "data/columns.py",
+        "unreadable=int(unreadable.sum()),",
+        "unreadable=0,",
+        ("faults/test_predict.py::test_the_short_campaign",),
+    ),
+    Fault(
+        "unseen-in-silence",
+        "Categories that training did not have are not counted.",
+        "data/columns.py",
+        "unseen=int(strange.sum()),",
+        "unseen=0,",
+        ("faults/test_predict.py::test_the_short_campaign",),
+    ),
+    Fault(
+        "unreadable-columns-are-used",
+        "A column of which no value can be read is not refused.",
+        "data/reading.py",
+        "return self.unreadable > 0 and self.unreadable + self.missing == self.rows",
+        "return False",
+        ("faults/test_predict.py::test_a_column_that_cannot_be_read_is_refused",),
+    ),
+    Fault(
+        "now-is-a-date",
+        "A text without a digit is a date, such as now.",
+        "data/values.py",
+        "shape = _DAY if form == ISO else _DIGIT",
+        "shape = re.compile('.*')",
+        ("faults/test_predict.py::test_the_short_campaign",),
+    ),
+    Fault(
+        "infinite-weights",
+        "A model with weights that are NaN or infinite is loaded.",
+        "export/predict.py",
+        "        _check_finite(self.model)\n",
+        "",
+        ("faults/test_predict.py::test_a_model_with_weights_that_are_no_numbers_is_refused",),
+    ),
+    Fault(
+        "too-few-class-names",
+        "A model may have more outputs than classes, and a probability is dropped.",
+        "export/predict.py",
+        "    if outputs != [1, len(classes)]:",
+        "    if False:",
+        ("faults/test_predict.py::test_class_names_match_the_outputs",),
+    ),
+    Fault(
+        "swallowed-rows",
+        "Two stray quotes make one text of hundreds of rows.",
+        "data/lines.py",
+        "            _check_swallowed(file, separator, row)\n",
+        "",
+        ("faults/test_tables.py::test_what_is_wrong_is_said_with_its_line",),
+    ),
+    Fault(
+        "short-rows",
+        "A line with too few fields is filled with missing values.",
+        "data/lines.py",
+        "    if fields != width:\n",
+        "    if fields > width:\n",
+        ("faults/test_tables.py::test_what_is_wrong_is_said_with_its_line",),
+    ),
+    Fault(
+        "damaged-feather",
+        "A Feather file is used without validation, and a flipped bit ends the process.",
+        "data/stored.py",
+        "        table.validate(full=True)\n",
+        "",
+        ("faults/test_tables.py::test_the_short_campaign",),
+    ),
+    Fault(
+        "predictions-replace-the-model",
+        "Predictions may be written into the model's folder.",
+        "cli/predict.py",
+        "    if same or any(folder.samefile(model) for folder in above):",
+        "    if False:",
+        ("faults/test_predict.py::test_predictions_never_replace_the_model_or_the_input",),
+    ),
+    Fault(
+        "formulas",
+        "A text that begins with a formula is written as it is for spreadsheets.",
+        "cli/predict.py",
+        "and _FORMULA.match(cell) else cell",
+        "and False else cell",
+        ("faults/test_predict.py::test_formulas_are_texts_for_spreadsheets",),
+    ),
+)
+
 FAULTS = (
     *INPUTS,
     *CUSTOM_RULES,
@@ -3241,6 +3332,7 @@ FAULTS = (
     *DECLARED,
     *FILES,
     *STARTED,
+    *NEW_ROWS,
 )
 
 

@@ -126,7 +126,17 @@ def test_predicting_new_rows_into_a_file(capsys, model, tmp_path):
     rows = tmp_path / "new.csv"
     rows.write_text("name,sex,job,income,since\nA,x,Pilot,,2001-01-01\nB,f,Müller,2500.5,never\n")
     out = tmp_path / "predictions.csv"
-    assert run(capsys, "predict", model, rows, "--out", out, "--keep", "name") == (0, "", "")
+    status, printed, said = run(capsys, "predict", model, rows, "--out", out, "--keep", "name")
+    assert (status, printed) == (0, "")
+    assert said == (
+        "evenclip: Not all of the 2 rows are like those of training:\n"
+        "  Column 'since': 1 of 2 values are not dates (read as missing), such as\n"
+        "    'never'.\n"
+        "  Column 'job': 1 of 2 values are not among its categories (read as none), such\n"
+        "    as 'Pilot'.\n"
+        "  Column 'sex': 1 of 2 values are not among its categories (read as none), such\n"
+        "    as 'x'.\n"
+    )
     predictions = pd.read_csv(out)
     assert list(predictions.columns) == ["row", "name", "prediction", "P(bad)", "P(good)"]
     assert predictions[["row", "name"]].to_numpy().tolist() == [[1, "A"], [2, "B"]]

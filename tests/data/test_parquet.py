@@ -693,7 +693,7 @@ def test_a_table_that_does_not_fit_in_memory(tmp_path, monkeypatch):
     """`evenclip compare` and `evenclip train` read tables whole."""
     (path,) = written(people(), tmp_path)
     assert len(read(path)) == N
-    monkeypatch.setattr("evenclip.data.formats._available", lambda: 20_000)
+    monkeypatch.setattr("evenclip.data.stored._available", lambda: 20_000)
     assert refusal(ValueError, lambda: read(path)) == (
         f"{path} has {N} rows, which take about 26 kB of memory as a table, and 20 kB are "
         "available; train on it without reading it whole, with evenclip.data.parquet and "

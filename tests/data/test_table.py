@@ -667,7 +667,7 @@ def test_columns_may_be_left_as_they_are_written(tmp_path):
 FILES = {  # content, name -> the message after the path
     "nothing": (b"", "t.csv", "is empty; it must hold a header and rows."),
     "blank": (b"\n \n", "t.csv", "is empty; it must hold a header and rows."),
-    "header": (b"a,b\n", "t.csv", "has a header and no rows; nothing can be learnt from it."),
+    "header": (b"a,b\n", "t.csv", "has a header and no rows; give at least one row."),
     "latin": (
         "name,n\nAnna,1\nJürgen,2\n".encode("latin1"),
         "t.csv",
@@ -689,14 +689,14 @@ FILES = {  # content, name -> the message after the path
     "ragged": (
         b"a,b\n1,2\n3,4,5\n",
         "t.csv",
-        "is not a table (Expected 2 fields in line 3, saw 3); every line must have as many fields "
-        "as the header, and texts with separators in them must be quoted.",
+        "is not a table (3 fields in line 3, and 2 in the header); every line must have as many "
+        "fields as the header, and texts with separators in them must be quoted.",
     ),
     "more fields than names": (
         b"a,b\n1,2,3\n3,4,5\n",
         "t.csv",
-        "is not a table (The first row has more fields than the header); every line must have as "
-        "many fields as the header, and texts with separators in them must be quoted.",
+        "is not a table (3 fields in line 2, and 2 in the header); every line must have as many "
+        "fields as the header, and texts with separators in them must be quoted.",
     ),
 }
 

@@ -133,7 +133,15 @@ def test_unseen_rows_are_handled(folder):
     rows = pd.DataFrame(
         {"age": [None, "old", 1e300], "job": ["pilot", None, "baker"], "sex": "x", "more": 1}
     )
-    predictions = predictor.predict(rows)
+    with pytest.warns(UserWarning, match="1 of 3 values are not numbers") as caught:
+        predictions = predictor.predict(rows)
+    assert str(caught[0].message) == (
+        "Column 'age': 1 of 3 values are not numbers (read as missing), such as 'old'; 1 of 3 "
+        "values lie outside of its range (read as its end). Column 'sex': 3 of 3 values are not "
+        "among its categories (read as none), such as 'x'. Column 'job': 1 of 3 values are not "
+        "among its categories (read as none), such as 'pilot'; 1 of 3 values are missing, and in "
+        "training none was."
+    )
     assert np.isfinite(predictions[["P(no)", "P(yes)"]].to_numpy()).all()
     assert refusal(ValueError, lambda: predictor.predict(rows.drop(columns="job"))) == (
         "The rows lack the column 'job', which the model was trained with; add them (empty where "

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))  # the folder of `outcomes`
 PAGE, KEPT = ROOT / "docs" / "reliability.md", ROOT / "results" / "faults.json"
 TITLES = {
     "files": "own files damaged or swapped",

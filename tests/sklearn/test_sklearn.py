@@ -389,9 +389,11 @@ def test_unknown_categories_and_gaps_are_predicted_as_neither():
     x = classifier.encoder_.encode(new)
     assert x[:, 1:3].tolist() == [[0, 0], [0, 0]]
     assert x[0, 0] == 0  # the mean of the training rows
-    proba = classifier.predict_proba(new)
+    with pytest.warns(UserWarning, match="'job': 1 of 2 values are not among its categories"):
+        proba = classifier.predict_proba(new)
     np.testing.assert_allclose(proba, classifier.model_(x).softmax(1).detach().numpy(), rtol=1e-5)
-    assert set(classifier.predict(new)) <= {"no", "yes"}
+    with pytest.warns(UserWarning, match="such as 'smith'"):
+        assert set(classifier.predict(new)) <= {"no", "yes"}
 
 
 def test_gaps_in_the_training_rows_have_an_indicator():
@@ -410,7 +412,10 @@ def test_every_column_that_is_given_is_used():
     )
     classifier = Quick().fit(frame, y)
     assert classifier.encoder_.features == ("id", "one", "name=(other)")
-    assert np.isfinite(classifier.predict_proba(frame)).all()
+    with pytest.warns(
+        UserWarning, match="200 of 200 values are not among its categories .read as other"
+    ):
+        assert np.isfinite(classifier.predict_proba(frame)).all()
 
 
 def test_notes_of_the_encoder_are_warnings():
@@ -429,10 +434,16 @@ def test_labels_of_any_kind_come_back():
         np.where(y, "b", "a"),
         y - 1,
         pd.Series(np.where(y, "b", "a"), dtype="category"),
+        pd.Series(y.astype(bool), dtype="boolean"),
+        pd.Series(y, dtype="Int64"),
+        pd.Series(np.where(y, "b", "a"), dtype="string"),
     ):
         classifier = Quick().fit(X, labels)
         assert classifier.classes_.tolist() == sorted(set(labels))
         assert set(classifier.predict(X).tolist()) <= set(labels)
+        assert [type(label) for label in classifier.classes_.tolist()] == [
+            type(label) for label in sorted(set(labels.tolist()))
+        ]
         assert classifier.predict_proba(X).shape == (120, 2)
 
 

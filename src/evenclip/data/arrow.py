@@ -122,16 +122,26 @@ def batches_of(file: DataFile, groups: list[int], names: list[str]) -> Iterator[
         read_dictionary=texts,
         pre_buffer=False,
         buffer_size=BUFFER,
+        page_checksum_verification=True,
     ) as opened:
+        left = sum(file.sizes[group] for group in groups)
         try:
-            yield from opened.iter_batches(
+            for batch in opened.iter_batches(
                 CHUNK, row_groups=groups, columns=names, use_threads=False
-            )
+            ):
+                batch.validate(full=True)  # damaged lengths and codes would end the process
+                left -= len(batch)
+                yield batch
         except (pa.ArrowException, OSError) as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise ValueError(
                 f"{file.path} cannot be read to its end ({reason}); write it again."
             ) from error
+        if left:
+            raise ValueError(
+                f"{file.path} is damaged: its metadata says {abs(left)} rows "
+                f"{'more' if left > 0 else 'fewer'} than it holds; write it again."
+            )
 
 
 def chosen(batches: Iterator[Any], rows: Rows) -> Iterator[Any]:

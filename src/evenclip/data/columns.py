@@ -7,13 +7,16 @@
 | boolean | True and False, also as text | 1 and 0; missing: ½ |
 | category | all others | one indicator per value; unknown: the indicator "other", or none |
 
-If the training rows have missing values, a further indicator marks them; an infinite number counts
-as missing. Every function here depends on one column. A `Column`, once fitted or made from a
-schema, does not depend on further data.
+If the training rows have missing values, a further indicator marks them; a value that cannot be
+read and an infinite number count as missing, and `Column.read` counts them. Every function here
+depends on one column. A `Column`, once fitted or made from a schema, does not depend on further
+data.
 """
 
 from __future__ import annotations
 
+import datetime
+import math
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,8 +24,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from evenclip.data.kinds import Kind, kind_of, useless
-from evenclip.data.values import ISO, Factor, Values, days, factor, flags, listed, numbers, text
+from evenclip.data.kinds import Kind, doubt, kind_of, useless
+from evenclip.data.reading import ColumnReading
+from evenclip.data.values import (
+    ISO,
+    Factor,
+    Values,
+    absent,
+    days,
+    factor,
+    flags,
+    has_flags,
+    is_duration,
+    listed,
+    numbers,
+    shortened,
+    text,
+    zoned,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,14 +57,17 @@ __all__ = [
     "Number",
     "Values",
     "days",
+    "doubt",
     "factor",
     "flags",
     "from_json",
+    "is_duration",
     "kind_of",
     "listed",
     "numbers",
     "text",
     "useless",
+    "zoned",
 ]
 
 Features = NDArray[np.float32]  # [row, feature]
@@ -66,8 +88,8 @@ class Column(ABC):
         """The names of the features."""
 
     @abstractmethod
-    def fill(self, series: pd.Series, out: Features) -> None:
-        """Write the features of the values into `out` [row, feature]."""
+    def read(self, series: pd.Series, out: Features) -> ColumnReading:
+        """Write the features of the values into `out` [row, feature]; return how they were read."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the encoding as plain values."""
@@ -77,7 +99,10 @@ class Column(ABC):
 
 @dataclass(frozen=True)
 class Number(Column):
-    """A number: (value − centre)/scale, clipped to ±bound; 0 if missing."""
+    """A number: (value − centre)/scale, clipped to ±bound; 0 if missing.
+
+    A duration is a number of days. Numbers are not read as durations, nor durations as numbers.
+    """
 
     kind: ClassVar[str] = "number"
 
@@ -86,18 +111,32 @@ class Number(Column):
     scale: float
     bound: float
     missing: bool
+    duration: bool = False
+
+    def __post_init__(self) -> None:
+        _check_named(self)
+        _check_scaled(self.column, self.centre, self.scale, self.bound)
 
     @property
     def features(self) -> tuple[str, ...]:  # noqa: D102
         return (self.column, f"{self.column}=(missing)") if self.missing else (self.column,)
 
-    def fill(self, series: pd.Series, out: Features) -> None:  # noqa: D102
-        _fill_scaled(numbers(series), self.centre, self.scale, self.bound, out)
+    def read(self, series: pd.Series, out: Features) -> ColumnReading:  # noqa: D102
+        values = numbers(series, self.duration)
+        outside = _fill_scaled(values, self.centre, self.scale, self.bound, out)
+        # True is 1 in every number, so a column of flags is read.
+        remark = "holds truth values, read as 1 and 0" if has_flags(series) else None
+        kind = "durations" if self.duration else "numbers"
+        remedy = "give durations, with their unit" if self.duration else "write them as 1234.5"
+        return _read(self, series, values, kind, remedy, outside=outside, remark=remark)
 
 
 @dataclass(frozen=True)
 class Date(Column):
-    """A date in days since 1970: (days − centre)/scale, clipped to ±bound; 0 if missing."""
+    """A date in days since 1970: (days − centre)/scale, clipped to ±bound; 0 if missing.
+
+    `zoned` says whether training had time zones; without one, a time counts as UTC.
+    """
 
     kind: ClassVar[str] = "date"
 
@@ -107,13 +146,38 @@ class Date(Column):
     scale: float
     bound: float
     missing: bool
+    zoned: bool = False
+
+    def __post_init__(self) -> None:
+        _check_named(self)
+        if not isinstance(self.format, str):
+            raise ValueError(f"the format of {self.column!r} is {self.format!r}, and not a text")
+        _check_scaled(self.column, self.centre, self.scale, self.bound)
 
     @property
     def features(self) -> tuple[str, ...]:  # noqa: D102
         return (self.column, f"{self.column}=(missing)") if self.missing else (self.column,)
 
-    def fill(self, series: pd.Series, out: Features) -> None:  # noqa: D102
-        _fill_scaled(days(series, self.format), self.centre, self.scale, self.bound, out)
+    def read(self, series: pd.Series, out: Features) -> ColumnReading:  # noqa: D102
+        values = days(series, self.format)
+        outside = _fill_scaled(values, self.centre, self.scale, self.bound, out)
+        written = "2001-12-31" if self.format == ISO else _NEW_YEARS_EVE.strftime(self.format)
+        remark = self._remark(series, values)
+        return _read(
+            self, series, values, "dates", f"write them as {written}", outside=outside,
+            remark=remark,
+        )  # fmt: skip
+
+    def _remark(self, series: pd.Series, values: Values) -> str | None:
+        """Return how time zones differ from training."""
+        if np.isnan(values).all():
+            return None
+        with_zone, without = zoned(series)
+        if self.zoned and without:
+            return "has times without a zone, which training had; they are read as UTC"
+        if not self.zoned and with_zone:
+            return "has times with a zone, which training had not; they are read in UTC"
+        return None
 
 
 @dataclass(frozen=True)
@@ -125,15 +189,19 @@ class Flag(Column):
     column: str
     missing: bool
 
+    def __post_init__(self) -> None:
+        _check_named(self)
+
     @property
     def features(self) -> tuple[str, ...]:  # noqa: D102
         return (self.column, f"{self.column}=(missing)") if self.missing else (self.column,)
 
-    def fill(self, series: pd.Series, out: Features) -> None:  # noqa: D102
+    def read(self, series: pd.Series, out: Features) -> ColumnReading:  # noqa: D102
         values = flags(series)
-        absent = np.isnan(values)
-        out[:, 0] = np.where(absent, 0.5, values)
-        out[:, 1:] = absent[:, None]
+        gaps = np.isnan(values)
+        out[:, 0] = np.where(gaps, 0.5, values)
+        out[:, 1:] = gaps[:, None]
+        return _read(self, series, values, "true or false", "write them as True and False")
 
 
 @dataclass(frozen=True)
@@ -150,12 +218,22 @@ class Category(Column):
     other: bool
     missing: bool
 
+    def __post_init__(self) -> None:
+        _check_named(self)
+        texts = isinstance(self.values, tuple) and all(
+            isinstance(value, str) for value in self.values
+        )
+        if not texts or len(set(self.values)) < len(self.values):
+            raise ValueError(f"the categories of {self.column!r} are not different texts")
+        if not isinstance(self.other, bool):
+            raise ValueError(f'"other" of {self.column!r} is {self.other!r}, and not true or false')
+
     @property
     def features(self) -> tuple[str, ...]:  # noqa: D102
         names = (*self.values, *["(other)"] * self.other, *["(missing)"] * self.missing)
         return tuple(f"{self.column}={name}" for name in names)
 
-    def fill(self, series: pd.Series, out: Features) -> None:  # noqa: D102
+    def read(self, series: pd.Series, out: Features) -> ColumnReading:  # noqa: D102
         codes, names = factor(series)
         position = {name: place for place, name in enumerate(self.values)}
         unknown = len(self.values) if self.other else -1
@@ -165,8 +243,28 @@ class Category(Column):
         out[:] = 0
         rows = np.flatnonzero(places >= 0)
         out[rows, places[rows]] = 1
+        strange = np.array([*(name not in position for name in names), False], dtype=bool)[codes]
+        example = names[codes[int(np.argmax(strange))]] if strange.any() else None
+        return ColumnReading(
+            self.column,
+            f"among its categories (read as {'other' if self.other else 'none'})",
+            "write them as they were",
+            rows=len(codes),
+            missing=int((codes < 0).sum()),
+            unseen=int(strange.sum()),
+            example=None if example is None else shortened(example) + self._similar(example),
+            gaps=self.missing,
+        )
+
+    def _similar(self, name: str) -> str:
+        """Return the category that differs in case and blanks alone, for messages."""
+        plain = "".join(name.casefold().split())
+        known = (value for value in self.values if "".join(value.casefold().split()) == plain)
+        similar = next(known, None)
+        return "" if similar is None else f" (training: {shortened(similar)})"
 
 
+_NEW_YEARS_EVE = datetime.date(2001, 12, 31)
 _KINDS: dict[str, type[Column]] = {column.kind: column for column in (Number, Date, Flag, Category)}
 
 
@@ -178,10 +276,60 @@ def from_json(plain: dict[str, Any]) -> Column:
     return _KINDS[str(fields.pop("kind"))](**fields)
 
 
-def _fill_scaled(values: Values, centre: float, scale: float, bound: float, out: Features) -> None:
-    """Write scaled numbers, computed in float64, and the missing indicator if `out` has one."""
-    absent = np.isnan(values)
+def _fill_scaled(
+    values: Values, centre: float, scale: float, bound: float, out: Features
+) -> NDArray[np.bool_]:
+    """Write scaled numbers, computed in float64, and the missing indicator if `out` has one.
+
+    Return which values lie outside of the bound  # [row].
+    """
+    gaps = np.isnan(values)
     with np.errstate(over="ignore"):  # an infinite difference is clipped to the bound
-        scaled = np.clip((values - centre) / scale, -bound, bound)
-    out[:, 0] = np.where(absent, 0.0, scaled)
-    out[:, 1:] = absent[:, None]
+        scaled = (values - centre) / scale
+    out[:, 0] = np.where(gaps, 0.0, np.clip(scaled, -bound, bound))
+    out[:, 1:] = gaps[:, None]
+    return np.abs(scaled) > bound * (1 + 1e-9)  # the ends of a range are inside
+
+
+def _read(
+    column: Number | Date | Flag, series: pd.Series, values: Values, expected: str, remedy: str,
+    outside: NDArray[np.bool_] | None = None, remark: str | None = None,
+) -> ColumnReading:  # fmt: skip
+    """Return how the values of a column were read; NaN is missing or unreadable."""
+    gaps = np.isnan(values)
+    empty = absent(series) if gaps.any() else gaps
+    unreadable = gaps & ~empty
+    unlike = unreadable if unreadable.any() or outside is None else outside
+    example = shortened(series.iloc[int(np.argmax(unlike))]) if unlike.any() else None
+    return ColumnReading(
+        column.column,
+        expected,
+        remedy,
+        rows=len(values),
+        missing=int(empty.sum()),
+        unreadable=int(unreadable.sum()),
+        outside=0 if outside is None else int(outside.sum()),
+        example=example,
+        gaps=column.missing,
+        remark=remark,
+    )
+
+
+def _check_named(column: Number | Date | Flag | Category) -> None:
+    """Raise unless the name is a text and `missing` a truth value."""
+    if not isinstance(column.column, str):
+        raise ValueError(f"a column has the name {column.column!r}, and not a text")
+    if not isinstance(column.missing, bool):
+        raise ValueError(
+            f'"missing" of {column.column!r} is {column.missing!r}, and not true or false'
+        )
+
+
+def _check_scaled(column: str, centre: float, scale: float, bound: float) -> None:
+    """Raise unless the numbers of an encoding are finite, and scale and bound above 0."""
+    named = {"centre": centre, "scale": scale, "bound": bound}
+    for name, value in named.items():
+        real = isinstance(value, int | float) and not isinstance(value, bool)
+        if not real or not math.isfinite(value) or (name != "centre" and value <= 0):
+            kind = "a finite number" if name == "centre" else "a finite number above 0"
+            raise ValueError(f"the {name} of {column!r} is {value!r}, and not {kind}")

@@ -17,6 +17,7 @@ unless two texts had one digest. Numbers that differ only beyond float64 are one
 from __future__ import annotations
 
 import datetime
+import decimal
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -184,7 +185,7 @@ def _other(value: Any) -> bytes:
 
     if isinstance(value, bool | np.bool_):
         return _text(str(bool(value)).encode())
-    if isinstance(value, int | float | np.integer | np.floating):
+    if isinstance(value, int | float | np.integer | np.floating | decimal.Decimal):
         number = _float(value)
         return bytes(WIDTH) if np.isnan(number) else _number(number)
     if value is None or (pd.api.types.is_scalar(value) and pd.isna(value)):

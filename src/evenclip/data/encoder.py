@@ -29,6 +29,7 @@ from torch import Tensor
 from evenclip.data import columns
 from evenclip.data.columns import Category, Column, Date, Flag, Number, listed
 from evenclip.data.labels import JOIN, MISSING, Codes, Labels, ordered
+from evenclip.data.reading import Reading
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,22 +82,42 @@ class Encoder:
         """The columns that hold categories; read them as text, so that 01 stays 01."""
         return tuple(column.column for column in self.columns if isinstance(column, Category))
 
+    @property
+    def listed(self) -> dict[str, tuple[str, ...]]:
+        """The categories of each column that holds some; NA among them is not a missing value."""
+        return {
+            column.column: column.values for column in self.columns if isinstance(column, Category)
+        }
+
     def encode(self, frame: pd.DataFrame, rows: Codes | None = None) -> Tensor:
         """Return the features [row, feature] float32 of all rows, or of the positions `rows`.
 
         Other columns are ignored. Numbers are clipped to their bounds; unknown categories have the
-        indicator "other" or none.
+        indicator "other" or none. `read` also returns what could not be read.
 
         Raises:
             ValueError: a column is missing.
+            TypeError: a column holds values such as lists.
+        """
+        return self.read(frame, rows)[0]
+
+    def read(self, frame: pd.DataFrame, rows: Codes | None = None) -> tuple[Tensor, Reading]:
+        """Return the features, as `encode` does, and how each column was read.
+
+        Raises:
+            ValueError: a column is missing, or there are two of its name.
+            TypeError: a column holds values such as lists.
         """
         self._check_columns(frame, [column.column for column in self.columns])
+        count = len(frame) if rows is None else len(rows)
         widths = [len(column.features) for column in self.columns]
-        out = np.empty((len(frame) if rows is None else len(rows), sum(widths)), dtype=np.float32)
+        out = np.empty((count, sum(widths)), dtype=np.float32)
         ends = np.cumsum([0, *widths])
-        for i, column in enumerate(self.columns):
-            column.fill(_taken(frame, column.column, rows), out[:, ends[i] : ends[i + 1]])
-        return torch.from_numpy(out)
+        readings = [
+            column.read(_taken(frame, column.column, rows), out[:, ends[i] : ends[i + 1]])
+            for i, column in enumerate(self.columns)
+        ]
+        return torch.from_numpy(out), Reading(count, tuple(readings))
 
     def target_of(self, frame: pd.DataFrame, rows: Codes | None = None, first: int = 1) -> Tensor:
         """Return each row's class [row] int64; `first` is the first row's number in messages.
@@ -159,6 +180,10 @@ class Encoder:
         )
 
     def _check_columns(self, frame: pd.DataFrame, needed: Iterable[str]) -> None:
+        needed = list(needed)
+        twice = [name for name in needed if list(frame.columns).count(name) > 1]
+        if twice:
+            raise ValueError(f"The rows have two columns {twice[0]!r}; rename one of them.")
         absent = [name for name in needed if name not in frame.columns]
         if absent:
             raise ValueError(
@@ -191,6 +216,8 @@ def fit_columns(
             fitted.append(column)
         else:
             notes.append(f"Column {name!r} {reason} and is not used; to use it, keep it.")
+        doubt = columns.doubt(series)
+        notes += [] if doubt is None else [doubt]
     return fitted, notes
 
 
@@ -208,12 +235,15 @@ def _fitted(series: pd.Series, name: str) -> tuple[Column, str | None]:
         case "boolean":
             return Flag(name, bool(np.isnan(columns.flags(series)).any())), kind.note
         case "number":
-            values = columns.numbers(series)
-            return Number(name, *_moments(values), BOUND, bool(np.isnan(values).any())), kind.note
+            duration = columns.is_duration(series)
+            values = columns.numbers(series, duration)
+            missing = bool(np.isnan(values).any())
+            return Number(name, *_moments(values), BOUND, missing, duration), kind.note
         case "date":
             values = columns.days(series, kind.format)
             missing = bool(np.isnan(values).any())
-            return Date(name, kind.format, *_moments(values), BOUND, missing), kind.note
+            zoned = columns.zoned(series)[0] > 0
+            return Date(name, kind.format, *_moments(values), BOUND, missing, zoned), kind.note
     return _fitted_category(series, name)
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import Collection, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evenclip.arguments import check_kinds
+from evenclip.data.lines import check_bytes, check_lines, long_fields, short_sample
+from evenclip.data.stored import TooLarge, stored, stored_names
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["TooLarge", "column_names", "read"]
+__all__ = ["TooLarge", "column_names", "read", "read_noted"]
 
 SEPARATORS = ",;\t|"
 ABSENT = ("", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "<NA>", "#N/A", "?")
@@ -22,12 +26,17 @@ TEXTS = (".csv", ".txt", ".tsv")
 SUFFIXES = (*TEXTS, ".parquet", ".feather")
 
 
-class TooLarge(ValueError):  # noqa: N818 - the name states the problem
-    """The table does not fit in memory."""
+class _Dialect(NamedTuple):
+    """How a text file is written."""
+
+    separator: str
+    decimal: str
+    names: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def read(path: str | os.PathLike[str], *, text: Collection[str] = ()) -> pd.DataFrame:
-    """Read a table from a .csv, .txt, .tsv, .parquet or .feather file.
+    """Read a table from a .csv, .txt, .tsv, .parquet or .feather file; warn of doubtful lines.
 
     Args:
         path: the file. Text is UTF-8; the separator (comma, semicolon, tab or bar) is detected;
@@ -39,11 +48,35 @@ def read(path: str | os.PathLike[str], *, text: Collection[str] = ()) -> pd.Data
         ValueError: the file is empty, has no rows, another encoding or suffix, or is not a table.
     """
     check_kinds(read, {"path": path, "text": text})
-    file, suffix = _checked(path)
-    frame = _parsed(file, text) if suffix in TEXTS else _stored(file, suffix)
-    if len(frame) == 0:
-        raise ValueError(f"{file} has a header and no rows; nothing can be learnt from it.")
+    frame, notes = read_noted(path, text=text)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
     return frame
+
+
+def read_noted(
+    path: str | os.PathLike[str],
+    *,
+    text: Collection[str] = (),
+    values: Mapping[str, Collection[str]] = MappingProxyType({}),
+) -> tuple[pd.DataFrame, list[str]]:
+    """Read a table, as `read` does; return it with notes on what is doubtful in the file.
+
+    Args:
+        path: the file.
+        text: columns that are read as text.
+        values: known categories of columns. One that is spelt as a missing value, such as NA, is
+            not missing there.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: as for `read`.
+    """
+    file, suffix = _checked(path)
+    frame, notes = _parsed(file, text, values) if suffix in TEXTS else (stored(file, suffix), [])
+    if len(frame) == 0:
+        raise ValueError(f"{file} has a header and no rows; give at least one row.")
+    return frame, [f"{file.name}: {note}" for note in notes]
 
 
 def column_names(path: str | os.PathLike[str]) -> tuple[str, ...]:
@@ -57,16 +90,17 @@ def column_names(path: str | os.PathLike[str]) -> tuple[str, ...]:
         ValueError: the file is empty, has another suffix, or no header in one line of UTF-8.
     """
     file, suffix = _checked(path)
-    return _header(file) if suffix in TEXTS else _stored_names(file, suffix)
+    return _header(file) if suffix in TEXTS else stored_names(file, suffix)
 
 
 def _checked(path: str | os.PathLike[str]) -> tuple[Path, str]:
     """Return the file and its suffix; raise if it cannot be a table."""
     file = Path(path)
     if not file.is_file():
-        raise FileNotFoundError(
-            f"{file} is not there{' (it is a folder)' if file.is_dir() else ''}; give a file."
-        )
+        why = " (it is a folder)" if file.is_dir() else ""
+        if file.exists() and not why:
+            raise ValueError(f"{file} is not an ordinary file; write its content into a file.")
+        raise FileNotFoundError(f"{file} is not there{why}; give a file.")
     suffix = file.suffix.lower()
     if suffix not in SUFFIXES:
         raise ValueError(
@@ -75,11 +109,14 @@ def _checked(path: str | os.PathLike[str]) -> tuple[Path, str]:
         )
     if file.stat().st_size == 0:
         raise ValueError(f"{file} is empty; it must hold a header and rows.")
+    if not os.access(file, os.R_OK):
+        raise PermissionError(f"{file} cannot be read; ask its owner for permission to read it.")
     return file, suffix
 
 
 def _header(file: Path) -> tuple[str, ...]:
     """Return the names in the header of a text file, as `read` gives them."""
+    check_bytes(file, beginning=True)
     with file.open("rb") as lines:
         line = next((line for line in lines if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
     try:
@@ -101,7 +138,9 @@ def _header(file: Path) -> tuple[str, ...]:
 def _fields(line: str, separator: str) -> list[str]:
     """Return the fields of one line; none if a quote is not closed."""
     try:
-        return next(csv.reader([line], delimiter=separator, skipinitialspace=True, strict=True), [])
+        with long_fields():
+            rows = csv.reader([line], delimiter=separator, skipinitialspace=True, strict=True)
+            return next(rows, [])
     except csv.Error:
         return []
 
@@ -113,19 +152,23 @@ def _check_distinct(file: Path, names: Sequence[str]) -> None:
         raise ValueError(f"{file} has two columns {twice[0]!r}; rename one of them.")
 
 
-def _parsed(file: Path, text: Collection[str]) -> pd.DataFrame:
-    """Read a text file."""
+def _parsed(
+    file: Path, text: Collection[str], values: Mapping[str, Collection[str]]
+) -> tuple[pd.DataFrame, list[str]]:
+    """Read a text file; return it with notes."""
     import pandas as pd
 
+    check_bytes(file)
     try:
-        separator, decimal = _dialect(file)
-        return pd.read_csv(
+        dialect = _dialect(file)
+        lines = check_lines(file, dialect.separator)
+        frame = pd.read_csv(
             file,
-            sep=separator,
-            decimal=decimal,
+            sep=dialect.separator,
+            decimal=dialect.decimal,
             encoding="utf-8-sig",
             keep_default_na=False,
-            na_values=ABSENT,
+            na_values=_absent(dialect.names, values),
             skipinitialspace=True,
             low_memory=False,
             **_precision(pd.__version__),
@@ -140,13 +183,28 @@ def _parsed(file: Path, text: Collection[str]) -> pd.DataFrame:
         ) from None
     except pd.errors.EmptyDataError:
         raise ValueError(f"{file} is empty; it must hold a header and rows.") from None
-    except (pd.errors.ParserError, csv.Error) as error:
-        reason = " ".join(str(error).split())
-        reason = reason.removeprefix("Error tokenizing data. C error: ").rstrip(".")
+    except (pd.errors.ParserError, csv.Error, OverflowError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
         raise ValueError(
             f"{file} is not a table ({reason}); every line must have as many fields as the header, "
             "and texts with separators in them must be quoted."
-        ) from None
+        ) from error
+    if len(frame) != lines.rows:
+        raise ValueError(
+            f"{file} has {lines.rows} rows and is read as {len(frame)}; remove stray quotes and "
+            "carriage returns."
+        )
+    return frame, [*dialect.notes, *lines.notes]
+
+
+def _absent(names: Sequence[str], values: Mapping[str, Collection[str]]) -> Any:
+    """Return the texts that are missing values, by column if categories are spelt so."""
+    if not any(set(ABSENT) & set(known) for known in values.values()):
+        return ABSENT
+    return {
+        name: [text for text in ABSENT if not text or text not in values.get(name, ())]
+        for name in (name or f"Unnamed: {place}" for place, name in enumerate(names))
+    }
 
 
 def _precision(version: str) -> dict[str, Any]:
@@ -158,26 +216,33 @@ def _precision(version: str) -> dict[str, Any]:
     return {} if (major, minor) >= (3, 1) else {"float_precision": "round_trip"}
 
 
-def _dialect(file: Path) -> tuple[str, str]:
+def _dialect(file: Path) -> _Dialect:
     """Detect the separator and the decimal point from the first lines."""
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        head = [line for line, _ in zip(lines, range(50), strict=False) if line.strip()]
-    widths = {
-        separator: [len(row) for row in csv.reader(head, delimiter=separator)]
-        for separator in SEPARATORS
-    }
+    with file.open(encoding="utf-8-sig", newline="") as lines, long_fields():
+        head = short_sample(lines, 50)
+        rows = {
+            separator: list(csv.reader(head, delimiter=separator, skipinitialspace=True))
+            for separator in SEPARATORS
+        }
+    widths = {separator: [len(row) for row in rows[separator]] for separator in SEPARATORS}
     separator = "\t" if file.suffix.lower() == ".tsv" else _separator(widths)
-    _check_distinct(file, next(csv.reader(head[:1], delimiter=separator), []))
-    # pandas would read the additional fields as an index.
-    if any(width > widths[separator][0] for width in widths[separator][1:2]):
-        raise csv.Error("The first row has more fields than the header")
+    names = tuple(rows[separator][0]) if rows[separator] else ()
+    _check_distinct(file, names)
     if separator != ";":
-        return separator, "."
-    body = ";".join(head[1:]).replace('"', "").replace("\n", ";").replace("\r", "").split(";")
-    comma, point = (
-        any(re.fullmatch(rf"-?\d+{mark}\d+", field) for field in body) for mark in (",", r"\.")
+        return _Dialect(separator, ".", names, ())
+    body = [field.strip() for row in rows[separator][1:] for field in row]
+    commas, points = (
+        [field for field in body if re.fullmatch(rf"-?\d+{mark}\d+", field)]
+        for mark in (",", r"\.")
     )
-    return separator, "," if comma and not point else "."
+    if points or not commas:
+        return _Dialect(separator, ".", names, ())
+    thousands = all(re.fullmatch(r"-?[1-9]\d{0,2},\d{3}", field) for field in commas)
+    note = (
+        f"Its commas are read as decimal commas, {commas[0]} as {commas[0].replace(',', '.')}; "
+        "if they separate thousands, remove them."
+    )
+    return _Dialect(separator, ",", names, (note,) if thousands else ())
 
 
 def _separator(widths: dict[str, list[int]]) -> str:
@@ -205,74 +270,3 @@ def _undecodable(file: Path) -> tuple[int, int]:
                 return before + error.start, number
             before += len(line)
     raise AssertionError(f"{file} is UTF-8 after all")
-
-
-def _stored(file: Path, suffix: str) -> pd.DataFrame:
-    """Read a Parquet or Feather file."""
-    import pandas as pd
-
-    try:
-        if suffix == ".parquet":
-            _check_room(file)
-        return pd.read_parquet(file) if suffix == ".parquet" else pd.read_feather(file)
-    except TooLarge:
-        raise
-    except (ValueError, OSError) as error:
-        raise _unreadable(file, suffix, error) from error
-
-
-def _stored_names(file: Path, suffix: str) -> tuple[str, ...]:
-    """Return the names in the schema of a Parquet or Feather file, without those of an index."""
-    import pyarrow as pa
-    from pyarrow import parquet as pq
-
-    try:
-        if suffix == ".parquet":
-            schema = pq.read_schema(file)
-        else:
-            with pa.OSFile(str(file)) as opened:
-                schema = pa.ipc.open_file(opened).schema
-    except (ValueError, OSError) as error:
-        raise _unreadable(file, suffix, error) from error
-    indices = (schema.pandas_metadata or {}).get("index_columns", [])
-    return tuple(name for name in schema.names if name not in indices)
-
-
-def _unreadable(file: Path, suffix: str, error: Exception) -> ValueError:
-    """Return the error for a Parquet or Feather file that cannot be read."""
-    reason = " ".join(str(error).split()).rstrip(".")
-    return ValueError(f"{file} is not a {suffix[1:].capitalize()} file ({reason}); write it again.")
-
-
-def _check_room(file: Path) -> None:
-    """Raise if a Parquet file would take more than half of the available memory."""
-    from pyarrow import parquet as pq
-
-    metadata, available = pq.read_metadata(file), _available()
-    stored = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
-    # A value takes 8 bytes in memory, even if the file stores it in fewer.
-    needed = max(stored, 8 * metadata.num_rows * metadata.num_columns)
-    if available is not None and needed > available / 2:
-        raise TooLarge(
-            f"{file} has {metadata.num_rows} rows, which take about {_size(needed)} of memory as "
-            f"a table, and {_size(available)} are available; train on it without reading it "
-            "whole, with evenclip.data.parquet and evenclip.fit, or take a sample of its rows."
-        )
-
-
-def _available() -> int | None:
-    """Return the bytes of available memory; None if the system does not report them."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next(
-        (1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None
-    )
-
-
-def _size(size: float) -> str:
-    """Format a number of bytes with a unit."""
-    if size >= 1e9:
-        return f"{size / 1e9:.1f} GB"
-    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"

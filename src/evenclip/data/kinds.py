@@ -7,19 +7,27 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from evenclip.data.values import ISO, listed, numbers, text
+from evenclip.data.values import ISO, coded, days, is_duration, listed, numbers, shortened, text
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Kind", "kind_of", "useless"]
+__all__ = ["Kind", "doubt", "kind_of", "useless"]
 
 FALSE_TRUE = ("false", "true")
 # Tried in this order: 3/4/2020 is the 4th of March.
-FORMATS = (ISO, "%d.%m.%Y", "%Y/%m/%d", "%m/%d/%Y", "%d/%m/%Y")
+MONTH = "%Y-%m"
+FORMATS = (ISO, MONTH, "%d.%m.%Y", "%Y/%m/%d", "%m/%d/%Y", "%d/%m/%Y")
 PROBED = 200  # values that are parsed first, before a whole column is
 LEAST_ROWS, DIFFERENT_SHARE, MOST_GAPS = 50, 0.95, 3  # when a column counts as an identifier
 NUMERIC_SHARE = 0.95  # of a text's distinct values; the others then count as missing
+_PLAIN = re.compile(r"[+-]?\d+(\.\d+)?")
+# Numbers with separators of thousands, a comma, a currency or a percent sign; dates in any order.
+_LIKE = re.compile(
+    r"[(+\-−]?\s?[^\w\s]?\s?\d[\d.,'’_\s]*\s?[^\w\s]?\)?"
+    r"|\d{1,4}[-/. ](\d{1,2}|[^\W\d]{3,9}\.?)[-/., ]+\d{1,4}\b.*"
+    r"|[^\W\d]{3,9}\.? \d{1,2},? \d{4}\b.*"
+)
 
 
 class Kind(NamedTuple):
@@ -34,7 +42,7 @@ def kind_of(series: pd.Series) -> Kind:
     """Return the kind of a column, from its dtype or, if that is text, from its values.
 
     Raises:
-        TypeError: the values are not hashable, such as lists.
+        TypeError: the column holds values such as lists.
     """
     from pandas.api import types
 
@@ -42,18 +50,18 @@ def kind_of(series: pd.Series) -> Kind:
         return Kind("boolean")
     if types.is_datetime64_any_dtype(series.dtype):
         return Kind("date")
-    if types.is_timedelta64_dtype(series.dtype):
+    if is_duration(series):
         return Kind("number")
     if types.is_numeric_dtype(series.dtype) and not types.is_complex_dtype(series.dtype):
         return Kind("number")
     if str(series.dtype) == "category":
         return Kind("category")
-    return _kind_of_text(series.dropna())
+    return _kind_of_text(series)
 
 
 def _kind_of_text(series: pd.Series) -> Kind:
     """Return the kind of a column of texts or of Python objects."""
-    distinct = [value for value in map(text, series.unique()) if value is not None]
+    distinct = _texts(series)
     if not distinct:
         return Kind("category")
     if all(name.casefold() in FALSE_TRUE for name in distinct):
@@ -62,6 +70,11 @@ def _kind_of_text(series: pd.Series) -> Kind:
     if _numeric(probed) and _numeric(distinct):
         return Kind("number", note=_strays(str(series.name), distinct))
     return _kind_of_dates(str(series.name), probed, distinct)
+
+
+def _texts(series: pd.Series) -> list[str]:
+    """Return the texts of the distinct values."""
+    return [name for name in map(text, coded(series)[1]) if name is not None]
 
 
 def _kind_of_dates(column: str, probed: list[str], distinct: list[str]) -> Kind:
@@ -85,8 +98,7 @@ def _dates(values: list[str], form: str) -> bool:
 
     if any(value.isdigit() for value in values[:PROBED]):
         return False
-    texts = pd.Series(values, dtype=object)
-    return bool(pd.to_datetime(texts, format=form, errors="coerce", utc=True).notna().all())
+    return not bool(np.isnan(days(pd.Series(values, dtype=object), form)).any())
 
 
 def _numeric(values: list[str]) -> bool:
@@ -108,6 +120,35 @@ def _strays(column: str, distinct: list[str]) -> str | None:
     return f"{column!r} holds numbers and {listed(strays, 3)}, which count as missing."
 
 
+def doubt(series: pd.Series) -> str | None:
+    """Return a note on a column of texts that look like numbers or dates, or None.
+
+    >>> import pandas as pd
+    >>> doubt(pd.Series(["1,200", "3,400", "n/k"], name="income"))
+    "Column 'income' is read as texts, and 2 of its 3 different values look like numbers or dates, \
+such as '1,200'; write numbers as 1234.5 and dates as 2001-12-31."
+    """
+    try:
+        # The type "category" declares that numbers are categories.
+        if str(series.dtype) == "category" or kind_of(series).name != "category":
+            return None
+    except TypeError:  # lists
+        return None
+    distinct = _texts(series)
+    alike = [value for value in distinct if _LIKE.fullmatch(value)]
+    if not alike or 2 * len(alike) < len(distinct):
+        return None
+    # The numbers that are written as they should be are not what is wrong.
+    example = next((value for value in alike if not _PLAIN.fullmatch(value)), None)
+    if example is None:
+        example = next((value for value in distinct if value not in alike), alike[0])
+    return (
+        f"Column {str(series.name)!r} is read as texts, and {len(alike)} of its {len(distinct)} "
+        f"different values look like numbers or dates, such as {shortened(example)}; write numbers "
+        "as 1234.5 and dates as 2001-12-31."
+    )
+
+
 def useless(series: pd.Series) -> str | None:
     """Return why a column should not be used (no information, or an identifier), or None.
 
@@ -117,7 +158,7 @@ def useless(series: pd.Series) -> str | None:
     """
     try:
         different = int(series.nunique())
-    except TypeError:
+    except (TypeError, NotImplementedError):  # lists, also those of Arrow
         return "holds values that are not numbers, texts or dates"
     rows = int(series.notna().sum())
     if rows == 0:
@@ -134,7 +175,7 @@ def useless(series: pd.Series) -> str | None:
 
 def _enumerates(series: pd.Series) -> bool:
     """Return whether numbers that are all different look like row numbers."""
-    values = numbers(series)
+    values = numbers(series, is_duration(series))
     values = values[~np.isnan(values)]
     if not len(values) or (values != np.floor(values)).any():
         return False

@@ -46,7 +46,7 @@ class Labels:
             codes, names = columns.factor(series)
             places = [position.get(name, -1) for name in names]
             return np.array([*places, position.get(MISSING, -1)], dtype=np.int64)[codes]
-        values = columns.numbers(series)
+        values = columns.numbers(series, columns.is_duration(series))
         codes = np.searchsorted(self.edges, values, side="right").astype(np.int64)
         codes[np.isnan(values)] = position.get(MISSING, -1)
         return codes
@@ -158,7 +158,8 @@ def _fitted_bins(
     series: pd.Series, bins: int | None, entry: dict[str, Any] | None
 ) -> tuple[Labels, str | None]:
     """Cut a number into groups, at quantiles of the rows or evenly over the public range."""
-    name, values = str(series.name), columns.numbers(series)
+    name = str(series.name)
+    values = columns.numbers(series, columns.is_duration(series))
     if bins is None:
         raise ValueError(
             f"The group column {name!r} is a number with {series.nunique()} different values; "

@@ -351,7 +351,7 @@ def _range(entry: dict[str, Any]) -> tuple[float, float]:
 
 def _halves(low: float, high: float) -> tuple[float, float]:
     """Return the centre and scale that map the range to [−1, 1]."""
-    return (float(low) + float(high)) / 2, (float(high) - float(low)) / 2
+    return float(low) / 2 + float(high) / 2, float(high) / 2 - float(low) / 2  # no overflow
 
 
 def _quoted(fields: set[str]) -> str:

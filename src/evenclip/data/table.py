@@ -35,7 +35,7 @@ from evenclip.data.columns import Column, listed
 from evenclip.data.dataset import Dataset, Splits
 from evenclip.data.distinct import TESTED, check_distinct_files, check_distinct_tables
 from evenclip.data.encoder import Encoder, fit_columns, nearest
-from evenclip.data.formats import read
+from evenclip.data.formats import read, read_noted
 from evenclip.data.labels import Codes, groups_of, labels_of
 from evenclip.data.rows import split_rows, with_target
 
@@ -158,16 +158,18 @@ def table(
     group = (group,) if isinstance(group, str) else tuple(group)
     plain = schemas.load(schema) if isinstance(schema, str | os.PathLike) else schema
     entries = None if plain is None else schemas.validated(plain)["columns"]
-    frame, name = _frame(source, "The table", entries or {}, unit)
+    frame, name, notes = _frame(source, "The table", entries or {}, unit)
     frames = [frame]
     if chosen.test is not None:
         given = [Path(part) for part in (source, chosen.test) if isinstance(part, _PATHS)]
-        frames.append(_frame(chosen.test, "The test set", entries or {}, unit)[0])
+        other, _, more = _frame(chosen.test, "The test set", entries or {}, unit)
+        frames.append(other)
+        notes += more
         check_distinct_files(given, TESTED)
         check_distinct_tables(*frames)
     for part, where in zip(frames, (name, "the test set"), strict=False):
         _check_names(part, where, target, group, (keep, drop, () if unit is None else (unit,)))
-    notes = schemas.notes(plain)
+    notes += schemas.notes(plain)
     notes += [note for part in frames if plain is not None for note in schemas.check(plain, part)]
     rows, row_notes = split_rows(frames, target, unit, chosen.records, seed)
     unused = {target, unit, *drop, *(group if chosen.exclude_group else ())}
@@ -190,6 +192,8 @@ def table(
         validation=_dataset(encoder, frame, rows.validation, name, rows.marks),
     )
     splits = splits._replace(train=replace(splits.train, records=rows.records))
+    if chosen.test is not None:
+        notes += _unlike(encoder, frames[1], rows.test)
     small = _small(splits.test)
     notes += _doubts(splits, small)
     return Tabled(splits, encoder, tuple(uncovered), tuple(notes), small, unit, declared)
@@ -211,8 +215,8 @@ def _frame(
     where: str,
     entries: dict[str, Any],
     unit: str | None,
-) -> tuple[pd.DataFrame, str]:
-    """Return the rows of a file or a DataFrame, and a name for them."""
+) -> tuple[pd.DataFrame, str, list[str]]:
+    """Return the rows of a file or a DataFrame, a name for them, and notes on the file."""
     import pandas as pd
 
     if not isinstance(source, pd.DataFrame):
@@ -221,10 +225,13 @@ def _frame(
                 f"{where} (source or test) is {shown(source)}; give the path of a file or a pandas "
                 "DataFrame."
             )
-        texts = [name for name, entry in entries.items() if entry["kind"] == "category"]
+        known = {
+            name: entry["values"] for name, entry in entries.items() if entry["kind"] == "category"
+        }
         # As text, 01 and 1 are two persons whatever the ids of others look like.
-        texts += [] if unit is None else [unit]
-        return read(source, text=texts), Path(source).name
+        texts = [*known, *([] if unit is None else [unit])]
+        frame, notes = read_noted(source, text=texts, values=known)
+        return frame, Path(source).name, notes
     if not all(isinstance(name, str) for name in source.columns):
         source = source.rename(columns=str)
     twice = source.columns[source.columns.duplicated()]
@@ -232,7 +239,7 @@ def _frame(
         raise ValueError(f"{where} has two columns {twice[0]!r}; rename one of them.")
     if len(source) == 0:
         raise ValueError(f"{where} has no rows; nothing can be learnt from it.")
-    return source, "the table"
+    return source, "the table", []
 
 
 def _check_names(
@@ -316,6 +323,13 @@ def _dataset(
         name=name,
         marks=torch.from_numpy(marks[rows]),
     )
+
+
+def _unlike(encoder: Encoder, test: pd.DataFrame, rows: Codes) -> list[str]:
+    """Return notes on how a separate test set differs from training; raise if it is unreadable."""
+    reading = encoder.read(test, rows)[1]
+    reading.check()
+    return [f"The test set: {note}" for note in reading.notes]
 
 
 def _small(test: Dataset) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,23 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["ISO", "Factor", "Values", "days", "factor", "flags", "listed", "numbers", "text"]
+__all__ = [
+    "ISO",
+    "Factor",
+    "Values",
+    "absent",
+    "coded",
+    "days",
+    "factor",
+    "flags",
+    "has_flags",
+    "is_duration",
+    "listed",
+    "numbers",
+    "shortened",
+    "text",
+    "zoned",
+]
 
 ISO = "ISO8601"
 Values = NDArray[np.float64]  # [row], NaN where missing
@@ -29,6 +45,13 @@ class Factor(NamedTuple):
 
 # Whole numbers as pandas writes them if a column has missing values.
 _WHOLE = re.compile(r"-?(0|[1-9]\d*)\.0+")
+# pandas takes more for ISO 8601: "today", "2001", "2001-12".
+_DAY = re.compile(r"(\d{4}([-/.])\d{1,2}\2\d{1,2}|\d{8})([T ].*)?")
+_DIGIT = re.compile(r".*\d.*", re.DOTALL)  # "now" is a moment in every format
+_ZONE = re.compile(r".*:.*(Z|[+-]\d\d(:?\d\d)?)")
+_LARGEST = int(np.finfo(np.float64).max)
+# Kinds of objects that are equal as keys only if they are equal.
+_UNIFORM = ("string", "boolean", "decimal", "date", "datetime", "datetime64", "bytes", "empty")
 
 
 def text(value: Any) -> str | None:
@@ -46,19 +69,52 @@ def text(value: Any) -> str | None:
         return str(int(value)) if whole else str(float(value))
     if isinstance(value, datetime.date | datetime.datetime):
         return value.isoformat()
-    stripped = str(value).strip()
+    stripped = _decoded(value).strip()
     return (stripped[: stripped.index(".")] if _WHOLE.fullmatch(stripped) else stripped) or None
+
+
+def coded(series: pd.Series) -> tuple[NDArray[np.int64], list[Any]]:
+    """Return the code of each value, −1 where missing, and the distinct values.
+
+    Raises:
+        TypeError: the column holds values such as lists.
+    """
+    import pandas as pd
+
+    mixed = series.dtype == object and (
+        pd.api.types.infer_dtype(series, skipna=True) not in _UNIFORM
+    )
+    try:
+        if not mixed:
+            codes, distinct = pd.factorize(series)
+            return codes, list(distinct)
+        # 1, 1.0 and True are equal as keys.
+        known = dict[Any, int]()
+        missing = series.isna().to_numpy(dtype=bool)
+        codes = np.array(
+            [
+                -1 if gap else known.setdefault((type(value), value), len(known))
+                for value, gap in zip(series.to_numpy(), missing, strict=True)
+            ],
+            dtype=np.int64,
+        )
+        return codes, [value for _, value in known]
+    except (TypeError, NotImplementedError) as error:
+        value = next((value for value in series if isinstance(value, Sized)), None)
+        raise TypeError(
+            f"Column {str(series.name)!r} holds {type(value).__name__}s such as "
+            f"{shortened(value)}, which are neither numbers, texts nor dates; leave the column "
+            "out, or split it into several."
+        ) from error
 
 
 def factor(series: pd.Series) -> Factor:
     """Encode a column as codes of its texts.
 
     Raises:
-        TypeError: the values are not hashable, such as lists.
+        TypeError: the column holds values such as lists.
     """
-    import pandas as pd
-
-    codes, distinct = pd.factorize(series)
+    codes, distinct = coded(series)
     texts = [text(value) for value in distinct]
     position: dict[str, int] = {}
     for name in texts:
@@ -69,16 +125,45 @@ def factor(series: pd.Series) -> Factor:
     return Factor(np.array([*lookup, -1], dtype=np.int64)[codes], tuple(position))
 
 
-def numbers(series: pd.Series) -> Values:
-    """Convert a column to numbers; infinite values and values that are not numbers are missing."""
+def absent(series: pd.Series) -> NDArray[np.bool_]:
+    """Return which values are missing or blank  # [row]."""
     import pandas as pd
 
-    if pd.api.types.is_timedelta64_dtype(series.dtype):
-        series = series.dt.total_seconds() / 86400
+    if pd.api.types.is_numeric_dtype(series.dtype) or _is_moment(series) or is_duration(series):
+        return np.asarray(series.isna().to_numpy(dtype=bool))
+    return factor(series).codes < 0
+
+
+def has_flags(series: pd.Series) -> bool:
+    """Return whether a column holds truth values, all or among others."""
+    import pandas as pd
+
+    if series.dtype != object:
+        return bool(pd.api.types.is_bool_dtype(series.dtype))
+    return any(isinstance(value, bool | np.bool_) for value in coded(series)[1])
+
+
+def is_duration(series: pd.Series) -> bool:
+    """Return whether a column holds durations."""
+    return _letter(series) == "m"
+
+
+def numbers(series: pd.Series, duration: bool = False) -> Values:
+    """Convert a column to numbers, or durations to days; NaN for values that are not numbers.
+
+    Infinite values are NaN, too. A column of durations has no numbers, and one of numbers has no
+    durations, because their unit is not known.
+    """
+    import pandas as pd
+
+    if is_duration(series) != duration:
+        return np.full(len(series), np.nan)
+    if duration:
+        series = series.astype("timedelta64[us]").dt.total_seconds() / 86400
     if not pd.api.types.is_numeric_dtype(series.dtype) or pd.api.types.is_complex_dtype(
         series.dtype
     ):
-        codes, distinct = pd.factorize(series)
+        codes, distinct = coded(series)
         numerals = pd.Series([_numeral(value) for value in distinct], dtype=object)
         parsed = pd.to_numeric(numerals, errors="coerce")
         values = np.append(parsed.to_numpy(dtype=np.float64, na_value=np.nan), np.nan)[codes]
@@ -88,19 +173,34 @@ def numbers(series: pd.Series) -> Values:
 
 
 def days(series: pd.Series, form: str) -> Values:
-    """Convert a column to days since 1970; values that are not dates of this format are missing."""
+    """Convert a column to days since 1970; NaN for texts that are not dates of this format."""
     import pandas as pd
 
-    if pd.api.types.is_datetime64_any_dtype(series.dtype):
+    if _is_moment(series):
         return _days(pd.to_datetime(series, utc=True))
-    codes, distinct = pd.factorize(series)
-    texts = pd.Series([text(value) for value in distinct], dtype=object)
-    parsed = pd.to_datetime(texts, format=form, errors="coerce", utc=True)
-    return np.asarray(np.append(_days(parsed), np.nan)[codes])
+    codes, distinct = coded(series)
+    dates = [isinstance(value, datetime.date) for value in distinct]
+    texts = [text(value) for value in distinct]
+    written = [None if date else value for date, value in zip(dates, texts, strict=True)]
+    real = [value if date else None for date, value in zip(dates, texts, strict=True)]
+    parsed = _parsed(written, form)
+    parsed = np.where(np.isnan(parsed), _parsed(real, ISO), parsed)
+    return np.asarray(np.append(parsed, np.nan)[codes])
+
+
+def zoned(series: pd.Series) -> tuple[int, int]:
+    """Return how many distinct moments have a time zone, and how many have none."""
+    if _is_moment(series):
+        has_zone = "," in str(series.dtype) or "tz=" in str(series.dtype)
+        return (int(has_zone), int(not has_zone)) if series.notna().any() else (0, 0)
+    _, distinct = coded(series)
+    texts = [name for name in map(text, distinct) if name is not None]
+    marks = [_ZONE.fullmatch(name) is not None for name in texts]
+    return sum(marks), len(marks) - sum(marks)
 
 
 def flags(series: pd.Series) -> Values:
-    """Convert a column to 0 and 1; values that are neither true nor false are missing."""
+    """Convert a column to 0 and 1; NaN for values that are neither true nor false."""
     import pandas as pd
 
     if pd.api.types.is_bool_dtype(series.dtype):
@@ -111,7 +211,41 @@ def flags(series: pd.Series) -> Values:
 
 
 def _numeral(value: Any) -> Any:
-    return text(value) if isinstance(value, str) else value
+    """Return what pandas converts to a number."""
+    if isinstance(value, str | bytes):
+        return text(value)
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        return None
+    return None if isinstance(value, complex) else value
+
+
+def _decoded(value: Any) -> str:
+    """Return the text of a value; bytes are UTF-8, as in a Parquet column without a type."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return str(value)
+    return str(value)
+
+
+def _letter(series: pd.Series) -> str:
+    """Return numpy's letter for the kind of a column's values, such as "M" for moments."""
+    return str(getattr(series.dtype, "kind", "O"))
+
+
+def _is_moment(series: pd.Series) -> bool:
+    return _letter(series) == "M"
+
+
+def _parsed(texts: Sequence[str | None], form: str) -> Values:
+    """Return the days of texts in one format, NaN for others."""
+    import pandas as pd
+
+    shape = _DAY if form == ISO else _DIGIT
+    texts = [value if value and shape.fullmatch(value) else None for value in texts]
+    values = pd.Series(texts, dtype=object)
+    return _days(pd.to_datetime(values, format=form, errors="coerce", utc=True))
 
 
 def _days(moments: pd.Series) -> Values:
@@ -132,3 +266,13 @@ def listed(values: Sequence[str], most: int) -> str:
     """
     shown = ", ".join(repr(value) for value in values[:most])
     return shown if len(values) <= most else f"{shown} and {len(values) - most} more"
+
+
+def shortened(value: Any) -> str:
+    """Return a value as it is shown in messages.
+
+    >>> shortened("x" * 99)
+    "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...'"
+    """
+    plain = _decoded(value)
+    return repr(plain if len(plain) <= 40 else f"{plain[:37]}...")

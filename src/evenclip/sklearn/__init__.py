@@ -321,11 +321,13 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Return the model's scores [sample, class] float64."""
         check_is_fitted(self)
         frame = self._frame(X, reset=False)
-        with torch.no_grad():
-            chunks = [
-                self.model_(self.encoder_.encode(frame.iloc[start : start + CHUNK])).double()
-                for start in range(0, len(frame), CHUNK)
-            ]
+        chunks, readings = [], []
+        for start in range(0, len(frame), CHUNK):
+            features, reading = self.encoder_.read(frame.iloc[start : start + CHUNK])
+            with torch.no_grad():
+                chunks.append(self.model_(features).double())
+            readings.append(reading)
+        inputs.warn_of_unlike(readings)
         scores = torch.cat(chunks)
         if not bool(scores.isfinite().all()):
             raise ValueError(

@@ -20,6 +20,7 @@ from evenclip.data import schema as schemas
 from evenclip.data.columns import Column, listed
 from evenclip.data.encoder import Encoder, fit_columns
 from evenclip.data.labels import JOIN, MISSING, Labels, ordered
+from evenclip.data.reading import Reading
 from evenclip.rules import Rule
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ __all__ = [
     "groups_of",
     "refuse_text",
     "target_of",
+    "warn_of_unlike",
 ]
 
 
@@ -96,7 +98,7 @@ def target_of(y: Any, public: Sequence[Any] | NDArray[Any] | None, n: int) -> Ta
             "PrivateClassifier requires y to be passed, but the target y is None; give each "
             "row's class."
         )
-    values = column_or_1d(y, warn=True)
+    values = column_or_1d(_plain(y), warn=True)
     if len(values) != n:
         raise ValueError(f"X has {n} rows and y has {len(values)}; give each row of X its class.")
     assert_all_finite(values, input_name="y")
@@ -126,6 +128,23 @@ def target_of(y: Any, public: Sequence[Any] | NDArray[Any] | None, n: int) -> Ta
     codes = torch.tensor([position[label] for label in values.tolist()], dtype=torch.int64)
     uncovered = ["the classes, which are those found in y"] if public is None else []
     return Target(codes, classes, uncovered)
+
+
+def _plain(y: Any) -> Any:
+    """Return nullable labels of pandas and Arrow in numpy's type; `boolean` would become 1.0."""
+    import pandas as pd
+
+    if not isinstance(y, pd.Series) or not isinstance(y.dtype, pd.api.extensions.ExtensionDtype):
+        return y
+    if isinstance(y.dtype, pd.CategoricalDtype):
+        return y
+    absent = int(y.isna().sum())
+    if absent:
+        raise ValueError(f"{absent} of {len(y)} rows have no class in y; leave them out.")
+    for kind, matches in ((bool, pd.api.types.is_bool_dtype), (int, pd.api.types.is_integer_dtype)):
+        if matches(y.dtype):
+            return y.to_numpy(dtype=np.int64 if kind is int else bool)
+    return y
 
 
 def groups_for(rule: Rule, sensitive_features: Any, n: int, classes: int) -> Groups:
@@ -193,6 +212,20 @@ def encoder_of(frame: pd.DataFrame, schema: Any) -> tuple[Encoder, list[str]]:
     for note in notes:
         warnings.warn(note, stacklevel=3)  # the caller of fit
     return Encoder(tuple(encoded), Labels("y", ()), (), ()), uncovered
+
+
+def warn_of_unlike(readings: Sequence[Reading]) -> None:
+    """Warn of what is unlike the training rows; raise if a column cannot be read at all.
+
+    Raises:
+        ValueError: no value of a column is of its kind, and some are not missing.
+    """
+    joined = readings[0]
+    for further in readings[1:]:
+        joined = joined.merged(further)
+    joined.check()
+    if joined.notes:
+        warnings.warn(" ".join(joined.notes), stacklevel=4)  # the caller of predict
 
 
 def _fitted(frame: pd.DataFrame) -> tuple[list[Column], list[str]]:
