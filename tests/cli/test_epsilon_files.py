@@ -321,7 +321,7 @@ def test_a_damaged_file_is_one_sentence_that_names_it(capsys, tmp_path, content,
 
 def test_a_file_that_is_not_there_and_a_folder_are_refused(capsys, tmp_path):
     check_refused(capsys, [tmp_path / "none.json"], "none.json cannot be read (No such file")
-    check_refused(capsys, [tmp_path], "cannot be read (Is a directory)")
+    check_refused(capsys, [tmp_path], "is not an ordinary file")
 
 
 HAND = '{"q": 0.01, "multipliers": {"gradient": 1.0}, "steps": 100}'

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenclip import files
+from evenclip.arguments import shown
 from evenclip.files import kinds, strict
-from evenclip.mechanism.entry import short
 
 if TYPE_CHECKING:
     from evenclip.mechanism.ledger import Ledger
@@ -153,7 +153,7 @@ def _read_json(path: Path) -> Held:
         raise ValueError(f"{path} holds no ledger; {_EXPECTED}.")
     settings = {} if facts.get("settings") is None else facts["settings"]
     if not isinstance(settings, dict):
-        raise ValueError(f"{path}: settings = {short(settings)}; it must be an object.")
+        raise ValueError(f"{path}: settings = {shown(settings)}; it must be an object.")
     delta = _number(facts.get("delta", settings.get("delta")))
     try:
         _check_stated(facts, settings)
@@ -172,10 +172,10 @@ def _check_stated(facts: dict[str, Any], settings: dict[str, Any]) -> None:
         given = place.get("delta")
         known = _number(given)
         if given is not None and (known is None or not 0 < known < 1):
-            raise ValueError(f"delta = {short(given)}; it must lie above 0 and below 1.")
+            raise ValueError(f"delta = {shown(given)}; it must lie above 0 and below 1.")
     soundness = facts.get("soundness")
     if not isinstance(soundness, str | None):
-        raise ValueError(f"soundness = {short(soundness)}; it must be a text.")
+        raise ValueError(f"soundness = {shown(soundness)}; it must be a text.")
 
 
 def _ledger(facts: dict[str, Any], declared: int | None) -> Ledger:
