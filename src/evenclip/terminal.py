@@ -124,7 +124,7 @@ def _explained(stream: TextIO) -> Iterator[None]:
 
 
 def prepare() -> None:
-    """Let stdout and stderr take every character, also those of libraries; escape warnings."""
+    """Let stdout and stderr take every character, also those of libraries; note warnings."""
     codecs.register_error(_ERRORS, _spelled)
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
@@ -132,7 +132,7 @@ def prepare() -> None:
         if reconfigure is not None:
             reconfigure(errors=_ERRORS)
     if warnings.formatwarning.__module__ != __name__:
-        warnings.formatwarning = _escaping(warnings.formatwarning)
+        warnings.formatwarning = _as_notes(warnings.formatwarning)
 
 
 def _spelled(error: UnicodeError) -> tuple[str, int]:
@@ -145,11 +145,13 @@ def _spelled(error: UnicodeError) -> tuple[str, int]:
     ), error.end
 
 
-def _escaping(form: Callable[..., str]) -> Callable[..., str]:
-    """Return a function that formats a warning without controlling the terminal."""
+def _as_notes(form: Callable[..., str]) -> Callable[..., str]:
+    """Return a function that formats our warnings as notes, and others without controls."""
 
-    def formatted(*given: Any, **named: Any) -> str:
-        return escaped(form(*given, **named))
+    def formatted(message: Any, category: type[Warning], *given: Any, **named: Any) -> str:
+        if category is UserWarning:
+            return f"note: {in_line(message)}\n"
+        return escaped(form(message, category, *given, **named))
 
     return formatted
 

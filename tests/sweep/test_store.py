@@ -70,7 +70,7 @@ def test_a_damaged_result_is_set_aside_and_said(store, spec, name):
         store.read(spec())
     sentence = store.set_aside(spec())
     assert sentence.startswith(f"{path} is damaged")
-    assert "The run is trained again; what was there is in " in sentence
+    assert "the same command trains it again. What was there is in " in sentence
     assert len(list((store.root / "damaged").iterdir())) == 1
     store.write(spec(), {"accuracy": 81.5}, WEIGHTS)
     assert store.read(spec()) == {"accuracy": 81.5}

@@ -90,7 +90,7 @@ class Store:
         except (OSError, files.DamagedError) as error:
             why = str(error)
         aside = files.set_aside(place, self.root / "damaged", kinds.RUN)
-        return f"{why} The run is trained again; what was there is in {aside}."
+        return f"{why} What was there is in {aside}."
 
     def write(self, spec: Spec, result: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         """Write a result atomically, unless another process has already written it."""
