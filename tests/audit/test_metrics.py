@@ -366,7 +366,7 @@ def test_a_model_that_does_not_classify_is_refused():
         scores(nn.Linear(3, 2), data_of(), rows=0)
     with pytest.raises(
         ValueError,
-        match=r"^The model is on cpu and device is meta; give the device that the model is on\.$",
+        match=r"^Device 'meta' is not supported; use 'cpu' or 'cuda'\.$",
     ):
         scores(nn.Linear(3, 2), data_of(), device="meta")
 

@@ -626,7 +626,7 @@ def test_invalid_files(tmp_path):
         refusal(ValueError, lambda: opened(text)),
     )
     assert refusal(TypeError, lambda: opened(3)) == (
-        "source is a int; give the path of a Parquet file, or a list of them."
+        "source is 3; it must be a text, a path or a list."
     )
     (empty,) = written(people().iloc[:0], tmp_path)
     assert refusal(ValueError, lambda: opened(empty)).startswith("The dataset has 0 samples;")

@@ -91,7 +91,7 @@ def test_names_that_are_missing_are_filled_in():
 
 SPLIT = "The train split of f.py:it "
 BAD = {
-    "f.py:it returned a NoneType; it must return Splits(train, test), or Splits(train, test, "
+    "f.py:it returned None; it must return Splits(train, test), or Splits(train, test, "
     "validation), from evenclip.data.": None,
     "f.py:it returned a tuple of 2; it must return Splits(train, test), or Splits(train, test, "
     "validation), from evenclip.data.": (DATA, DATA),

@@ -148,8 +148,8 @@ def test_numbers_are_standardised_by_the_training_rows(made, file):
 
 
 def test_infinite_numbers_are_missing_and_stray_ones_are_held(made):
-    at = [made.encoder.features.index(name) for name in ("income", "income=(missing)")]
-    frame = pd.DataFrame([{"income": value} for value in (np.inf, -np.inf, 1e308, -1e308, "much")])
+    at = [made.encoder.features.index(name) for name in ("age", "age=(missing)")]
+    frame = pd.DataFrame([{"age": value} for value in (np.inf, -np.inf, 1e308, -1e308, "much")])
     for column in made.encoder.columns:
         if column.column not in frame:
             frame[column.column] = None
@@ -284,11 +284,13 @@ def test_what_epsilon_does_not_cover_is_listed(made):
     )
 
 
-def test_a_declared_number_of_rows_is_what_n_is_computed_from(file):
+def test_a_declared_number_of_rows_is_what_n_is_computed_from(file, tmp_path):
     made = table(file, target="hired", group="sex", records=5000)
     assert made.splits.train.records == 3200
     assert not [access for access in made.uncovered if "number of rows" in access]
-    other = table(file, target="hired", group="sex", records=5000, test=file)
+    more = tmp_path / "more.csv"
+    more.write_text("".join(file.read_text().splitlines(keepends=True)[:400]))
+    other = table(file, target="hired", group="sex", records=5000, test=more)
     assert (other.splits.train.records, other.splits.test.records) == (4000, None)
     assert (
         refusal(ValueError, lambda: table(file, target="hired", group="sex", records=0))
@@ -843,7 +845,7 @@ def test_too_many_labels_are_refused():
 def test_something_else_is_no_table():
     assert (
         refusal(TypeError, lambda: table([1, 2], target="y", group="g"))
-        == "The table is a list; give the path of a file or a pandas DataFrame."
+        == "The table (source or test) is a list; give the path of a file or a pandas DataFrame."
     )
 
 

@@ -358,7 +358,7 @@ MAY_WRITE = {
     "files",  # the writer
     "training/journal.py", "training/repeats.py",  # lines, each flushed before its step
     "training/logs",  # lines
-    "sweep/worker.py",  # a pipe
+    "sweep/worker.py", "sweep/pool.py",  # pipes
     "sweep/slurm.py",  # events of jobs, lines
 }  # fmt: skip
 

@@ -42,7 +42,7 @@ from torch.nn import functional as F
 
 from evenclip import check
 from evenclip.arguments import check_kinds
-from evenclip.data import Dataset, MapDataset
+from evenclip.data import Dataset, Streamed
 from evenclip.devices import device_of
 from evenclip.gradients.calls import call
 
@@ -59,7 +59,7 @@ _Ints: TypeAlias = NDArray[np.int64]
 
 def scores(
     model: nn.Module,
-    data: Dataset | MapDataset,
+    data: Dataset | Streamed,
     *,
     device: torch.device | str = "cpu",
     rows: int = 4096,

@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from evenclip import files
+from evenclip.files import kinds
 from evenclip.sweep.describe import file_sizes, sha256
 from evenclip.sweep.spec import Spec
 
@@ -71,8 +73,8 @@ def _local_path(file: Mapping[str, Any], sent: Callable[[str], bytes | None], fo
         )
     target = folder / file["sha256"][:24] / path.name
     if not target.exists():
-        target.parent.mkdir(parents=True)
-        target.write_bytes(content)
+        files.make_folder(target.parent, kinds.ROWS)
+        files.write(target, content, kinds.ROWS)
     return str(target)
 
 
