@@ -422,7 +422,7 @@ def check_call(name: str, parameter: str, value: Any) -> None:
         pytest.MonkeyPatch.context() as patch,
         warnings.catch_warnings(),
     ):
-        patch.chdir(folder())
+        patch.chdir(tempfile.mkdtemp(dir=folder()))  # no file that another call wrote
         warnings.simplefilter("ignore")
         try:
             with limited(MOST_SECONDS), contextlib.redirect_stderr(io.StringIO()):

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import unicodedata
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -134,7 +135,8 @@ def predicted(table: Path, model: str, name: str, encoding: str) -> None:
 
 def as_json(name: str, encoding: str) -> None:
     """JSON on any stream is JSON of the same values, and controls nothing."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* rows have a quoted text of several lines")
         table = people(Path(folder), name, 40)
         _, plain, _ = run(["data", "schema", str(table)])
         status, out, err = run(["data", "schema", str(table)], encoding)

@@ -229,8 +229,10 @@ class Watched(Local):
 
 frame = pd.read_csv("people.csv")
 x = torch.tensor(frame[["age", "income"]].to_numpy(), dtype=torch.float32)
-half = Dataset(x, torch.tensor((frame.hired == "yes").to_numpy()).long(),
-               torch.tensor((frame.sex == "f").to_numpy()).long(), ("a", "b"), ("n", "y"), "d")
+y = torch.tensor((frame.hired == "yes").to_numpy()).long()
+g = torch.tensor((frame.sex == "f").to_numpy()).long()
+half, other = (Dataset(x[part], y[part], g[part], ("a", "b"), ("n", "y"), "d")
+               for part in (slice(400), slice(400, None)))
 given = {data}
 columns = dict(target="hired", group={group!r}) if given is frame else {{}}
 evenclip.compare(given, ["dpsgd"], 1, **columns, epochs=1, lr=0.1, store="store", on=Watched(1))
@@ -393,7 +395,7 @@ def cases(long: bool) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "rows: frame, SIGKILL", functools.partial(rows_in_memory, "frame", "SIGKILL")
     yield (
         "rows: splits, an error",
-        functools.partial(rows_in_memory, "Splits(half, half)", "an error"),
+        functools.partial(rows_in_memory, "Splits(half, other)", "an error"),
     )
     yield "rows: refused", functools.partial(rows_in_memory, "frame", "done", "nothing")
     yield "rows of earlier versions", rows_of_earlier_versions
@@ -418,7 +420,7 @@ def cases(long: bool) -> Iterator[tuple[str, Callable[[], None]]]:
                                                 "encodings")),
             f":{ROOT}",
         )  # fmt: skip
-    for data in ("frame", "Splits(half, half)"):
+    for data in ("frame", "Splits(half, other)"):
         for ending in ENDINGS:
             yield f"rows: {data}, {ending}", functools.partial(rows_in_memory, data, ending)
     for limit in (1024, 256, 128, 96, 64, 48, 32):

@@ -101,12 +101,9 @@ def one_of_three_fails(store, spec, progress):
 
 NET = """
 import os
-import weakref
 
 import torch
 from torch import nn
-
-WAITED = weakref.WeakSet()  # not in the model, whose attributes are put back after every step
 
 
 def wait():
@@ -122,13 +119,14 @@ class Net(nn.Module):
     def __init__(self, width, classes):
         super().__init__()
         self.linear = nn.Linear(width, classes)
+        self.waits = iter([wait])  # what other attributes and variables hold is put back
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, x):
         # In float64, copies with other parameters are tested before training.
-        if self not in WAITED and x.dtype == torch.float32 and self.linear.bias.any():
-            WAITED.add(self)
-            wait()
+        if x.dtype == torch.float32 and self.linear.bias.any():
+            for once in self.waits:
+                once()
         return self.linear(x)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from evenclip import models
 from evenclip.rules import RULES
 from evenclip.sweep import describe
 
@@ -162,7 +163,10 @@ def test_a_file_of_ones_own_that_is_broken(text, tmp_path, splits):
         describe.make_model(describe.describe_model(f"{path}:make"), splits.train, 0)
 
 
-def test_a_model_that_does_not_fit_into_memory(splits):
+def test_a_model_that_does_not_fit_into_memory(splits, monkeypatch):
+    with pytest.raises(ValueError, match="would have 599,999,999,996 parameters; at most"):
+        describe.make_model(describe.describe_model("mlp:99999999999"), splits.train, 0)
+    monkeypatch.setattr(models, "_MOST_PARAMETERS", 10**12)
     with pytest.raises(ValueError, match="The model mlp cannot be created with these options"):
         describe.make_model(describe.describe_model("mlp:99999999999"), splits.train, 0)
 

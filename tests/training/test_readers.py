@@ -230,7 +230,7 @@ def print_step(step):
     print("step", step.t, flush=True)
 torch.set_num_threads(1)
 evenclip.fit(
-    torch.nn.Linear(3, 2), Rows(), rule=evenclip.DPSGD(), batch_size=20, epochs=10**6,
+    torch.nn.Linear(3, 2), Rows(), rule=evenclip.DPSGD(), batch_size=20, epochs=10**5,
     checkpoint=sys.argv[1], observers=[print_step], performance=evenclip.Performance(readers=2))
 """
 

@@ -71,6 +71,9 @@ class Slurm:
     def __post_init__(self) -> None:
         check_kinds(Slurm, vars(self))
         check.natural(minutes=self.minutes, cpus=self.cpus, jobs=self.jobs)
+        check.finite(gpus=self.gpus)
+        if not float(self.gpus).is_integer():
+            raise ValueError(f"gpus is {self.gpus}; Slurm gives a job a whole number of them.")
         check.whole(gpus=self.gpus)
 
     def check_device(self, device: str) -> None:
