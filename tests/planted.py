@@ -3057,14 +3057,6 @@ STARTING, OUTPUT = "faults/test_processes.py", "faults/test_output.py"
 PROCESSES, LISTING = f"{STARTING}::test_a_fault_of_processes", "sweep/test_process.py"
 STARTED = (
     Fault(
-        "worker-current-folder",
-        "Workers import from the current folder.",
-        "sweep/process.py",
-        'else ["-P"]',
-        "else []",
-        (f"{PROCESSES}[planted: compare]",),
-    ),
-    Fault(
         "worker-empty-entry",
         "An empty entry of PYTHONPATH stays, and workers import from the current folder.",
         "sweep/process.py",
@@ -3103,14 +3095,6 @@ STARTED = (
         "and _is_beside(Path(file).resolve(), folder)",
         "and False",
         (f"{PROCESSES}[imports its neighbour by its path]",),
-    ),
-    Fault(
-        "file-starts-a-comparison",
-        "A file that compares when it is loaded starts workers without end.",
-        "sweep/describe/files.py",
-        "    if _loading:\n        raise",
-        "    if False:\n        raise",
-        (f"{LISTING}::test_no_worker_is_started_while_a_file_is_loaded",),
     ),
     Fault(
         "rows-stay",
