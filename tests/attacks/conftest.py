@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -50,11 +51,11 @@ class Attacker:
             off: by how much the attacker knows `out` less exactly.
         """
         published = release.on_grid  # the package's, or what a test planted
-        fits = (out.double() / scale - total) / float(grid.std)
-        fits = fits.float() if single else fits
         found = torch.zeros(len(out), dtype=torch.bool)
-        for direction in (-torch.inf, torch.inf):
-            z = fits.clone()
+        rounded = total.to(dtype).double()  # as a release in floating-point numbers adds it
+        for start, direction in product((total, rounded), (-torch.inf, torch.inf)):
+            fits = (out.double() / scale - start) / float(grid.std)
+            z = fits.float() if single else fits
             for _ in range(3):
                 tried = published(total, z.double(), grid, scale, dtype)
                 found |= (tried.double() - out.double()).abs() <= off

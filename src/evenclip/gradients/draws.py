@@ -63,6 +63,11 @@ class _Draws(TorchDispatchMode):
         self.states: list[list[bytes]] = []
         self.has_own = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Import no compiler for `__torch_dispatch__`; that is slow."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

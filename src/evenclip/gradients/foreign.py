@@ -94,6 +94,11 @@ class _Foreign(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's c
 
     name: str | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Import no compiler for `__torch_dispatch__`; that is slow."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

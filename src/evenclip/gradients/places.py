@@ -86,7 +86,7 @@ class Places:
         """Add the places of values and of what they hold; leave code for later."""
         while stack:
             name, value = stack.pop()
-            if isinstance(value, PLAIN) or id(value) in self._seen:
+            if isinstance(value, PLAIN) or id(value) in self._seen or _is_of_shards(value):
                 continue
             if isinstance(value, type | types.FunctionType | _CACHE):
                 if reached is self.objects:
@@ -182,12 +182,21 @@ def _parts(value: Any) -> list[Any]:
         parts += [value.fget, value.fset]
     elif isinstance(value, staticmethod | classmethod):
         parts.append(value.__func__)
-    elif type(value).__module__.startswith("torch.distributed"):
-        return []  # what torch keeps of shards changes in every pass
+    elif _is_in_shards(type(value)):  # a module; its attributes have names of their own
+        return []
     own = getattr(value, "__dict__", {})
     if isinstance(own, dict):
         parts += [part for key, part in own.items() if not str(key).startswith(_SHARDS)]
     return [*parts, *(getattr(value, slot, None) for slot in _slots(type(value)))]
+
+
+def _is_of_shards(value: Any) -> bool:
+    """Return whether torch keeps its shards in an object, which changes in every pass."""
+    return _is_in_shards(type(value)) and not isinstance(value, Tensor | nn.Module)
+
+
+def _is_in_shards(kind: type) -> bool:
+    return kind.__module__.startswith("torch.distributed")
 
 
 def modes(modules: Sequence[nn.Module]) -> Place:

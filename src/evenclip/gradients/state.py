@@ -136,6 +136,11 @@ class ModelState:
         if not is_same or self._code.versions != self._versions[1]:
             self._read()
 
+    @property
+    def is_same(self) -> bool:
+        """Whether the objects hold what they held, apart from numbers in tensors."""
+        return all(place.is_same for place in self._objects.places)
+
     def _put_back_objects(self) -> None:
         now, modules = dict(self._tensors()), self._modules
         for name in {**self._named, **now}:

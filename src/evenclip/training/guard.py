@@ -61,6 +61,11 @@ class ModelGuard:
     def _states(self) -> list[ModelState]:
         return [state for state in (self._state, self._loss) if state is not None]
 
+    @property
+    def is_loss_same(self) -> bool:
+        """Whether the loss holds what it held after the last step."""
+        return self._loss is None or self._loss.is_same
+
     def reset(self) -> None:
         """Put everything back; raise for what cannot be, and for tensors that have changed."""
         for state in self._states:

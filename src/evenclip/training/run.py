@@ -374,6 +374,8 @@ class Run:
             check_modes()
         if self._alone.is_in_fork:
             self._branch()
+        if self.conditions and self._unchanged is not None and not self._guard.is_loss_same:
+            self._unchanged.check_loss()
         mechanism, index = self.mechanism.at(self.t), self.drawn
         # Before the step, so that an interrupted step is in the ledger.
         self._write(mechanism)

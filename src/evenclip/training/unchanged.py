@@ -64,12 +64,20 @@ class Unchanged:
             now["data"] = digest(self._data)
         differing = [name for name in now if now[name] != self._before[name]]
         if differing:
-            raise RuntimeError(
-                f"Since the run was prepared, these have changed: {', '.join(differing)}. With a "
-                "seed, the noise is a function of them, so a run with the same noise and without "
-                "the change would show the difference. Prepare the run again after the change, or "
-                "leave seed out; do not publish what this run has released."
-            )
+            raise _changed(differing)
+
+    def check_loss(self) -> None:
+        """Raise if the loss has changed since, before the guard of a step puts it back.
+
+        Raises:
+            RuntimeError: it has changed.
+        """
+        try:
+            is_same = contents(self._config.loss) == self._before["loss"]
+        except NoDigest:
+            is_same = False
+        if not is_same:
+            raise _changed(["loss"])
 
     def _objects(self) -> Iterator[tuple[str, str]]:
         """Yield name and digest of what the sums are computed with."""
@@ -89,3 +97,12 @@ class Unchanged:
                 "out, or keep them as they are."
             ) from why
         yield from machine(self._device).items()
+
+
+def _changed(names: list[str]) -> RuntimeError:
+    return RuntimeError(
+        f"Since the run was prepared, these have changed: {', '.join(names)}. With a seed, the "
+        "noise is a function of them, so a run with the same noise and without the change would "
+        "show the difference. Prepare the run again after the change, or leave seed out; do not "
+        "publish what this run has released."
+    )
