@@ -1,7 +1,9 @@
 """The long campaign of faults: every case of every class, counted.
 
-    python tests/faults/campaign.py            all classes; fills the table of docs/reliability.md
-    python tests/faults/campaign.py files      those whose name contains a word; prints only
+    python tests/faults/campaign.py            all classes
+    python tests/faults/campaign.py files      those whose name contains a word
+
+The counts are kept in results/faults.json, and fill the table of docs/reliability.md.
 
 Each `test_*.py` of this folder has a function `cases(long)`, which yields (id, callable). A
 callable that returns has held; one that raises AssertionError has failed, with the class of the
@@ -84,6 +86,21 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _keep(results: dict[str, dict[str, Any]]) -> None:
+    """Keep the counts beside those of other classes, and fill the table of the page."""
+    kept = json.loads(KEPT.read_text()) if KEPT.is_file() else {}
+    python = {"python": platform.python_version()}
+    known = {**kept, **{name: {**counts, **python} for name, counts in results.items()}}
+    kept = {name: known[name] for name in TITLES if name in known}
+    KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+    filled = re.sub(
+        r"(?s)(<!-- faults -->\n).*(<!-- /faults -->)",
+        lambda m: f"{m[1]}{table(kept)}\n{m[2]}",
+        PAGE.read_text(encoding="utf-8"),
+    )
+    PAGE.write_text(filled, encoding="utf-8")
+
+
 def main() -> None:
     """Run the campaign."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -99,16 +116,7 @@ def main() -> None:
         for case, outcome in counts["failed"]:
             print(f"{name}: {case}: {outcome}")
         print(f"{name}: {counts['held']} of {counts['tried']} held, {counts['seconds']} s")
-    if not given.names:
-        python = platform.python_version()
-        KEPT.write_text(json.dumps({"python": python, "classes": results}, indent=1) + "\n")
-        text = PAGE.read_text(encoding="utf-8")
-        filled = re.sub(
-            r"(?s)(<!-- faults -->\n).*(\n<!-- /faults -->)",
-            lambda m: f"{m[1]}{table(results)}{m[2]}",
-            text,
-        )
-        PAGE.write_text(filled, encoding="utf-8")
+    _keep(results)
     sys.exit(any(counts["failed"] for counts in results.values()))
 
 
