@@ -36,14 +36,19 @@ _CLASSES, _TOKENS, _VOCABULARY = 10, 64, 1000
 
 
 class Logits(nn.Module):
-    """A model of transformers, which returns the logits alone."""
+    """A model of transformers, which returns the logits alone.
 
-    def __init__(self, model: nn.Module) -> None:
+    Models of text are given their mask. Without it GPT-2 looks for padding in a branch on the
+    tokens, and a pass with such a branch cannot be mapped.
+    """
+
+    def __init__(self, model: nn.Module, *, masks: bool = True) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.masks = model, masks
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        return self.model(x).logits
+        given = {"attention_mask": (x != 0).long()} if self.masks else {}
+        return self.model(x, **given).logits
 
 
 def bert() -> nn.Module:
@@ -66,7 +71,7 @@ def vit() -> nn.Module:
         image_size=32, patch_size=4, hidden_size=192, num_hidden_layers=6, num_attention_heads=3,
         intermediate_size=768, num_labels=_CLASSES,
     )  # fmt: skip
-    return Logits(ViTForImageClassification(config))
+    return Logits(ViTForImageClassification(config), masks=False)
 
 
 def gpt2() -> nn.Module:

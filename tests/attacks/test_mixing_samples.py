@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import random
 
 import pytest
@@ -343,7 +344,7 @@ def test_an_operator_with_a_mapping_rule_is_not_mapped_in_a_derivative_either(in
 
 def test_the_attack_wins_where_only_the_forward_pass_of_a_batch_is_looked_at(data, monkeypatch):
     planning = importlib.import_module("evenclip.gradients.plan")
-    monkeypatch.setattr(planning, "_calls_foreign", lambda *given: False)
+    monkeypatch.setattr(planning, "_why_at_once", lambda *given: "")
     monkeypatch.setattr(foreign, "_Refuse", contextlib.nullcontext)
     made = model(InBackward(), zero=False)
     tape = plan(made, F.cross_entropy, *data)
@@ -482,3 +483,35 @@ def test_the_report_says_which_grade(data):
         for made, way in ((known, None), (Own(), None), (Own(), "tested"))
     ]
     assert grades == ["by layer types", "by construction", "tested"]
+
+
+class Branches(nn.Module):
+    """Has a branch on numbers, so that its passes cannot be mapped; quotes what it is given."""
+
+    def __init__(self, least=-math.inf):
+        super().__init__()
+        self.layer, self.least = nn.Linear(D, CLASSES), least
+
+    def forward(self, x):
+        if bool((x < self.least).any()):
+            raise ValueError(f"{x.min()} is too small")
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("given", "independence", "reason"),
+    [
+        (Branches(), None, "because a pass failed (vmap: It looks like you're attempting to"),
+        (Branches(), "tested", "because this was chosen"),
+        (Branches(0.0), None, None),  # planned with records, which a message may quote
+    ],
+    ids=["branch", "chosen", "records"],
+)
+def test_the_report_says_why_samples_pass_together(given, independence, reason, data):
+    x, y = data[0].abs(), data[1]
+    result = fit(
+        given, (x, y), rule=DPSGD(), batch_size=20, steps=1, delta=1e-3, independence=independence
+    )
+    sentence = result.privacy["independence"]
+    assert sentence.startswith("tested: ")
+    assert reason in sentence if reason else "because" not in sentence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from evenclip import DPSGD, fit, prepare
 from evenclip.data import Dataset
 
+PUT_BACK = "{} was changed between two steps, and is put back: nothing but the update changes"
 WHY = "Since the run was prepared, these have changed: "
 
 
@@ -97,7 +99,8 @@ def test_with_a_seed_a_change_between_two_steps_is_found_at_the_end(toy, name):
 def test_what_a_model_changes_in_itself_while_steps_are_taken_belongs_to_them(toy):
     """A cache or a counter of its own is no reason to stop; a change after the steps is one."""
     run, *place = a_run(toy)
-    steps(run, lambda: CHANGES["model"](run, *place) if run.t == 1 else None)
+    with pytest.warns(UserWarning, match=PUT_BACK.format("The model")):
+        steps(run, lambda: CHANGES["model"](run, *place) if run.t == 1 else None)
     run.model.by = 3.0
     with pytest.raises(RuntimeError, match=f"{WHY}model"):
         steps(run)
@@ -123,15 +126,28 @@ def test_a_loss_that_has_no_digest_any_more_is_found(toy):
 def test_without_a_seed_the_key_is_a_function_of_nothing(toy, name):
     run, *place = a_run(toy, seed=None)
     CHANGES[name](run, *place)
-    steps(run, lambda: CHANGES[name](run, *place))
+    puts_back = name in ("model", "loss")
+    expected = pytest.warns(UserWarning, match=PUT_BACK.format(f"The {name}"))
+    with expected if puts_back else contextlib.nullcontext():
+        steps(run, lambda: CHANGES[name](run, *place))
     assert run.t == 3
+
+
+def test_one_warning_says_that_a_change_is_put_back(toy):
+    run, _, loss = a_run(toy, seed=None)
+    loss.by = 2.0
+    with pytest.warns(UserWarning, match=PUT_BACK.format("The loss")) as warned:
+        steps(run, lambda: setattr(loss, "by", 2.0))
+    assert len(warned) == 1
+    assert loss.by == 2.0  # set after the last step
 
 
 def test_a_copy_has_a_key_from_the_operating_system(toy):
     run, *_ = a_run(toy)
     copied = copy.deepcopy(run)
     copied.model.by = 2.0
-    steps(copied)
+    with pytest.warns(UserWarning, match=PUT_BACK.format("The model")):
+        steps(copied)
     steps(run)
 
 

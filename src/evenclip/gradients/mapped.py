@@ -33,6 +33,7 @@ from evenclip.gradients.foreign import no_batch_rules
 from evenclip.gradients.layout import Layout
 from evenclip.gradients.losses import Loss
 from evenclip.gradients.per_sample import PerSample, Whole
+from evenclip.gradients.trial import first_sample
 from evenclip.gradients.units import Record, Unit
 
 __all__ = ["MappedPass"]
@@ -135,7 +136,7 @@ class MappedPass:
         if key not in self._known:
             self._shapes = []
             with torch.random.fork_rng(devices=[]):
-                self._map(self._recorded, *tree_map(_first, (x, y)))
+                self._map(self._recorded, *tree_map(first_sample, (x, y)))
             self._known[key] = self._shapes
         device = self._layout.blank.device
         return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self._known[key]]
@@ -209,8 +210,3 @@ def _batch_of_one(value: Any) -> Any:
 def _without_batch(value: Any) -> Any:
     """Return the one sample of a batch; return other values unchanged."""
     return value.squeeze(0) if isinstance(value, Tensor) and value.ndim else value
-
-
-def _first(value: Any) -> Any:
-    """Return a batch of the first sample; return other values unchanged."""
-    return value[:1] if isinstance(value, Tensor) and value.ndim else value

@@ -13,9 +13,8 @@ on a value of the batch is an example.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,20 +22,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from evenclip.gradients.calls import call, count
-from evenclip.gradients.errors import ModelError, first_line
+from evenclip.gradients.errors import no_batch_of_one
 from evenclip.gradients.losses import Loss
 from evenclip.gradients.trial import generator_states, same_draws
+from evenclip.gradients.wide import (
+    change,
+    differ,
+    least_tolerance,
+    rows_of,
+    wide,
+    without_dropout,
+)
 
 __all__ = ["mixing_module"]
-
-# Relative to the largest number of a tensor; two orders of the same operations differ by less.
-_TOLERANCE = {
-    torch.float64: 1e-7, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2,
-}  # fmt: skip
-_SEED = 40_087
 
 
 class _Called(NamedTuple):
@@ -76,9 +77,9 @@ def mixing_module(
         changed: whether the test is repeated with changed parameters.
     """
     for is_changed in (False, True)[: 1 + changed]:
-        tried, given = _wide(model, loss, x, y)
+        tried, given = wide(model, loss, x, y)
         if is_changed:
-            _change(tried)
+            change(tried)
         found = _mixing(tried, loss, *given, min(alone, count(x)))
         if found is not None:
             return found
@@ -87,23 +88,19 @@ def mixing_module(
 
 def _mixing(model: nn.Module, loss: Loss, x: Any, y: Any, alone: int) -> str | None:
     """Return what mixes samples in this model; None if nothing is seen."""
-    n, run, least = count(x), partial(_passed, model, loss), _least(model)
+    n, run, least = count(x), partial(_passed, model, loss), least_tolerance(model)
     together = run(x, y)
     try:
-        one = run(*_rows([0], (x, y)))
+        one = run(*rows_of([0], (x, y)))
     except Exception as error:  # anything that a model may raise
-        raise ModelError(
-            f"The model or its loss does not take a batch of one sample ({first_line(error)}). The "
-            "gradient of a sample is that of a batch with this sample alone, so each must pass "
-            "alone; use layers that normalise within one sample."
-        ) from error
+        raise no_batch_of_one(error) from error
     for kept in (list(range(n // 2)), list(range(n // 2, n))):
         others = [i if i in kept else kept[i % len(kept)] for i in range(n)]
-        pair = _Pair(together, run(*_rows(others, (x, y))), one, kept, kept, n, least)
+        pair = _Pair(together, run(*rows_of(others, (x, y))), one, kept, kept, n, least)
         if pair.differing is not None:
             return pair.differing
     for everywhere in (False, True):  # a model that is random in evaluation is not tried alone
-        with _without_dropout(model, everywhere=everywhere):
+        with without_dropout(model, everywhere=everywhere):
             together = run(x, y)
             if not together.is_random:
                 return _alone(run, together, x, y, alone, least)
@@ -115,7 +112,7 @@ def _alone(
 ) -> str | None:
     """Return what makes the first samples differ from what they are alone; None if nothing."""
     for i in range(alone):
-        one = run(*_rows([i], (x, y)))
+        one = run(*rows_of([i], (x, y)))
         pair = _Pair(together, one, one, [i], [0], count(x), least)
         if pair.differing is not None:
             return pair.differing
@@ -188,7 +185,7 @@ class _Pair:
             return False
         axes = [i for i in range(a.ndim) if a.shape[i] != one.shape[i]]
         if not axes:
-            return shared and a.shape == b.shape and _unequal(a, b, self.least)
+            return shared and a.shape == b.shape and differ(a, b, self.least)
         at = axes[0]
         each = one.shape[at]
         if len(axes) > 1 or a.shape[at] != self.n * each or b.shape[at] % max(each, 1):
@@ -196,23 +193,12 @@ class _Pair:
         rows, places = (_entries(chosen, each).to(a.device) for chosen in (self.kept, self.places))
         if each == 0 or b.shape[at] <= int(places.max()):
             return False
-        return _unequal(a.index_select(at, rows), b.index_select(at, places), self.least)
+        return differ(a.index_select(at, rows), b.index_select(at, places), self.least)
 
 
 def _entries(samples: Sequence[int], each: int) -> Tensor:
     """Return the entries of these samples along an axis that has `each` of them for a sample."""
     return torch.tensor([i * each + j for i in samples for j in range(each)])
-
-
-def _unequal(a: Tensor, b: Tensor, least: float) -> bool:
-    """Return whether tensors differ by more than rounding, relative to their largest number."""
-    if a.shape != b.shape:
-        return True
-    if not a.is_floating_point():
-        return not torch.equal(a, b)
-    a, b = a.nan_to_num(), b.nan_to_num()
-    scale = max(float(a.abs().amax()), float(b.abs().amax())) if a.numel() else 0.0
-    return scale > 0 and float((a - b).abs().amax()) > max(least, _TOLERANCE[a.dtype]) * scale
 
 
 def _passed(model: nn.Module, loss: Loss, x: Any, y: Any) -> _Pass:
@@ -268,62 +254,3 @@ def _tensors(value: Any) -> list[Tensor]:
     return [
         leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and not is_wrapped(leaf)
     ]
-
-
-def _rows(rows: Sequence[int], value: Any) -> Any:
-    """Return these samples."""
-    return tree_map(partial(_some, torch.tensor(rows)), value)
-
-
-def _some(rows: Tensor, value: Any) -> Any:
-    """Return these samples of a tensor; return other values unchanged."""
-    return value[rows.to(value.device)] if isinstance(value, Tensor) and value.ndim else value
-
-
-def _wide(model: nn.Module, loss: Loss, x: Any, y: Any) -> tuple[nn.Module, tuple[Any, Any]]:
-    """Return a copy of the model and the samples in float64, or float32; else as they are."""
-    for dtype in (torch.float64, torch.float32):
-        tried = copy.deepcopy(model).to(dtype)
-        given = tree_map(partial(_as_dtype, dtype), (x, y))
-        try:
-            with torch.no_grad():
-                loss(call(tried, _rows([0, 1], given[0])), _rows([0, 1], given[1]))
-        except Exception:  # anything that a model may raise for numbers of another kind
-            continue
-        return tried, given
-    return copy.deepcopy(model), (x, y)  # its layers have several dtypes
-
-
-def _least(model: nn.Module) -> float:
-    """Return the tolerance of the narrowest dtype of a model that has several."""
-    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return max((_TOLERANCE[kind] for kind in kinds), default=0.0) if len(kinds) > 1 else 0.0
-
-
-def _as_dtype(dtype: torch.dtype, value: Any) -> Any:
-    """Convert floating-point tensors; return other values unchanged."""
-    is_float = isinstance(value, Tensor) and value.is_floating_point()
-    return value.to(dtype) if is_float else value
-
-
-def _change(model: nn.Module) -> None:
-    """Add noise to all parameters, so that none is 0 and no two are equal."""
-    random = torch.Generator().manual_seed(_SEED)
-    with torch.no_grad():
-        for p in model.parameters():
-            scale = 0.02 + float(p.abs().mean()) if p.numel() else 0.0
-            p.add_(torch.randn(p.shape, generator=random, dtype=torch.float64).to(p), alpha=scale)
-
-
-@contextmanager
-def _without_dropout(model: nn.Module, *, everywhere: bool) -> Iterator[None]:
-    """Switch dropout modules off, or put the whole model into evaluation mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    for module, _ in modes:
-        if everywhere or isinstance(module, nn.modules.dropout._DropoutNd):
-            module.training = False
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -24,7 +24,7 @@ from evenclip.gradients.calls import call
 from evenclip.gradients.layers import formula
 from evenclip.gradients.losses import Loss
 from evenclip.gradients.tape import Independence, Tape, WholeTape
-from evenclip.gradients.trial import first_two, same_draws
+from evenclip.gradients.trial import first_sample, first_two, same_draws
 from evenclip.gradients.units import Unit
 
 __all__ = ["alone", "at_once", "mapped"]
@@ -32,7 +32,7 @@ __all__ = ["alone", "at_once", "mapped"]
 
 def mapped(model: nn.Module, loss: Loss, x: Any) -> Iterator[Tape]:
     """Yield the tapes in which each sample passes by itself, fastest first."""
-    units = _called(model, tree_map(_first_sample, x))
+    units = _called(model, tree_map(first_sample, x))
     for chosen in (units, []) if units else ([],):
         yield Tape(model, loss, _with_rest(model, chosen), Independence.CONSTRUCTION)
 
@@ -87,11 +87,6 @@ def _with_rest(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
     own = {name for unit in units for name in unit.parameters.values()}
     rest = {n: n for n, p in model.named_parameters() if p.requires_grad and n not in own}
     return [*units, Unit("", model, None, rest)] if rest else list(units)
-
-
-def _first_sample(value: Any) -> Any:
-    """Return the first sample as a batch of one; return values without samples unchanged."""
-    return value[:1] if isinstance(value, Tensor) and value.ndim else value
 
 
 def _numbers(calls: Sequence[Any], samples: int) -> int:

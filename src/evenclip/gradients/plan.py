@@ -8,7 +8,7 @@ Before training, `plan` runs a few samples through the model. It determines and 
 2. the units: layers with a formula; other parameters are differentiated directly;
 3. that a sample's numbers are the same alone and in company (`evenclip.gradients.mixing`). A model
    of which each sample passes by itself would be private without that, but it would not be the
-   model that its author meant;
+   model that its author meant; so a quicker test is enough (`evenclip.gradients.consistency`);
 4. that the per-sample gradients equal those of autograd. If they do not (for example if a parameter
    is used outside its layer), the next way is tried. If all fail, the model is refused.
 
@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,25 +27,25 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from evenclip.gradients.calls import call, count
+from evenclip.gradients.consistency import is_consistent
 from evenclip.gradients.draws import foreign_draws
-from evenclip.gradients.errors import ModelError
+from evenclip.gradients.errors import ModelError, no_batch_of_one
 from evenclip.gradients.foreign import foreign_operator
 from evenclip.gradients.known_layers import independent_by_layers
-from evenclip.gradients.layout import Layout
 from evenclip.gradients.losses import Loss, per_sample
 from evenclip.gradients.mixing import mixing_module
 from evenclip.gradients.partition import alone, at_once, mapped
-from evenclip.gradients.precision import precision
 from evenclip.gradients.state import ModelState
 from evenclip.gradients.tape import Independence, Tape, WholeTape
 from evenclip.gradients.trial import (
-    generator_states,
+    first_sample,
     repeated,
     same_draws,
     three_samples,
     undisturbed,
     varied,
 )
+from evenclip.gradients.verification import checkable, disagreement, first_right
 
 __all__ = ["ModelError", "check_plan", "plan"]
 
@@ -93,37 +91,48 @@ def plan(
         _refuse_draws(model, each, x3, y3)
         _stateless_forward(model, each, x3, y3)
         if independence is None and independent_by_layers(model, loss, x3, y3):
-            tape = _first_right(model, each, x3, y3, at_once(model, each, x3, Independence.LAYERS))
+            ways = at_once(model, each, x3, Independence.LAYERS)
+            tape, _ = first_right(model, each, x3, y3, ways)
             if tape is not None:
                 return tape
+        _try_one_sample(model, each, x3, y3)
         company = _company(model, each, x, y)
-        _refuse_mixing(model, each, *company, alone=_ALONE)
-        ways = at_once(model, each, x3, Independence.TESTED)
-        maps = maps and not _calls_foreign(model, each, x3, y3)
-        if independence is None and maps:
-            tape = _first_right(model, each, x3, y3, mapped(model, each, x3))
-            if tape is not None:
-                return tape
-        further = alone(model, each, x3, y3, maps=maps)
-        tape = _first_right(model, each, x3, y3, itertools.chain(ways, further))
-        if tape is not None:
-            if tape.independence is Independence.TESTED:
-                _refuse_mixing(model, each, *company, alone=_COMPANY)
-            return tape
-    raise _unverified(model)
+        why = _why_at_once(model, each, x3, y3) if maps else "its parameters are sharded"
+        tape = _other_tape(model, each, (x3, y3), company, independence, why)
+    if tape is None:
+        raise _unverified(model)
+    return tape
 
 
-def _first_right(
-    model: nn.Module, loss: Loss, x: Any, y: Any, tapes: Iterable[Tape | WholeTape]
+def _other_tape(
+    model: nn.Module, loss: Loss, three: Any, company: Any, independence: str | None, why: str
 ) -> Tape | WholeTape | None:
-    """Return the first tape whose gradients are those of autograd; None if there is none."""
-    for tape in tapes:
-        with tape.recording(), _checkable(tape, model):
-            if _agrees(tape, model, loss, x, y):
-                same_draws()
-                tape.cancels = tape(x, y).cancels
-                return tape
-    return None
+    """Choose the tape for a model that is not of known layers; None if no gradients are right.
+
+    Args:
+        model: the model.
+        loss: a loss per sample.
+        three: inputs and targets of three samples.
+        company: those of many samples.
+        independence: "tested" if it was chosen that samples pass at once.
+        why: why passes cannot be mapped; empty if they may be.
+    """
+    (x, y), tape, maps = three, None, not why
+    if independence is not None:
+        why = "this was chosen"
+    elif maps:
+        tape, why = first_right(model, loss, x, y, mapped(model, loss, x))
+        if tape is not None and is_consistent(model, loss, *company):
+            return tape
+    if tape is None:
+        ways = at_once(model, loss, x, Independence.TESTED)
+        further = alone(model, loss, x, y, maps=maps)
+        tape, _ = first_right(model, loss, x, y, itertools.chain(ways, further))
+    tested = tape is not None and tape.independence is Independence.TESTED
+    _refuse_mixing(model, loss, *company, alone=_COMPANY if tested else _ALONE)
+    if tape is not None and tested:
+        tape.why_at_once = why
+    return tape
 
 
 def check_plan(tape: Tape | WholeTape, loss: Loss, x: Any, y: Any) -> None:
@@ -141,8 +150,8 @@ def check_plan(tape: Tape | WholeTape, loss: Loss, x: Any, y: Any) -> None:
         if not bool(reference.isfinite().all()):
             return
         _refuse_mixing(model, loss, x3, y3, alone=3)
-        with tape.recording(), _checkable(tape, model):
-            if not _agrees(tape, model, loss, x3, y3, longest=math.inf):
+        with tape.recording(), checkable(tape, model):
+            if disagreement(tape, model, loss, x3, y3, longest=math.inf):
                 raise _unverified(model)
 
 
@@ -234,11 +243,21 @@ def _refuse_draws(model: nn.Module, loss: Loss, x: Any, y: Any) -> None:
         )
 
 
-def _calls_foreign(model: nn.Module, loss: Loss, x: Any, y: Any) -> bool:
-    """Return whether operators outside of torch's own are called, for a batch or for one sample."""
+def _try_one_sample(model: nn.Module, loss: Loss, x: Any, y: Any) -> None:
+    """Raise if the model does not take a batch of one."""
+    try:
+        _forward(model, loss, *tree_map(first_sample, (x, y)))
+    except Exception as error:  # anything that a model may raise
+        raise no_batch_of_one(error) from error
+
+
+def _why_at_once(model: nn.Module, loss: Loss, x: Any, y: Any) -> str:
+    """Return the reason not to map passes: an operator that is not torch's own; empty if none."""
     both = partial(_both_ways, model, loss)
-    alone = tree_map(_first_sample, (x, y))
-    return any(foreign_operator(partial(both, *given)) is not None for given in ((x, y), alone))
+    alone = tree_map(first_sample, (x, y))
+    names = (foreign_operator(partial(both, *given)) for given in ((x, y), alone))
+    name = next(filter(None, names), None)
+    return "" if name is None else f"its operator {name} may have a mapping rule of its own"
 
 
 def _both_ways(model: nn.Module, loss: Loss, x: Any, y: Any) -> None:
@@ -251,11 +270,6 @@ def _both_ways(model: nn.Module, loss: Loss, x: Any, y: Any) -> None:
             torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
 
 
-def _first_sample(value: Any) -> Any:
-    """Return a batch of the first sample; return other values unchanged."""
-    return value[:1] if isinstance(value, Tensor) and value.ndim else value
-
-
 def _refuse_mixing(model: nn.Module, loss: Loss, x: Any, y: Any, *, alone: int) -> None:
     """Raise if the samples influence each other."""
     where = mixing_module(model, loss, x, y, alone=alone)
@@ -266,83 +280,6 @@ def _refuse_mixing(model: nn.Module, loss: Loss, x: Any, y: Any, *, alone: int) 
             "independently; use layers that normalise or attend within one sample, and a loss of "
             "one sample at a time."
         )
-
-
-# --- checking -----------------------------------------------------------------------------------
-
-
-@precision(tf32=False)
-def _agrees(
-    tape: Tape | WholeTape, model: nn.Module, loss: Loss, x: Any, y: Any, longest: float = 1.1
-) -> bool:
-    """Return whether the tape's per-sample gradients equal autograd's on the same forward pass.
-
-    A norm may be `longest` times as long, because it includes a bound on its rounding: some percent
-    where thousands of positions are summed, and any amount where they cancel. It must never be too
-    small.
-
-    Full float32 precision is needed: with the eleven bits of TF32 a wrong formula could pass.
-    """
-    expected = _autograd(model, loss, x, y, tape.layout).double()
-    try:
-        same_draws()
-        gradients = tape(x, y)
-        before = generator_states()
-        each, norms = gradients.per_sample(), gradients.norms()
-    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
-        return False  # PyTorch does not support this tape; the next candidate may work
-    if not all(map(torch.equal, before, generator_states())):
-        # A second run of a unit drew new random numbers, so its dropout masks differ from those
-        # of the forward pass.
-        return False
-    tolerance = _tolerance(tape.layout.blank.dtype)
-    off = float(expected.abs().max()) * tolerance
-    sizes: Tensor = torch.linalg.vector_norm(expected, dim=1, dtype=torch.float64)
-    if not torch.allclose(each, expected, rtol=0.0, atol=off):
-        return False
-    if bool((norms < (1 - 10 * tolerance) * sizes - off).any()):
-        return False
-    return not bool((norms > longest * (sizes + off)).any())
-
-
-@contextmanager
-def _checkable(tape: Tape | WholeTape, model: nn.Module) -> Iterator[None]:
-    """Switch dropout off while a tape that passes single samples is compared with autograd.
-
-    A model draws different dropout masks for single samples than for a batch. A tape of units
-    is compared with dropout on: a unit that went through `torch.func` with other masks than in the
-    forward pass has a wrong gradient and must fail here.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    if isinstance(tape, WholeTape) or tape.independence is Independence.CONSTRUCTION:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def _autograd(model: nn.Module, loss: Loss, x: Any, y: Any, layout: Layout) -> Tensor:
-    """Return the gradient of each sample by its own backward pass.  # [sample, parameter]"""
-    same_draws()
-    parameters = dict(model.named_parameters())
-    leaves = [parameters[name] for name in layout.names]
-    with torch.enable_grad():
-        losses = loss(call(model, x), y)
-    if not losses.requires_grad:
-        return layout.blank.new_zeros(len(losses), layout.size)
-    rows = []
-    for sample_loss in losses:
-        gradients = torch.autograd.grad(sample_loss, leaves, retain_graph=True, allow_unused=True)
-        pairs = zip(layout.names, gradients, strict=True)
-        rows.append(layout.join({name: g.to_dense() for name, g in pairs if g is not None}))
-    return torch.stack(rows)
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    """Return how far two orders of the same operations may differ, relative to the maximum."""
-    return math.sqrt(torch.finfo(dtype).eps) / 3
 
 
 def _forward(model: nn.Module, loss: Loss, x: Any, y: Any) -> Tensor:

@@ -123,38 +123,47 @@ class ModelState:
         self._restore(self._code.places)
         self._compare(self._code.names, self._code.versions, self._versions[1])
 
-    def accept(self) -> None:
+    def accept(self) -> str | None:
         """Put back what the model holds, and accept what else has changed between two passes.
 
         A program may change a variable that its model or its loss reads, by a schedule for example.
 
+        Returns:
+            The name of something that was put back; None if nothing was.
+
         Raises:
             ModelError: a tensor has been changed in place, or something cannot be put back.
         """
-        self._put_back_objects()
+        changed = self._put_back_objects()
         is_same = all(place.is_same for place in self._code.places)
         if not is_same or self._code.versions != self._versions[1]:
             self._read()
+        return changed
 
     @property
     def is_same(self) -> bool:
         """Whether the objects hold what they held, apart from numbers in tensors."""
         return all(place.is_same for place in self._objects.places)
 
-    def _put_back_objects(self) -> None:
+    def _put_back_objects(self) -> str | None:
+        """Put back what the model holds; return the name of something that had changed."""
         now, modules = dict(self._tensors()), self._modules
         for name in {**self._named, **now}:
             if now.get(name) is not self._named.get(name):
                 raise _changed(self._what, repr(name))
         if modules and [*self._model.modules()] != [*modules.values()]:
             raise _changed(self._what, "its modules")
-        self._restore(self._objects.places)
+        changed = self._restore(self._objects.places)
         self._compare(self._objects.names, self._objects.versions, self._versions[0])
+        return changed
 
-    def _restore(self, places: Sequence[Place]) -> None:
-        for place in places:
-            if not place.is_same and not place.put_back():
+    def _restore(self, places: Sequence[Place]) -> str | None:
+        """Put places back; return the name of the first that had changed."""
+        changed = [place for place in places if not place.is_same]
+        for place in changed:
+            if not place.put_back():
                 raise _changed(self._what, place.name)
+        return changed[0].name if changed else None
 
     def _compare(self, names: Sequence[str], now: Sequence[Any], before: Sequence[Any]) -> None:
         for name, a, b in zip(names, now, before, strict=True):

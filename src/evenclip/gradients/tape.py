@@ -83,9 +83,11 @@ class Tape:
         independence: why a sample's gradient does not depend on the others. By construction, each
             sample passes by itself; otherwise all samples of a block pass at once.
         between: called before every pass, to put back what the last one changed.
+        why_at_once: why samples that are independent as far as tested pass at once.
     """
 
     between: Callable[[], None] | None = None
+    why_at_once = ""
 
     def __init__(
         self, model: nn.Module, loss: Loss, units: Sequence[Unit], independence: Independence
@@ -194,6 +196,7 @@ class WholeTape:
 
     rows, cancels = None, False
     independence = Independence.CONSTRUCTION
+    why_at_once = ""
     between: Callable[[], None] | None = None
 
     def __init__(self, model: nn.Module, loss: Loss, inputs: int, mode: Mode) -> None:

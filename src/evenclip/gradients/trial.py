@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from evenclip.gradients.state import states_of
 
 __all__ = [
+    "first_sample",
+    "first_three",
     "first_two",
     "generator_states",
     "repeated",
@@ -76,6 +78,16 @@ def three_samples(value: Any) -> Any:
     second = max(rows, key=differ.tolist().__getitem__)
     rows = [rows[0], second, *(i for i in rows if i not in (rows[0], second)), rows[0]][:3]
     return tree_map(lambda t: t[torch.tensor(rows, device=t.device)], value)
+
+
+def first_sample(value: Any) -> Any:
+    """Return a batch of the first sample; return other values unchanged."""
+    return value[:1] if isinstance(value, Tensor) and value.ndim else value
+
+
+def first_three(value: Any) -> Any:
+    """Return the first three samples; return other values unchanged."""
+    return value[:3] if isinstance(value, Tensor) and value.ndim else value
 
 
 def first_two(value: Any) -> Any:

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from evenclip.data.streamed import Bits, fingerprint
+from evenclip.gradients.errors import first_line
 from evenclip.training import libraries
 from evenclip.training.bytecode import imports, reads
 from evenclip.training.foreign import WRAPPED, foreign
@@ -308,7 +309,7 @@ class _Contents:
         try:
             reduced = _reduced(value)
         except Exception as error:  # anything that a class may raise
-            raise NoDigest(f"{type(value).__name__} has no copy ({_first_line(error)})") from error
+            raise NoDigest(f"{type(value).__name__} has no copy ({first_line(error)})") from error
         kept = (reduced,) if isinstance(reduced, str) else (*reduced, None, None, None)[:5]
         parts = [list(part) if isinstance(part, Iterator) else part for part in kept]
         return _hash("object", [
@@ -443,7 +444,3 @@ def _hash(kind: str, parts: Iterable[bytes]) -> bytes:
     for part in (kind.encode(), *parts):
         digest.update(b" %d " % len(part) + part)
     return digest.digest()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:120]

@@ -108,7 +108,7 @@ def result(run: Run, records: Sequence[Record] = ()) -> Result:
             *((PLANNED_ON_RECORDS,) if run.needs_records else ()),
             *((TESTED_ON_RECORDS,) if run.independence is Independence.TESTED else ()),
         ),
-        independence=f"{run.independence.value}: {SENTENCES[run.independence]}",
+        independence=_independence(run),
         company=run.company,
         rounding=run.mechanism.rounding,
         durable=run.durable,
@@ -124,3 +124,10 @@ def result(run: Run, records: Sequence[Record] = ()) -> Result:
         list(records),
         facts,
     )
+
+
+def _independence(run: Run) -> str:
+    """Return why samples are independent, and why no more than a test shows it."""
+    sentence = f"{run.independence.value}: {SENTENCES[run.independence]}"
+    reason = run.why_at_once
+    return f"{sentence}; samples do not pass by themselves because {reason}" if reason else sentence

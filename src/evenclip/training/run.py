@@ -91,6 +91,7 @@ class Run:
         t: number of steps taken.
         needs_records: whether the model was planned on records, not on artificial ones.
         independence: why a sample's gradient does not depend on the others.
+        why_at_once: why samples that are independent as far as tested pass at once; may be empty.
         company: a sentence on whether a sample's numbers depend on the rest of its batch.
         run_id: a hash of the secret key, which names the run in ledgers. May be published.
         drawn: number of batches drawn, each with its noise; every `step()` draws one.
@@ -127,6 +128,8 @@ class Run:
         places = config.loss, data, rule, self.state, config.independence
         tape, self.needs_records = make_tape(model, *places, maps=not ranks.sharded)
         self.independence = tape.independence
+        # A message of torch's may quote a record, so none is kept where records were passed.
+        self.why_at_once = "" if self.needs_records else tape.why_at_once
         self.tape = type(rule).tape(rule, tape)  # the method that `check_tape` has checked
         self._update = ranks.update(self.tape, config.optimizer, settings.lr)
         if not self._update.is_plain:
