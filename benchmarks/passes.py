@@ -38,17 +38,27 @@ _CLASSES, _TOKENS, _VOCABULARY = 10, 64, 1000
 class Logits(nn.Module):
     """A model of transformers, which returns the logits alone.
 
-    Models of text are given their mask. Without it GPT-2 looks for padding in a branch on the
-    tokens, and a pass with such a branch cannot be mapped.
+    Models of text are given a mask of padding, in a form in which transformers has no branch on its
+    values, because passes with such a branch cannot be mapped.
     """
 
-    def __init__(self, model: nn.Module, *, masks: bool = True) -> None:
+    def __init__(self, model: nn.Module, mask: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
-        self.model, self.masks = model, masks
+        self.model, self.mask = model, mask
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        given = {"attention_mask": (x != 0).long()} if self.masks else {}
+        given = {} if self.mask is None else {"attention_mask": self.mask(x)}
         return self.model(x, **given).logits
+
+
+def padding(x: Tensor) -> Tensor:
+    """Return 0 where a text is padded.  # [sample, position]"""
+    return (x != 0).long()
+
+
+def padding_of_all(x: Tensor) -> Tensor:
+    """Return False where a text is padded, the same for all queries.  # [sample, 1, 1, position]"""
+    return (x != 0)[:, None, None, :]
 
 
 def bert() -> nn.Module:
@@ -60,7 +70,7 @@ def bert() -> nn.Module:
         intermediate_size=1024, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         num_labels=_CLASSES,
     )  # fmt: skip
-    return Logits(BertForSequenceClassification(config))
+    return Logits(BertForSequenceClassification(config), padding_of_all)
 
 
 def vit() -> nn.Module:
@@ -71,7 +81,7 @@ def vit() -> nn.Module:
         image_size=32, patch_size=4, hidden_size=192, num_hidden_layers=6, num_attention_heads=3,
         intermediate_size=768, num_labels=_CLASSES,
     )  # fmt: skip
-    return Logits(ViTForImageClassification(config), masks=False)
+    return Logits(ViTForImageClassification(config))
 
 
 def gpt2() -> nn.Module:
@@ -79,10 +89,10 @@ def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2ForSequenceClassification
 
     config = GPT2Config(
-        vocab_size=_VOCABULARY, n_positions=_TOKENS, n_embd=256, n_layer=4, n_head=4,
+        attn_implementation="eager", vocab_size=_VOCABULARY, n_positions=_TOKENS, n_embd=256, n_layer=4, n_head=4,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, num_labels=_CLASSES, pad_token_id=0,
     )  # fmt: skip
-    return Logits(GPT2ForSequenceClassification(config))
+    return Logits(GPT2ForSequenceClassification(config), padding)
 
 
 class Encoder(nn.Module):
