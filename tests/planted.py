@@ -2544,7 +2544,7 @@ KEYS = (
         "opacus-under-autocast",
         "An Opacus loop divides by the number of records in the precision of autocast.",
         "opacus/optimizer.py",
-        "    refuse_autocast(optimizer.params)\n",
+        "    refuse_autocast(modules)\n",
         "",
         (f"{BFLOAT16}::test_a_pass_under_autocast_is_refused",),
     ),

@@ -28,14 +28,14 @@ pytestmark = [
 ]
 
 
-def made(mode="hooks", engine=None, **more):
+def made(mode="hooks", engine=None, head_only=False, **more):
     """Return a network, and what `make_private` made of it."""
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     rows = TensorDataset(torch.randn(40, 4), torch.arange(40) % 3)
     more = more or {"rule": DPSGD(sigma=1.0)}
     private = (engine or EvenPrivacyEngine()).make_private(
         module=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        optimizer=torch.optim.SGD((net[2] if head_only else net).parameters(), lr=0.1),
         data_loader=DataLoader(rows, batch_size=20),
         grad_sample_mode=mode,
         **more,
@@ -115,6 +115,40 @@ def test_a_parameter_that_is_frozen_before_the_step_leaves_nothing_behind():
     assert held(net)
     optimizer.step()
     assert held(net) == []
+
+
+@pytest.mark.parametrize("frozen", [[0], [0, 2]], ids=["a layer", "all"])
+def test_a_parameter_that_is_frozen_before_the_step_does_not_move(frozen):
+    """Its `p.grad` is that of the backward pass, without noise."""
+    net, model, optimizer, loader = made()
+    x, y = next(iter(loader))
+    cross_entropy(model(x), y).backward()
+    parameters = [p for layer in frozen for p in net[layer].parameters()]
+    before = [p.detach().clone() for p in parameters]
+    for p in parameters:
+        p.requires_grad_(False)
+    optimizer.step()
+    assert all(map(torch.equal, before, parameters))
+    assert all(p.grad is None for p in parameters)
+
+
+def test_a_part_that_the_optimizer_does_not_train_holds_nothing_either():
+    net, model, optimizer, loader = made(head_only=True)
+    for x, y in loader:
+        model.zero_grad()
+        cross_entropy(model(x), y).backward()
+        assert net[0].weight.grad is not None
+        optimizer.step()
+        assert held(net) == []
+        assert all(p.grad is None for p in net[0].parameters())
+
+
+def test_a_pass_that_failed_leaves_no_size_of_its_batch():
+    net, model, _, _ = made()
+    model(torch.randn(11, 4))
+    net[0].max_batch_len = 11  # as Opacus sets it before the gradients of the layer
+    clear(model)
+    assert not hasattr(net[0], "max_batch_len")
 
 
 def test_a_step_that_fails_leaves_nothing_behind(monkeypatch):

@@ -21,7 +21,7 @@ from evenclip.gradients.layers import Formed
 from evenclip.gradients.layers.layer import square_sums
 from evenclip.mechanism import Mechanism, Release
 
-__all__ = ["Clipper", "check_dtype", "refuse_autocast", "take_samples"]
+__all__ = ["Clipper", "check_dtype", "modules_with", "refuse_autocast", "take_samples"]
 
 
 class Clipper:
@@ -155,18 +155,24 @@ def check_dtype(dtype: torch.dtype) -> None:
         )
 
 
-def refuse_autocast(parameters: list[Tensor]) -> None:
-    """Let every module with one of these parameters refuse a training pass under `torch.autocast`.
+def modules_with(parameters: list[Tensor]) -> list[nn.Module]:
+    """Return every module that has one of these parameters.
 
-    An optimizer does not know its model, so the modules are found among all objects in memory.
+    An optimizer does not know its model, so they are found among all objects in memory.
+    """
+    known = {id(p) for p in parameters}
+    modules = [held for held in gc.get_objects() if issubclass(type(held), nn.Module)]
+    return [module for module in modules if any(id(p) in known for p in module.parameters())]
+
+
+def refuse_autocast(modules: list[nn.Module]) -> None:
+    """Let modules refuse a training pass under `torch.autocast`.
 
     Raises:
         ValueError: in a pass of such a module, in training mode and under autocast.
     """
-    known = {id(p) for p in parameters}
-    for module in [held for held in gc.get_objects() if issubclass(type(held), nn.Module)]:
-        if any(id(p) in known for p in module.parameters()):
-            module.register_forward_pre_hook(_check_autocast)
+    for module in modules:
+        module.register_forward_pre_hook(_check_autocast)
 
 
 def _check_autocast(module: nn.Module, inputs: Any) -> None:

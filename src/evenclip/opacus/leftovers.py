@@ -38,6 +38,8 @@ def clear(module: nn.Module) -> None:
     for part in module.modules():
         if hasattr(part, "activations"):
             setattr(part, "activations", [])  # noqa: B010 - torch types it as a module
+        if hasattr(part, "max_batch_len"):  # left by a pass that failed
+            delattr(part, "max_batch_len")
     parameters = list(module.parameters())
     clear_parameters(parameters)
     for p in parameters:

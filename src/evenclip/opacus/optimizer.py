@@ -29,7 +29,7 @@ from evenclip.opacus.checks import (
     check_rule,
     warn_if_less_noise,
 )
-from evenclip.opacus.clipping import Clipper, refuse_autocast, take_samples
+from evenclip.opacus.clipping import Clipper, modules_with, refuse_autocast, take_samples
 from evenclip.opacus.draws import Batches, Draws
 from evenclip.opacus.leftovers import clear_parameters
 from evenclip.rules import Constants, Rule
@@ -72,7 +72,9 @@ def even(
     B = float(optimizer.expected_batch_size)
     batches = Batches(sampler.num_samples, sampler.sample_rate, sampler.steps, B)
     even_optimizer = EvenOptimizer(optimizer, rule, batches, accountant)
-    refuse_autocast(optimizer.params)
+    modules = modules_with(optimizer.params)
+    refuse_autocast(modules)
+    even_optimizer.neighbours = [p for module in modules for p in module.parameters()]
     engine.accountant = accountant
     # A step of the old optimizer would not be in the ledger; this hook raises.
     optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(batches.q))
@@ -95,6 +97,8 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
         ledger: every release so far, and those of the engine's other optimizers.
         noise_multiplier: the joint multiplier of all releases of one step.
         max_grad_norm: S; fixed by the rule.
+        neighbours: all parameters of the modules that the optimizer trains a part of. Opacus leaves
+            gradients in these too, and every step removes them.
     """
 
     def __init__(
@@ -103,6 +107,8 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
         size = sum(p.numel() for p in optimizer.params)
         constants = Constants(parameters=size, B=float(optimizer.expected_batch_size), q=batches.q)
         self._clipper = Clipper(Mechanism(rule, constants, rounding=sum_rounding(batches.most)))
+        self.neighbours: list[Tensor] = []
+        self._written: list[Tensor] = []  # whose `p.grad` is of the last release
         self._batches, self._accountant = batches, accountant
         self._draws: Draws[Noise] | None = None
         self._drawn_for: tuple[dict[str, int], torch.device] | None = None
@@ -170,12 +176,11 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
         Nothing of the records stays in the parameters, also if this fails.
         """
         del closure
-        released = False
+        self._written = []
         try:
-            released = self._released()
+            return self._released()
         finally:
-            self._clear(released)
-        return released
+            self._clear()
 
     def _released(self) -> bool:
         """Take in a physical batch; return whether the logical batch is complete and released."""
@@ -191,15 +196,17 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
             self.step_hook(self)
         return True
 
-    def _clear(self, released: bool) -> None:
+    def _clear(self) -> None:
         """Delete what the backward pass left in all parameters, those that were frozen since too.
 
-        Without a release, `p.grad` is that of the backward pass, without noise.
+        Only a `p.grad` that was released has noise; any other is that of the backward pass.
         """
-        everything = [p for group in self.param_groups for p in group["params"]]
+        own = [p for group in self.param_groups for p in group["params"]]
+        everything = [*own, *self.neighbours]
         clear_parameters(everything)
-        if not released:
-            for p in everything:
+        released = {id(p) for p in self._written}
+        for p in everything:
+            if id(p) not in released:
                 p.grad = None
 
     def clip_and_accumulate(self) -> None:
@@ -220,6 +227,7 @@ class EvenOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
         parts = torch.split(noisy, [p.numel() for p in self.params])
         for p, part in zip(self.params, parts, strict=True):
             p.grad = part.to(device=p.device, dtype=p.dtype).view_as(p)
+        self._written = self.params
 
     def _start_batch(self) -> None:
         """Drop what a `BatchMemoryManager` loop left behind that ended within a logical batch."""
