@@ -774,6 +774,34 @@ LEDGER = (
         (f"{MIXING}::test_an_operator_with_a_mapping_rule_is_not_mapped_in_a_derivative_either",),
     ),
     Fault(
+        "rule-without-guard",
+        "What a rule keeps from call to call depends on the records, and so does its bound.",
+        "mechanism/mechanism.py",
+        '            object.__setattr__(self, "guard", RuleGuard(self.rule))\n',
+        "            pass\n",
+        ("attacks/test_state_in_the_rule.py",),
+    ),
+    Fault(
+        "opacus-frozen-moves",
+        "A parameter that is frozen before the step moves by its gradient without noise.",
+        "opacus/optimizer.py",
+        "            if id(p) not in released:\n",
+        "            if not released:\n",
+        (
+            "opacus/test_leftovers.py::test_a_parameter_that_is_frozen_before_the_step_does_not_move",
+        ),
+    ),
+    Fault(
+        "opacus-other-parts",
+        "A part of the module that is not trained keeps gradients of records.",
+        "opacus/optimizer.py",
+        "        everything = [*own, *self.neighbours]\n",
+        "        everything = own\n",
+        (
+            "opacus/test_leftovers.py::test_a_part_that_the_optimizer_does_not_train_holds_nothing_either",
+        ),
+    ),
+    Fault(
         "reason-from-records",
         "The privacy report quotes a message about a record.",
         "training/run.py",

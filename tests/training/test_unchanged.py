@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from evenclip import DPSGD, fit, prepare
 from evenclip.data import Dataset
 
-PUT_BACK = "{} was changed between two steps, and is put back: nothing but the update changes"
+PUT_BACK = "{} was changed between two steps, and is put back: nothing but the update changes the"
 WHY = "Since the run was prepared, these have changed: "
 
 

@@ -11,6 +11,7 @@ Tensors are compared by identity, by torch's count of changes in place, and by a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -60,6 +61,7 @@ class ModelState:
         self._whole = not any(hasattr(p, "full_tensor") for p in self._own(nn.Module.parameters))
         self._trained, self._frozen = trained and self._whole, frozen and self._whole
         self._named = dict(self._tensors())
+        self._has_warned = False
         self._read()
 
     def _read(self) -> None:
@@ -123,22 +125,27 @@ class ModelState:
         self._restore(self._code.places)
         self._compare(self._code.names, self._code.versions, self._versions[1])
 
-    def accept(self) -> str | None:
+    def accept(self) -> None:
         """Put back what the model holds, and accept what else has changed between two passes.
 
         A program may change a variable that its model or its loss reads, by a schedule for example.
-
-        Returns:
-            The name of something that was put back; None if nothing was.
+        A warning says that something was put back.
 
         Raises:
             ModelError: a tensor has been changed in place, or something cannot be put back.
         """
         changed = self._put_back_objects()
+        if changed is not None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{changed[0].upper()}{changed[1:]} was changed between two steps, and is put "
+                "back: nothing but the update changes the model, the loss or the rule during a "
+                "run. Read what follows a schedule from a variable of a module or of a closure.",
+                stacklevel=2,
+            )
         is_same = all(place.is_same for place in self._code.places)
         if not is_same or self._code.versions != self._versions[1]:
             self._read()
-        return changed
 
     @property
     def is_same(self) -> bool:

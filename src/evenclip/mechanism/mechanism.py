@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Real
@@ -31,6 +32,7 @@ from torch.utils._pytree import tree_map
 
 from evenclip.mechanism.bounds import bounded_sum, bounded_weights
 from evenclip.mechanism.calls import call, wanted
+from evenclip.mechanism.guard import RuleGuard
 from evenclip.mechanism.mapping import map_over_samples
 from evenclip.mechanism.multipliers import noise_multipliers
 from evenclip.mechanism.release import Release
@@ -52,6 +54,7 @@ class Mechanism:
             statistic uses them.
         rounding: ρ, by which the rounding of a sum exceeds its sensitivity; see
             `evenclip.mechanism.rounding`.
+        guard: a `with` block for every call of the rule, which puts back what a custom rule keeps.
 
     Raises:
         ValueError: for a rule with a statistic but without `sigma_count`.
@@ -67,8 +70,13 @@ class Mechanism:
     t: int = 0
     like: Mapping[str, Any] = field(default_factory=dict)
     rounding: float = 0.0
+    guard: AbstractContextManager[None] = field(
+        default_factory=nullcontext, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
+        if not self._is_ours and getattr(self.guard, "rule", None) is not self.rule:
+            object.__setattr__(self, "guard", RuleGuard(self.rule))
         if not isinstance(self.constants, Constants):
             raise TypeError(
                 f"constants is {self.constants!r}; give the public constants of the run, such as "
@@ -119,7 +127,8 @@ class Mechanism:
 
         It is read from the rule once, so that the noise added is the noise in the ledger.
         """
-        given = noise_multipliers(self.rule, self.t)
+        with self.guard:
+            given = noise_multipliers(self.rule, self.t)
         names = [name for name, length in self.statistics.items() if length]
         missing = next((name for name in names if not given.get(name)), None)
         if missing is not None:
@@ -137,7 +146,8 @@ class Mechanism:
 
     def start(self) -> Tensor:
         """Return the rule's state before the first step."""
-        state = call(self.rule, "init", self.constants)
+        with self.guard:
+            state = call(self.rule, "init", self.constants)
         if not isinstance(state, Tensor):
             raise ValueError(
                 f"init of {self.rule.name} returned {type(state).__name__}; it must return a "
@@ -213,7 +223,8 @@ class Mechanism:
             return self.rule.observe(noisy, B, state)
         given = state.clone()  # a custom rule may change it in place
         version = given._version
-        observed = call(self.rule, "observe", noisy, B, given)
+        with self.guard:
+            observed = call(self.rule, "observe", noisy, B, given)
         pair = observed if isinstance(observed, tuple) else ()
         if [isinstance(value, Tensor) for value in pair] != [True, True]:
             raise ValueError(
@@ -270,7 +281,8 @@ class Mechanism:
         """
         if self._is_ours:  # tests cover these rules
             return self.rule.sensitivity(now)
-        S: Any = call(self.rule, "sensitivity", now.clone())
+        with self.guard:
+            S: Any = call(self.rule, "sensitivity", now.clone())
         if isinstance(S, Tensor) and S.numel() == 1:
             S = S.detach().reshape(()).to(torch.float64, copy=True)
         elif not isinstance(S, Real):
@@ -337,7 +349,8 @@ class Mechanism:
         zero = nows.new_zeros(self.groups, dtype=torch.float64)
         group = torch.arange(self.groups, device=nows.device)
         each_group = torch.func.vmap(self.rule.weight, in_dims=(0, 0, None))
-        weights: Tensor = torch.func.vmap(each_group, in_dims=(None, None, 0))(zero, group, nows)
+        with self.guard:
+            weights: Tensor = torch.func.vmap(each_group, (None, None, 0))(zero, group, nows)
         return weights.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     @cached_property
@@ -367,7 +380,8 @@ class Mechanism:
         if self._at_once:
             return getattr(self.rule, name)(norms, group, public)
         named = {key: further[key] for key in self.wants if key in further} if further else {}
-        return map_over_samples(self.rule, name, norms, group, public, named)
+        with self.guard:
+            return map_over_samples(self.rule, name, norms, group, public, named)
 
 
 def _empty(value: Any) -> Any:

@@ -81,7 +81,7 @@ def _exchange_groups(
         "weight": lambda: mechanism.each_weight(norms, group, now),
     }
     if records and type(mechanism.rule).loss is not Rule.loss:
-        tries["loss"] = lambda: _losses(mechanism.rule, records, group, state)
+        tries["loss"] = lambda: _losses(mechanism, records, group, state)
     for method, evaluate in tries.items():
         try:
             values = tree_leaves(evaluate())
@@ -95,14 +95,17 @@ def _exchange_groups(
             )
 
 
-def _losses(rule: Rule, records: Mapping[str, Any], group: Tensor, state: Tensor) -> Tensor:
+def _losses(
+    mechanism: Mechanism, records: Mapping[str, Any], group: Tensor, state: Tensor
+) -> Tensor:
     """Return the rule's loss of every record.  # [sample]"""
 
     def one(loss: Tensor, output: Any, y: Any, k: Tensor) -> Tensor:
-        return rule.loss(loss, output, y, k, state)
+        changed: Tensor = mechanism.rule.loss(loss, output, y, k, state)
+        return changed
 
-    losses: Tensor = torch.func.vmap(one)(records["loss"], records["output"], records["y"], group)
-    return losses
+    with mechanism.guard:
+        return torch.func.vmap(one)(records["loss"], records["output"], records["y"], group)
 
 
 def _cycled(value: Any, rows: int, groups: int) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -57,7 +56,6 @@ class ModelGuard:
             ModelState(user_loss(loss), "the loss", without={*own}) if is_compared else None
         )
         self._before: list[Any] = []
-        self._has_warned = False
 
     @property
     def _states(self) -> list[ModelState]:
@@ -81,15 +79,7 @@ class ModelGuard:
     def __enter__(self) -> None:
         """Put back what the model holds, and remember the parameters."""
         for state in self._states:
-            changed = state.accept()
-            if changed is not None and not self._has_warned:
-                self._has_warned = True
-                warnings.warn(
-                    f"{changed[0].upper()}{changed[1:]} was changed between two steps, and is put "
-                    "back: nothing but the update changes the model or the loss during a run. Read "
-                    "what follows a schedule from a variable of a module or of a closure.",
-                    stacklevel=2,
-                )
+            state.accept()
         if self._state is not None:
             self._before = self._trained()
             self._tape.between = self._put_back

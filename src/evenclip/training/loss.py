@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from evenclip.gradients.errors import ModelError
 from evenclip.gradients.losses import Loss, per_sample
+from evenclip.mechanism import Mechanism
 from evenclip.rules import Rule
 
 __all__ = ["Labelled", "RuleLoss", "changes_loss", "targets"]
@@ -50,8 +52,8 @@ def targets(rule: Rule, y: Any, group: Tensor, state: Tensor) -> Any:
 class RuleLoss:
     """The user's loss, changed by the rule if the targets are `Labelled`."""
 
-    def __init__(self, loss: Loss, rule: Rule) -> None:
-        self.plain, self._rule = per_sample(loss), rule
+    def __init__(self, loss: Loss, mechanism: Mechanism) -> None:
+        self.plain, self._rule, self._guard = per_sample(loss), mechanism.rule, mechanism.guard
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Return the loss of every sample.  # [sample]
@@ -63,7 +65,10 @@ class RuleLoss:
             return self.plain(output, target)
         losses: Tensor = self.plain(output, target.y)
         try:
-            changed: Tensor = torch.func.vmap(self._one)(losses, output, *target)
+            with self._guard:
+                changed: Tensor = torch.func.vmap(self._one)(losses, output, *target)
+        except ModelError:
+            raise
         except Exception as error:  # anything that a custom rule may raise
             said = " ".join(str(error).split())[:120]
             raise ValueError(

@@ -125,7 +125,7 @@ class Run:
             self.conditions = conditions(
                 settings, config, model, data, self.data_digest, device, ranks
             )
-        places = config.loss, data, rule, self.state, config.independence
+        places = config.loss, data, self.mechanism, self.state, config.independence
         tape, self.needs_records = make_tape(model, *places, maps=not ranks.sharded)
         self.independence = tape.independence
         # A message of torch's may quote a record, so none is kept where records were passed.

@@ -145,7 +145,7 @@ def make_tape(
     model: nn.Module,
     loss: Loss,
     data: Dataset | Streamed,
-    rule: Rule,
+    mechanism: Mechanism,
     state: Tensor,
     independence: str | None,
     *,
@@ -165,7 +165,8 @@ def make_tape(
     records = _first_rows(data, 256 if isinstance(data, Dataset) else 16)
     if not count(records.x):
         raise ModelError("No sample was given to analyse the model with; give at least one.")
-    used = RuleLoss(loss, rule) if changes_loss(rule) else loss
+    rule = mechanism.rule
+    used = RuleLoss(loss, mechanism) if changes_loss(rule) else loss
     places = rule, state
     try:
         made = artificial(records, _ARTIFICIAL, len(data.group_names))
