@@ -11,11 +11,15 @@ attributes alone is planted.
 
 from __future__ import annotations
 
+import array
 import collections
+import ctypes
 import functools
+import io
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -24,6 +28,7 @@ from torch.nn import functional as F
 import evenclip
 from evenclip import DPSGD, fit
 from evenclip.gradients import ModelError, bits, places, plan, state
+from evenclip.gradients.place import Place
 from evenclip.gradients.tape import WholeTape
 from evenclip.training import guard
 
@@ -136,6 +141,75 @@ def in_a_closure():
     return InClosure()
 
 
+class InMemory(Own):
+    """Keeps numbers of the records in memory that is no list."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers, self.c = array.array("d", [0.0]), (ctypes.c_double * 1)()
+        self.parts, self.file = np.array([0.0, None], dtype=object), io.BytesIO()
+
+    def between(self, h, x):
+        self.numbers[0] += len(x)
+        self.c[0] += len(x)
+        self.parts[0] += len(x)
+        self.file.write(b"1")
+        return h
+
+    def kept(self):
+        return self.numbers[0] + self.c[0] + self.parts[0] + len(self.file.getvalue())
+
+
+class Marks(type):
+    """A class of classes, with an attribute."""
+
+    calls = 0
+
+
+class InClasses(Own, metaclass=Marks):
+    """Keeps records in what Python gives to every class and function, and in its own methods."""
+
+    __calls__ = 0
+
+    def between(self, h, x, calls=0):
+        kind = type(self)
+        kind.__calls__ += 1
+        type(kind).calls += 1
+        kind.between.__defaults__ = (calls + 1,)
+        kind.kept.__annotations__["calls"] = calls + 1
+        self.forward = functools.partial(Own.forward, self)
+        self.__class__ = type("Called", (InClasses,), {})
+        return h
+
+    def kept(self):
+        own = InClasses.__calls__ + Marks.calls + InClasses.between.__defaults__[0]
+        is_marked = bool(InClasses.kept.__annotations__) or "forward" in vars(self)
+        return own + is_marked + (type(self) is not InClasses)
+
+    @staticmethod
+    def reset():
+        InClasses.__calls__ = Marks.calls = 0
+        InClasses.between.__defaults__ = (0,)
+        InClasses.kept.__annotations__.clear()
+
+
+class OnTensors(Own):
+    """Keeps records in the gradient of a frozen parameter, and in hooks of a trained one."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def between(self, h, x):
+        self.frozen.grad = torch.ones(1)
+        if self.last.weight.requires_grad:
+            self.last.weight.register_hook(lambda gradient: None)
+        return h
+
+    def kept(self):
+        return len(self.last.weight._backward_hooks or ()) + (self.frozen.grad is not None)
+
+
 class ByData(Own):
     """Keeps a mean of the records in a buffer, without a change that torch counts."""
 
@@ -174,6 +248,16 @@ class Initialised(Own):
         return h * self.mean
 
 
+class InSeries(Own):
+    def __init__(self):
+        super().__init__()
+        self.mean = pd.Series([0.0])
+
+    def between(self, h, x):
+        self.mean.iloc[0] += len(x)
+        return h
+
+
 class InArray(Own):
     def __init__(self):
         super().__init__()
@@ -196,7 +280,7 @@ def settings():
 
 
 WAYS = pytest.mark.parametrize("independence", [None, "tested"], ids=str)
-KEEPING = [InObjects, InHooks, InCode, in_a_closure]
+KEEPING = [InObjects, InHooks, InCode, in_a_closure, InMemory, InClasses, OnTensors]
 
 
 @WAYS
@@ -207,7 +291,7 @@ def test_what_a_pass_keeps_is_put_back(make, independence, data):
 
 
 @WAYS
-@pytest.mark.parametrize("make", [ByData, ByAssignment, ByNumpy, Initialised, InArray])
+@pytest.mark.parametrize("make", [ByData, ByAssignment, ByNumpy, Initialised, InArray, InSeries])
 def test_a_tensor_that_changes_without_a_count_is_refused_by_name(make, independence, data):
     with pytest.raises(ModelError, match=r"^A pass through the model changes .*'mean'"):
         fit(make(), data, **settings(), independence=independence)
@@ -287,11 +371,14 @@ def test_the_attack_wins_where_state_is_put_back_once_a_step(data):
 def test_the_attack_wins_where_places_are_not_followed(make, data, monkeypatch):
     monkeypatch.setattr(places, "_places", lambda name, value: iter(()))
     monkeypatch.setattr(places.Places, "_add_code", lambda *given: None)
+    for name in ("forwards", "kinds", "marks"):
+        monkeypatch.setattr(state, name, lambda values, **more: Place("nothing", tuple))
     model = fit(make(), data, **settings(), independence="tested").model
     assert model.kept() > 0
     for rows in (BANK, InCode.bank, InCode.between.__defaults__[0]):
         rows.clear()
     InCode.remembered.cache_clear()
+    InClasses.reset()
     monkeypatch.setattr(sys.modules[__name__], "LAST", None)
 
 

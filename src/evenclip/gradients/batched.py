@@ -146,15 +146,15 @@ class _ForwardWrapper(ABC):
     def __init__(self, passes: BatchedPass, module: nn.Module) -> None:
         self._passes, self._module = passes, module
         self._own = module.forward
-        self._replaced = vars(module).get("forward")  # a custom `forward` set on the instance
+        self.replaced = vars(module).get("forward")  # a custom `forward` set on the instance
 
     def install(self) -> None:
         self._module.forward = self
 
     def remove(self) -> None:
         vars(self._module).pop("forward", None)
-        if self._replaced is not None:
-            self._module.forward = self._replaced
+        if self.replaced is not None:
+            self._module.forward = self.replaced
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +179,7 @@ class _FastTanh(_ForwardWrapper):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_ours = self._passes.is_passing and self._replaced is None
+        is_ours = self._passes.is_passing and self.replaced is None
         if is_ours and len(args) == 1 and not kwargs and pays(args[0], self._passes.samples):
             # numpy cannot read the tensor if the model uses vmap or lazy negation.
             with suppress(RuntimeError):

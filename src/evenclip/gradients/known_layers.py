@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
+from evenclip.gradients.foreign import is_plain_tensor
 from evenclip.gradients.losses import Loss
 
 __all__ = ["independent_by_layers"]
@@ -104,10 +105,13 @@ def _layers(module: nn.Module) -> Iterator[nn.Module | None]:
 
 def _is_plain(module: nn.Module) -> bool:
     """Return whether a module runs the code of its class and nothing else."""
+    own = [*module._parameters.values(), *module._buffers.values()]
     return not (
-        not type(module).forward.__module__.startswith("torch.nn.")  # replaced in the class
+        not all(value is None or is_plain_tensor(value) for value in own)
+        or any(callable(getattr(type(module), name, None)) for name in vars(module))
+        or vars(module).get("_compiled_call_impl") is not None
+        or not type(module).forward.__module__.startswith("torch.nn.")  # replaced in the class
         or any(getattr(module, name) for name in _HOOKS)
-        or "forward" in vars(module)
         or hasattr(module, "parametrizations")
     )
 

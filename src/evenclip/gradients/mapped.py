@@ -176,15 +176,15 @@ class _Tap:
     def __init__(self, passes: MappedPass, unit: Unit) -> None:
         self._passes, self._unit = passes, unit
         self._own = unit.module.forward
-        self._replaced = vars(unit.module).get("forward")  # a custom `forward` set on the instance
+        self.replaced = vars(unit.module).get("forward")  # a custom `forward` set on the instance
 
     def install(self) -> None:
         self._unit.module.forward = self
 
     def remove(self) -> None:
         vars(self._unit.module).pop("forward", None)
-        if self._replaced is not None:
-            self._unit.module.forward = self._replaced
+        if self.replaced is not None:
+            self._unit.module.forward = self.replaced
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._passes.tap(self._unit, args, kwargs, self._own(*args, **kwargs))

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import operator
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
-__all__ = ["PLAIN", "Place", "members", "pairs", "queue", "sequence", "variable"]
+__all__ = [
+    "PLAIN", "Place", "entries", "forwards", "kinds", "marks", "members", "memory", "pairs",
+    "queue", "sequence", "stream", "variable",
+]  # fmt: skip
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 """Types of values that are compared by ==."""
 _MISSING = object()
+# Attributes of tensors that hold their hooks.
+_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 
 class Place:
@@ -70,6 +78,101 @@ def queue(name: str, value: deque[Any]) -> Place:
         value.extend(held)
 
     return Place(name, lambda: tuple(value), write)
+
+
+def entries(name: str, value: np.ndarray[Any, Any]) -> Place:
+    """Return the place of the entries of an array of objects."""
+
+    def write(held: tuple[Any, ...]) -> None:
+        for i, part in enumerate(held):
+            value.flat[i] = part
+
+    return Place(name, lambda: tuple(value.flat), write)
+
+
+def memory(name: str, value: Any) -> Place | None:
+    """Return the place of a value's own memory; None if it has none that can be written."""
+    try:
+        bytes_of = memoryview(value).cast("B")
+    except (TypeError, ValueError, BufferError):
+        return None
+    if bytes_of.readonly:
+        return None
+
+    def write(held: tuple[Any, ...]) -> None:
+        memoryview(value).cast("B")[:] = held[0]
+
+    bytes_of.release()
+    return Place(name, lambda: (bytes(memoryview(value)),), write)
+
+
+def stream(name: str, value: io.BytesIO | io.StringIO) -> Place:
+    """Return the place of a file in memory."""
+
+    def write(held: tuple[Any, ...]) -> None:
+        value.seek(0)
+        value.truncate()
+        value.write(held[0])
+        value.seek(held[1])
+
+    return Place(name, lambda: (value.getvalue(), value.tell()), write)
+
+
+def kinds(values: Sequence[Any]) -> Place:
+    """Return the place of the classes of objects, which code may change."""
+
+    def write(held: tuple[Any, ...]) -> None:
+        for value, kind in zip(values, held, strict=True):
+            if type(value) is not kind:
+                value.__class__ = kind
+
+    return Place("the class of a module", lambda: tuple(map(type, values)), write)
+
+
+def forwards(modules: Sequence[nn.Module]) -> Place:
+    """Return the place of methods `forward` that are set on a module, not on its class.
+
+    While passes are recorded, the recorder of a layer is in this place, and holds what it replaced.
+    """
+
+    def own(module: nn.Module) -> Any:
+        set_here = vars(module).get("forward")
+        return getattr(set_here, "replaced", set_here)
+
+    def write(held: tuple[Any, ...]) -> None:
+        for module, forward in zip(modules, held, strict=True):
+            if own(module) is not forward:
+                vars(module).pop("forward", None)
+                if forward is not None:
+                    module.forward = forward
+
+    return Place("a method `forward`", lambda: tuple(map(own, modules)), write)
+
+
+def marks(tensors: Sequence[torch.Tensor], *, gradients: bool) -> Place:
+    """Return the place of the hooks of tensors and, if wanted, of their gradients."""
+
+    def hooks(tensor: torch.Tensor) -> list[dict[Any, Any]]:
+        return [getattr(tensor, name, None) or {} for name in _HOOKS]
+
+    def read() -> tuple[Any, ...]:
+        dicts = [now for tensor in tensors for now in hooks(tensor)]
+        parts = [part for now in dicts for part in (len(now), *now.values())]
+        return (*parts, *(t.grad for t in tensors if gradients))
+
+    held = [[dict(each) for each in hooks(tensor)] for tensor in tensors]
+    before = [tensor.grad if gradients else None for tensor in tensors]
+
+    def write(_: tuple[Any, ...]) -> None:
+        for tensor, own, gradient in zip(tensors, held, before, strict=True):
+            for now, then in zip(hooks(tensor), own, strict=True):
+                if now:
+                    now.clear()
+                    now.update(then)
+            if gradients:
+                tensor.grad = gradient
+
+    return Place("a hook or a gradient of a tensor", read, write)
 
 
 def members(name: str, value: set[Any]) -> Place:

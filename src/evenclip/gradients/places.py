@@ -14,7 +14,11 @@ Each place has a copy of what it held, by identity, so a pass over all places is
 
 from __future__ import annotations
 
+import array
+import ctypes
 import functools
+import io
+import mmap
 import random
 import sys
 import types
@@ -31,7 +35,18 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 
-from evenclip.gradients.place import PLAIN, Place, members, pairs, queue, sequence, variable
+from evenclip.gradients.place import (
+    PLAIN,
+    Place,
+    entries,
+    members,
+    memory,
+    pairs,
+    queue,
+    sequence,
+    stream,
+    variable,
+)
 
 __all__ = ["Places", "Reached", "modes"]
 
@@ -40,7 +55,8 @@ _LIBRARIES = frozenset(("site-packages", "dist-packages"))
 # Attributes of modules that are compared by name elsewhere, or that torch and tapes set in passes.
 _APART = frozenset(("_parameters", "_buffers", "_modules", "forward", "training"))
 _SHARDS = "__composable_api_"  # attributes in which torch keeps the shards of a model
-_OF_TORCH = frozenset(("_abc_impl", "_autograd_function_id"))  # in the bodies of classes
+# In the bodies of classes: what Python and torch keep there.
+_OF_PYTHON = frozenset(("__dict__", "__weakref__", "_abc_impl", "_autograd_function_id"))
 
 
 @dataclass
@@ -115,6 +131,7 @@ class Places:
             places.append(_cache(f"the cache of {name}", value))
             stack.append((name, value.__wrapped__))
         elif isinstance(value, type):
+            stack.append((name, type(value)))
             for base in value.__mro__:
                 if not _is_of_library(base.__module__):
                     places.append(_class_body(base))
@@ -137,8 +154,14 @@ def _places(name: str, value: Any) -> Iterator[Place]:
         yield pairs(name, value)
     elif isinstance(value, set):
         yield members(name, value)
-    elif isinstance(value, np.ndarray) and value.dtype.kind not in "biufcO":
+    elif isinstance(value, np.ndarray) and value.dtype == object:
+        yield entries(name, value)
+    elif isinstance(value, np.ndarray) and value.dtype.kind not in "biufc":
         yield Place(name, lambda: (value.tobytes(),))
+    elif isinstance(value, io.BytesIO | io.StringIO):
+        yield stream(name, value)
+    elif isinstance(value, array.array | ctypes.Array | ctypes.Structure | memoryview | mmap.mmap):
+        yield from filter(None, [memory(name, value)])
     elif isinstance(value, torch.Generator):
         yield Place(name, lambda: (value.get_state().numpy().tobytes(),))
     elif isinstance(value, random.Random):
@@ -150,6 +173,7 @@ def _places(name: str, value: Any) -> Iterator[Place]:
         yield pairs(name, vars(value), _is_own)
     elif isinstance(own, dict) and not isinstance(value, types.ModuleType):
         yield pairs(name, own)
+        yield variable(name, value, "__class__")
     for slot in _slots(type(value)):
         yield variable(name, value, slot)
 
@@ -182,6 +206,8 @@ def _parts(value: Any) -> list[Any]:
         parts += [value.fget, value.fset]
     elif isinstance(value, staticmethod | classmethod):
         parts.append(value.__func__)
+    elif type(value).__module__.partition(".")[0] == "pandas" and hasattr(value, "_mgr"):
+        parts += value._mgr.arrays
     elif _is_in_shards(type(value)):  # a module; its attributes have names of their own
         return []
     own = getattr(value, "__dict__", {})
@@ -246,6 +272,9 @@ def _state_of(value: np.random.Generator | np.random.RandomState) -> Any:
 def _places_of_function(name: str, value: types.FunctionType) -> Iterator[Place]:
     """Yield the places that a function reads and writes."""
     yield pairs(name, vars(value))
+    yield pairs(name, value.__annotations__)
+    for attribute in ("__defaults__", "__kwdefaults__", "__code__"):
+        yield variable(name, value, attribute)
     for cell in value.__closure__ or ():
         yield variable(name, cell, "cell_contents")
     if not _is_of_library(value.__module__):
@@ -295,11 +324,7 @@ def _class_body(value: type) -> Place:
 
 def _body(value: type) -> list[tuple[str, Any]]:
     """Return the attributes of a class, by name."""
-    return [
-        (name, part)
-        for name, part in list(vars(value).items())
-        if not name.startswith("__") and name not in _OF_TORCH
-    ]
+    return [(name, part) for name, part in list(vars(value).items()) if name not in _OF_PYTHON]
 
 
 def _cache(name: str, value: Any) -> Place:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from evenclip.gradients.bits import sums
 from evenclip.gradients.errors import ModelError
 from evenclip.gradients.losses import user_loss
-from evenclip.gradients.place import Place
+from evenclip.gradients.place import Place, forwards, kinds, marks
 from evenclip.gradients.places import Places, modes
 
 __all__ = ["ModelState", "states_of"]
@@ -72,6 +72,14 @@ class ModelState:
         self._objects, self._code = self._places.objects, self._places.code
         modules = list(self._modules.values())
         self._code.places.append(modes(modules))
+        self._objects.places += [kinds(modules), forwards(modules)]
+        if self._whole:
+            tensors = [*self._own(nn.Module.parameters), *self._own(nn.Module.buffers)]
+            trained = [t for t in tensors if t.requires_grad]
+            others = [t for t in tensors if not t.requires_grad]
+            self._objects.places += [
+                marks(trained, gradients=False), marks(others, gradients=True)
+            ]  # fmt: skip
         pairs = ((repr(name), tensor) for name, tensor in self._named.items())
         self._objects.tensors[:0] = pairs
         self._versions = self._objects.versions, self._code.versions
@@ -104,6 +112,12 @@ class ModelState:
 
     def _all_sums(self) -> list[int | None]:
         return sums(t for _, t in (*self._objects.tensors, *self._code.tensors))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that the model and its code hold, those of numpy arrays included."""
+        own = [*self._own(nn.Module.parameters), *self._own(nn.Module.buffers)]
+        return [*own, *(t for _, t in (*self._objects.tensors, *self._code.tensors))]
 
     def check(self) -> None:
         """Put everything back; raise for what cannot be, and for tensors that have changed.

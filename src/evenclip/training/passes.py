@@ -11,6 +11,7 @@ from torch import Tensor
 
 from evenclip.gradients import AnyTape, PerSample, Tape, WholeTape
 from evenclip.gradients.calls import call
+from evenclip.gradients.errors import ModelError
 from evenclip.mechanism.generators import fill_generators
 from evenclip.mechanism.words import KEY_BYTES
 from evenclip.training.loss import Labelled
@@ -105,8 +106,10 @@ class Passes:
 def _pass(tape: AnyTape, chunk: Chunk, wants: Sequence[str]) -> ChunkPass:
     """Run the forward and backward pass; mask out samples with a non-finite loss or gradient."""
     _fill_generators(chunk)
+    seed = torch.initial_seed()
     gradients = tape(chunk.x, chunk.y, chunk.group)
     losses, norms, finite = gradients.losses, gradients.norms(quick=True), None
+    _check_seed(seed)
     magnitude = float(torch.dot(norms, norms)) + float(torch.dot(losses, losses))  # synchronises
     if not math.isfinite(magnitude):
         # Exact norms where float32 overflowed and nowhere else: a sample's norm must not depend on
@@ -146,6 +149,20 @@ def _further(tape: AnyTape, chunk: Chunk, losses: Tensor, wants: Sequence[str]) 
     if "y" in wants:
         further["y"] = chunk.y.y if isinstance(chunk.y, Labelled) else chunk.y
     return further
+
+
+def _check_seed(seed: int) -> None:
+    """Raise if a pass has set another seed than this one.
+
+    Raises:
+        ModelError: it has.
+    """
+    if torch.initial_seed() != seed:
+        raise ModelError(
+            "A pass through the model or its loss set the seed of torch's generator. The masks of "
+            "the samples that pass next would not be random. Nothing of this step is published; "
+            "draw from the generator as it is, or keep fixed numbers in a buffer."
+        )
 
 
 def _fill_generators(chunk: Chunk) -> None:
