@@ -9,8 +9,13 @@ Opacus loop a seed that was set before does not count. A generator with a seed i
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
+from evenclip import DPSGD, fit
+from evenclip.gradients import ModelError
 from evenclip.mechanism import generators
 from evenclip.mechanism.generators import fill_generators
 
@@ -92,3 +97,29 @@ def test_a_normal_number_that_torch_kept_is_not_drawn_again():
         torch.randn(1, dtype=torch.float64)  # torch keeps the second one of a pair
         filled(bytes(32))
         assert torch.equal(torch.randn(3, dtype=torch.float64), expected)
+
+
+class SeedsOnAValue(nn.Module):
+    """Sets a seed for an outlier, so that the masks of all samples behind it are known.
+
+    The branch on a value lets samples pass one after the other, and no artificial sample takes it.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        if float(x.abs().max()) > 1e3:
+            torch.manual_seed(0)
+        h = F.dropout(self.layer(x), 0.5, self.training)
+        return F.linear(h, self.last.weight @ self.last.weight.t() @ self.last.weight)
+
+
+def test_a_seed_that_a_pass_sets_for_some_records_stops_the_step():
+    x, y = torch.randn(20, 4), torch.arange(20) % 3
+    given = {"rule": DPSGD(), "batch_size": 20, "q": 1.0, "steps": 2, "delta": 1e-3}
+    fit(SeedsOnAValue(), (x, y), **given)
+    x[7] = 2e3
+    with pytest.raises(ModelError, match=r"set the seed of torch's generator\. The masks of"):
+        fit(SeedsOnAValue(), (x, y), **given)

@@ -30,7 +30,7 @@ from evenclip.gradients.calls import call, count
 from evenclip.gradients.consistency import is_consistent
 from evenclip.gradients.draws import foreign_draws
 from evenclip.gradients.errors import ModelError, no_batch_of_one
-from evenclip.gradients.foreign import foreign_operator, is_plain_tensor
+from evenclip.gradients.foreign import foreign_operator
 from evenclip.gradients.known_layers import independent_by_layers
 from evenclip.gradients.losses import Loss, per_sample
 from evenclip.gradients.mixing import mixing_module
@@ -257,14 +257,7 @@ def _why_at_once(model: nn.Module, loss: Loss, x: Any, y: Any) -> str:
     alone = tree_map(first_sample, (x, y))
     names = (foreign_operator(partial(both, *given)) for given in ((x, y), alone))
     name = next(filter(None, names), None)
-    name = name or _other_tensor(model)
     return "" if name is None else f"{name} may see the whole batch"
-
-
-def _other_tensor(model: nn.Module) -> str | None:
-    """Return what tensor that the model holds is of a class that is not torch's own, if any is."""
-    other = next((t for t in ModelState(model).tensors if not is_plain_tensor(t)), None)
-    return None if other is None else f"its tensor of the class {type(other).__name__}"
 
 
 def _both_ways(model: nn.Module, loss: Loss, x: Any, y: Any) -> None:

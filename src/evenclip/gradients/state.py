@@ -113,12 +113,6 @@ class ModelState:
     def _all_sums(self) -> list[int | None]:
         return sums(t for _, t in (*self._objects.tensors, *self._code.tensors))
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors that the model and its code hold, those of numpy arrays included."""
-        own = [*self._own(nn.Module.parameters), *self._own(nn.Module.buffers)]
-        return [*own, *(t for _, t in (*self._objects.tensors, *self._code.tensors))]
-
     def check(self) -> None:
         """Put everything back; raise for what cannot be, and for tensors that have changed.
 

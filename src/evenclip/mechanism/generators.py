@@ -32,18 +32,18 @@ def fill_generators(key: bytes, *, cuda: bool) -> None:
         cuda: whether to set the generator of the current GPU too.
     """
     words = Words(key).span(0, _WORDS // 2 + 1)
-    torch.set_rng_state(_state(words[:-1], words[-1:]))
+    torch.set_rng_state(_state(words[:-1], int(words[-1])))
     if cuda:
         torch.cuda.manual_seed(int(words[-1]))
 
 
-def _state(words: NDArray[np.uint64], seed: NDArray[np.uint64]) -> torch.Tensor:
+def _state(words: NDArray[np.uint64], seed: int = 0) -> torch.Tensor:
     """Return the state of a CPU generator with these 312 words, which has drawn nothing yet.
 
     The seed is what `initial_seed()` returns, so it shows whether another seed was set since.
     """
     state = _unused().copy()
-    state[:8].view(np.uint64)[:] = seed
+    state[:8].view(np.uint64)[:] = np.uint64(seed)
     state[_FIRST : _FIRST + 8 * _WORDS].view(np.uint64)[:] = words.view(np.uint32)
     return torch.from_numpy(state)
 
