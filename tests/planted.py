@@ -774,6 +774,14 @@ LEDGER = (
         (f"{MIXING}::test_an_operator_with_a_mapping_rule_is_not_mapped_in_a_derivative_either",),
     ),
     Fault(
+        "copies-by-content",
+        "One row less moves rows of the same content that an encoder tells apart.",
+        "data/sample.py",
+        "        number = occurred[digest, spelling]\n        occurred[digest, spelling] += 1\n",
+        '        number = occurred[digest, b""]\n        occurred[digest, b""] += 1\n',
+        ("attacks/test_neighbouring_splits.py",),
+    ),
+    Fault(
         "seed-on-a-value",
         "A pass that sets a seed for one record makes the masks of the others known.",
         "training/passes.py",

@@ -26,6 +26,7 @@ from evenclip.data.content import of_series
 from evenclip.data.rows import split_rows
 from evenclip.data.sample import Coins, coins
 from evenclip.data.table import read, table
+from evenclip.data.values import text
 from evenclip.sweep.describe import data as described
 
 ADULT = importlib.import_module("evenclip.data.adult")
@@ -212,6 +213,46 @@ def test_a_date_that_makes_a_column_text_moves_nobody_else(tmp_path):
     assert not pd.api.types.is_datetime64_any_dtype(read_in["since"])
     for ours, theirs in zip(*found, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+SPELT = {
+    "categories": ["250.1", "250.10", "0250.1", "401.9"],
+    "zeros in front": ["0" * i + "1" for i in range(30)],
+    "dates": ["2001-12-31", "2001-12-31T00:00", "2001-12-31 00:00:00"],
+    "flags": ["TRUE", "True", "true"],
+    "large numbers": [2**60 + i for i in range(20)],
+    "mixed": [1, True, "1", 1.0, "01", b"1"],
+}
+
+
+@pytest.mark.parametrize("name", SPELT)
+@pytest.mark.parametrize("gone", [0, 7, 399])
+def test_a_record_less_moves_no_record_that_is_spelt_differently(name, gone):
+    """An encoder tells these spellings apart, so that an exchange of two places is a change."""
+    spellings = SPELT[name]
+    column = [spellings[i % len(spellings)] for i in range(400)]
+    frame = pd.DataFrame({"k": pd.Series(column), "y": [0, 1] * 200})
+    less = frame.drop(index=gone).reset_index(drop=True)
+    found = []
+    for rows_ in (frame, less):
+        parts = coins(3, of_series(rows_["k"]), of_series(rows_["y"])).parts(0.5, 0.2)
+        held = [
+            (text(rows_["k"][row]), rows_["y"][row], part)
+            for part, rows_of_part in enumerate(parts)
+            for row in rows_of_part
+        ]
+        found.append(Counter(held))
+    assert moved(*found) == 1
+
+
+def test_a_number_has_one_content_with_any_decimal_mark():
+    """One value decides for a whole file whether commas are read as decimal commas."""
+    forms = ["1.5", "1,5"], ["1.50e0", "1,50e0"], ["0.5", ",5"], ["5", "5,"], ["-2.25", "-2,25"]
+    for pair in forms:
+        one, other = (coins(0, np.array([form]), copies=False).words for form in pair)
+        np.testing.assert_array_equal(one, other)
+    for other in (",", "1,2,3", "1,5x"):
+        assert len(coins(0, np.array([other]))) == 1
 
 
 def test_no_two_lists_of_fields_have_one_content():

@@ -12,6 +12,9 @@ numbers as floats if one row has none, and as texts if one row has a text. Hence
 
 A value takes 17 bytes: its kind, and 16 bytes. So no two lists of values have the same bytes,
 unless two texts had one digest. Numbers that differ only beyond float64 are one value here.
+
+Values of one content may be spelt differently, and an encoder may tell them apart (`01` and `1` as
+categories). So a column also knows which of its records have the same spelling.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ Bytes: TypeAlias = NDArray[np.uint8]  # [record, byte]
 
 WIDTH = 17
 MISSING, NUMBER, TEXT = 0, 1, 2
-_COMMA = re.compile(r"[+-]?\d+,\d+")
+_COMMA = re.compile(r"[+-]?\d*,\d*([eE][+-]?\d+)?")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d.*)?")
 
 
@@ -49,9 +52,11 @@ class Numbers:
 
     Attributes:
         values: numbers [record], or several of each record [record, ...], such as pixels.
+        spelling: equal for records that are spelt alike [record]; None: records of equal numbers.
     """
 
     values: NDArray[Any]
+    spelling: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.values)
@@ -80,7 +85,7 @@ class Coded:
     """A column of other values.
 
     Attributes:
-        codes: position of each record's value in `table` [record].
+        codes: position of each record's value in `table`, one for each spelling [record].
         table: bytes of the values [value, 17].
     """
 
@@ -94,6 +99,11 @@ class Coded:
     def layout(self) -> tuple[int, ...]:
         """Shape of one record's value: a single one."""
         return ()
+
+    @property
+    def spelling(self) -> NDArray[np.int64]:
+        """Equal for records that are spelt alike.  # [record]"""
+        return self.codes
 
     def block(self, start: int, end: int) -> Bytes:
         """Return the bytes of the records from `start` to before `end`."""
@@ -133,7 +143,10 @@ def of_series(series: pd.Series) -> Content:
     if types.is_numeric_dtype(kind) and not types.is_bool_dtype(kind):
         if types.is_complex_dtype(kind):
             return _each(series.to_numpy(dtype=object))
-        return Numbers(series.to_numpy(dtype=np.float64, na_value=np.nan))
+        values = series.to_numpy(dtype=np.float64, na_value=np.nan)
+        if types.is_integer_dtype(kind) and bool((np.abs(values) >= 2**53).any()):
+            return Numbers(values, pd.factorize(series)[0].astype(np.int64))
+        return Numbers(values)
     # A mixed column may hold 1 and True, which are equal as keys; each value counts by itself.
     if types.is_object_dtype(kind) and types.infer_dtype(series, skipna=True) != "string":
         return _each(series.to_numpy())
@@ -143,10 +156,16 @@ def of_series(series: pd.Series) -> Content:
 
 def _each(values: Iterable[Any]) -> Coded:
     """Return the content of values that are converted one by one."""
-    known = dict[bytes, int]()
-    codes = [known.setdefault(_value(value), len(known)) for value in values]
-    joined = np.frombuffer(b"".join(known), dtype=np.uint8)
+    known = dict[tuple[bytes, Any], int]()
+    pairs = ((_value(value), _spelling(value)) for value in values)
+    codes = [known.setdefault(pair, len(known)) for pair in pairs]
+    joined = np.frombuffer(b"".join(content for content, _ in known), dtype=np.uint8)
     return Coded(np.array(codes, dtype=np.int64), joined.reshape(-1, WIDTH))
+
+
+def _spelling(value: Any) -> Any:
+    """Return what tells a value from others of the same content."""
+    return value if isinstance(value, str | bytes) else text(value)
 
 
 def _table(values: Sequence[Any]) -> Bytes:
@@ -198,7 +217,7 @@ def _other(value: Any) -> bytes:
 
 def _numeral(value: str) -> float | None:
     """Return the number that a text denotes, with a point or a comma; None if it denotes none."""
-    if value[0] not in "0123456789+-.iI":  # spare texts the exception
+    if value[0] not in "0123456789+-.,iI":  # spare texts the exception
         return None
     plain = value.replace(",", ".") if _COMMA.fullmatch(value) else value
     number = _parsed(float, plain)

@@ -7,9 +7,10 @@ of a person is kept is decided by that record alone,
 
 with BLAKE2b as the keyed function. The content is all raw fields as they were read, with labels,
 groups and weights, before any encoding; or the id of a person, without an occurrence number. The
-occurrence number counts equal records in their order, so that copies have different coins. One
-record more or less changes nobody else's coins: with equal records, what comes or goes is the last
-occurrence, and equal records cannot be told apart.
+occurrence number counts records that are spelt alike in their order, so that copies have different
+coins. One record more or less changes nobody else's coins: with copies, what comes or goes is the
+last occurrence, and copies cannot be told apart. Records of equal content that are spelt
+differently (`01` and `1`) are counted apart, because an encoder may tell them apart.
 
 So the part of the data that is used for training changes by at most the one record, and an ε for
 adding or removing a training record holds for adding or removing a record of all data. A split into
@@ -25,8 +26,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -131,7 +134,7 @@ def coins(seed: int, *columns: Content | NDArray[Any], copies: bool = True) -> C
     layout = repr([field.layout for field in fields])
     digests = _digests(_key(seed, f"record {layout} {copies}"), fields, *lengths)
     if copies:
-        _separate(_key(seed, "occurrence"), digests)
+        _separate(_key(seed, "occurrence"), digests, fields)
     words = np.frombuffer(b"".join(digests), dtype="<u8").reshape(-1, 4)
     return Coins(words.astype(np.uint64))
 
@@ -171,14 +174,25 @@ def _digests(key: bytes, fields: list[Content], records: int) -> list[bytes]:
     return digests
 
 
-def _separate(key: bytes, digests: list[bytes]) -> None:
+def _separate(key: bytes, digests: list[bytes], fields: Sequence[Content]) -> None:
     """Replace the digests of all but the first of equal records, by their occurrence numbers."""
-    if len(set(digests)) == len(digests):
+    times = Counter(digests)
+    if len(times) == len(digests):
         return
-    occurred = defaultdict[bytes, int](int)
-    for at, digest in enumerate(digests):
-        number = occurred[digest]
-        occurred[digest] += 1
+    rows = [at for at, digest in enumerate(digests) if times[digest] > 1]
+    occurred = defaultdict[tuple[bytes, bytes], int](int)
+    for at, spelling in zip(rows, _spellings(fields, rows), strict=True):
+        digest = digests[at]
+        number = occurred[digest, spelling]
+        occurred[digest, spelling] += 1
         if number:
             plain = struct.pack("<Q", number) + digest
             digests[at] = hashlib.blake2b(plain, digest_size=32, key=key).digest()
+
+
+def _spellings(fields: Sequence[Content], rows: list[int]) -> Iterator[bytes]:
+    """Yield what is equal for those of these records that are spelt alike."""
+    columns = [field.spelling[rows] for field in fields if field.spelling is not None]
+    if not columns:
+        return repeat(b"", len(rows))
+    return map(bytes, np.ascontiguousarray(np.stack(columns, axis=1)))
