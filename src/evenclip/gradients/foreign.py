@@ -51,6 +51,8 @@ def no_batch_rules() -> Iterator[None]:
         return False
 
     def refuse_mode(mode: TorchDispatchMode) -> Any:
+        if type(mode).__module__.startswith("torch."):  # torch's own, for tracing
+            return enter(mode)  # type: ignore[no-untyped-call]
         raise BatchRuleError(
             f"The dispatch mode {type(mode).__name__} sees the whole batch; compute without it, or "
             'choose independence="tested".'

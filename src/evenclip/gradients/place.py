@@ -110,9 +110,7 @@ def stream(name: str, value: io.BytesIO | io.StringIO) -> Place:
     """Return the place of a file in memory."""
 
     def write(held: tuple[Any, ...]) -> None:
-        value.seek(0)
-        value.truncate()
-        value.write(held[0])
+        value.__init__(held[0])  # type: ignore[misc]  # resets the contents
         value.seek(held[1])
 
     return Place(name, lambda: (value.getvalue(), value.tell()), write)
