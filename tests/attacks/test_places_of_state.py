@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import array
 import collections
+import contextvars
 import ctypes
 import functools
 import io
 import sys
+import types
 
 import numpy as np
 import pandas as pd
@@ -57,6 +59,9 @@ class Keeps(nn.Module):
 
 
 BANK, LAST = [], None
+CONTEXT = contextvars.ContextVar("calls", default=0)
+sys.modules["kept_rows"] = types.ModuleType("kept_rows")  # a module of the user
+sys.modules["kept_rows"].last = 0.0
 
 
 class InObjects(Own):
@@ -193,6 +198,37 @@ class InClasses(Own, metaclass=Marks):
         InClasses.kept.__annotations__.clear()
 
 
+class InOtherModules(Own):
+    """Keeps records in a variable of another module, imported here, and in a context variable."""
+
+    def between(self, h, x):
+        import kept_rows
+
+        kept_rows.last = max(kept_rows.last, float(x.detach().abs().max()))
+        CONTEXT.set(CONTEXT.get() + 1)
+        return h
+
+    def kept(self):
+        return sys.modules["kept_rows"].last + CONTEXT.get()
+
+
+class InOrder(Own):
+    """Keeps records in arrays whose numbers are not in the order of C, and in ordered dicts."""
+
+    def __init__(self):
+        super().__init__()
+        self.turned = np.zeros((2, 3)).T
+        self.sizes = collections.OrderedDict()
+
+    def between(self, h, x):
+        self.turned[0] += len(x)
+        self.sizes[len(self.sizes)] = len(x)
+        return h
+
+    def kept(self):
+        return float(abs(self.turned).sum()) + len(self.sizes)
+
+
 class OnTensors(Own):
     """Keeps records in the gradient of a frozen parameter, and in hooks of a trained one."""
 
@@ -280,7 +316,10 @@ def settings():
 
 
 WAYS = pytest.mark.parametrize("independence", [None, "tested"], ids=str)
-KEEPING = [InObjects, InHooks, InCode, in_a_closure, InMemory, InClasses, OnTensors]
+KEEPING = [
+    InObjects, InHooks, InCode, in_a_closure, InMemory, InClasses, InOtherModules, InOrder,
+    OnTensors,
+]  # fmt: skip
 
 
 @WAYS
@@ -371,7 +410,7 @@ def test_the_attack_wins_where_state_is_put_back_once_a_step(data):
 def test_the_attack_wins_where_places_are_not_followed(make, data, monkeypatch):
     monkeypatch.setattr(places, "_places", lambda name, value: iter(()))
     monkeypatch.setattr(places.Places, "_add_code", lambda *given: None)
-    for name in ("forwards", "kinds", "marks"):
+    for name in ("forwards", "marks"):
         monkeypatch.setattr(state, name, lambda values, **more: Place("nothing", tuple))
     model = fit(make(), data, **settings(), independence="tested").model
     assert model.kept() > 0
@@ -379,6 +418,8 @@ def test_the_attack_wins_where_places_are_not_followed(make, data, monkeypatch):
         rows.clear()
     InCode.remembered.cache_clear()
     InClasses.reset()
+    sys.modules["kept_rows"].last = 0.0
+    CONTEXT.set(0)
     monkeypatch.setattr(sys.modules[__name__], "LAST", None)
 
 
@@ -399,4 +440,8 @@ def test_sums_show_every_changed_word():
             assert bits.sums([tensor]) != bits.sums([other])
         assert bits.sums([tensor]) == bits.sums([tensor.clone()])
         assert bits.sums([torch.cat([torch.zeros(1), tensor])[1:]]) == bits.sums([tensor])
-    assert bits.sums([torch.zeros(2).to_sparse(), torch.tensor([True])]) == [None, 1]
+    sparse = torch.eye(3).to_sparse()
+    before = bits.sums([sparse])
+    assert before != [None]
+    sparse._values().data[1] = 2.0
+    assert bits.sums([sparse])[0] != before[0]

@@ -18,7 +18,7 @@ _BLOCK = 1024  # words that are added without weights
 def sums(tensors: Iterable[Tensor]) -> list[int | None]:
     """Return a number for each tensor, which is another one if a word of 8 bytes changes.
 
-    Return None for a tensor without plain bits, such as a sparse one.
+    Return None for a tensor without plain bits.
 
     >>> before = torch.zeros(3)
     >>> after = before.clone()
@@ -37,9 +37,21 @@ def sums(tensors: Iterable[Tensor]) -> list[int | None]:
     return found
 
 
+def _dense(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the indices and the values of a sparse tensor; nothing for another one."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout == torch.sparse_csr:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return ()
+
+
 def _sum(tensor: Tensor) -> Tensor | None:
     """Return the weighted sum of the words of a tensor; None if it has no plain bits."""
     try:
+        parts = [_sum(part) for part in _dense(tensor)]
+        if parts:
+            return torch.stack([part for part in parts if part is not None]).sum()
         plain = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         plain = plain.clone() if plain.storage_offset() % 8 else plain  # words are aligned
         whole = len(plain) // (8 * _BLOCK) * (8 * _BLOCK)

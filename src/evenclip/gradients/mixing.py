@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,8 @@ from evenclip.gradients.wide import (
 )
 
 __all__ = ["mixing_module"]
+
+_ROUNDINGS = 16  # of the largest δ that a smaller one may hold
 
 
 class _Called(NamedTuple):
@@ -170,9 +172,21 @@ class _Pair:
         """Return whether a kept sample has other numbers in these tensors of a call."""
         tensors: list[list[Tensor]] = [getattr(call, named) for call in (a, b, one)]
         pairs = list(zip(*tensors, strict=False))
-        return any(self._differs(*pair, shared=named != "deltas") for pair in pairs)
+        floor = self._floor if named == "deltas" else 0.0
+        return any(self._differs(*pair, shared=named != "deltas", floor=floor) for pair in pairs)
 
-    def _differs(self, a: Tensor, b: Tensor, one: Tensor, *, shared: bool = True) -> bool:
+    @cached_property
+    def _floor(self) -> float:
+        """The rounding of the largest δ, of which one that is 0 by cancelling may consist."""
+        deltas = [d.nan_to_num() for c in self.a.calls for d in c.deltas if d.numel()]
+        return max(
+            (_ROUNDINGS * torch.finfo(d.dtype).eps * float(d.abs().amax()) for d in deltas),
+            default=0.0,
+        )
+
+    def _differs(
+        self, a: Tensor, b: Tensor, one: Tensor, *, shared: bool = True, floor: float = 0.0
+    ) -> bool:
         """Return whether a kept sample has other numbers; False where the samples are not found.
 
         Args:
@@ -180,6 +194,7 @@ class _Pair:
             b: the tensor of the other pass.
             one: the tensor of one sample.
             shared: whether a tensor of all samples is compared as a whole.
+            floor: a difference that is always rounding.
         """
         if not a.ndim == b.ndim == one.ndim:
             return False
@@ -193,7 +208,7 @@ class _Pair:
         rows, places = (_entries(chosen, each).to(a.device) for chosen in (self.kept, self.places))
         if each == 0 or b.shape[at] <= int(places.max()):
             return False
-        return differ(a.index_select(at, rows), b.index_select(at, places), self.least)
+        return differ(a.index_select(at, rows), b.index_select(at, places), self.least, floor)
 
 
 def _entries(samples: Sequence[int], each: int) -> Tensor:

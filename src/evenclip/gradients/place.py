@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import io
 import operator
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 from torch import nn
 
 __all__ = [
-    "PLAIN", "Place", "entries", "forwards", "kinds", "marks", "members", "memory", "pairs",
-    "queue", "sequence", "stream", "variable",
+    "PLAIN", "Place", "context", "entries", "forwards", "kinds", "marks", "members", "memory",
+    "named", "numbers", "pairs", "queue", "sequence", "stream", "variable",
 ]  # fmt: skip
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -90,6 +91,44 @@ def entries(name: str, value: np.ndarray[Any, Any]) -> Place:
     return Place(name, lambda: tuple(value.flat), write)
 
 
+def numbers(name: str, value: np.ndarray[Any, Any]) -> Place:
+    """Return the place of the values of an array of any kind and order."""
+
+    def write(held: tuple[Any, ...]) -> None:
+        value[...] = np.frombuffer(held[0], dtype=value.dtype).reshape(value.shape)
+
+    return Place(name, lambda: (value.tobytes(),), write)
+
+
+def named(name: str, variables: dict[str, Any], names: Sequence[str]) -> Place:
+    """Return the place of the variables of these names, which may be absent."""
+
+    def write(held: tuple[Any, ...]) -> None:
+        for own, part in zip(names, held, strict=True):
+            if part is _MISSING:
+                variables.pop(own, None)
+            else:
+                variables[own] = part
+
+    return Place(name, lambda: tuple(variables.get(own, _MISSING) for own in names), write)
+
+
+def context(name: str, value: contextvars.ContextVar[Any]) -> Place:
+    """Return the place of a context variable; one that had no value cannot be put back."""
+
+    def read() -> tuple[Any, ...]:
+        try:
+            return (value.get(),)
+        except LookupError:
+            return (_MISSING,)
+
+    def write(held: tuple[Any, ...]) -> None:
+        if held[0] is not _MISSING:
+            value.set(held[0])
+
+    return Place(name, read, write)
+
+
 def memory(name: str, value: Any) -> Place | None:
     """Return the place of a value's own memory; None if it has none that can be written."""
     try:
@@ -124,7 +163,7 @@ def kinds(values: Sequence[Any]) -> Place:
             if type(value) is not kind:
                 value.__class__ = kind
 
-    return Place("the class of a module", lambda: tuple(map(type, values)), write)
+    return Place("the class of an object", lambda: tuple(map(type, values)), write)
 
 
 def forwards(modules: Sequence[nn.Module]) -> Place:
@@ -198,7 +237,8 @@ def pairs(name: str, value: dict[Any, Any], counts: Callable[[str], bool] | None
         for key in [key for key in value if counts is None or counts(key)]:
             if counts is None or key not in before:  # as a whole it keeps its order
                 del value[key]
-        dict.update(value, before)  # a Counter would add
+        # update() of a Counter would add, and that of dict does not reach an OrderedDict's order.
+        (OrderedDict if isinstance(value, OrderedDict) else dict).update(value, before)
 
     return Place(name, read, write)
 

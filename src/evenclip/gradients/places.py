@@ -15,19 +15,18 @@ Each place has a copy of what it held, by identity, so a pass over all places is
 from __future__ import annotations
 
 import array
+import contextvars
 import ctypes
 import functools
 import io
 import mmap
 import random
-import sys
 import types
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,12 +34,26 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 
+from evenclip.gradients.code_places import (
+    CACHE,
+    Variables,
+    body,
+    cache,
+    function,
+    in_body,
+    in_function,
+    is_generated,
+    is_of_library,
+)
 from evenclip.gradients.place import (
     PLAIN,
     Place,
+    context,
     entries,
+    kinds,
     members,
     memory,
+    numbers,
     pairs,
     queue,
     sequence,
@@ -50,13 +63,9 @@ from evenclip.gradients.place import (
 
 __all__ = ["Places", "Reached", "modes"]
 
-_CACHE = type(functools.lru_cache(len))
-_LIBRARIES = frozenset(("site-packages", "dist-packages"))
 # Attributes of modules that are compared by name elsewhere, or that torch and tapes set in passes.
 _APART = frozenset(("_parameters", "_buffers", "_modules", "forward", "training"))
 _SHARDS = "__composable_api_"  # attributes in which torch keeps the shards of a model
-# In the bodies of classes: what Python and torch keep there.
-_OF_PYTHON = frozenset(("__dict__", "__weakref__", "_abc_impl", "_autograd_function_id"))
 
 
 @dataclass
@@ -93,10 +102,13 @@ class Places:
         self.objects, self.code = Reached(), Reached()
         self._seen, self._kept = set(without), list[Any]()  # kept, so that no id is used again
         self._later: list[tuple[str, Any]] = []
+        self._objects, self._variables = list[Any](), Variables()
         self._walk(list(roots), self.objects)
+        self.objects.places.append(kinds(self._objects))
         while self._later:
             later, self._later = self._later, []
             self._walk(later, self.code)
+        self.code.places += self._variables.places
 
     def _walk(self, stack: list[tuple[str, Any]], reached: Reached) -> None:
         """Add the places of values and of what they hold; leave code for later."""
@@ -104,7 +116,7 @@ class Places:
             name, value = stack.pop()
             if isinstance(value, PLAIN) or id(value) in self._seen or _is_of_shards(value):
                 continue
-            if isinstance(value, type | types.FunctionType | _CACHE):
+            if isinstance(value, type | types.FunctionType | CACHE):
                 if reached is self.objects:
                     self._later.append((name, value))
                 else:
@@ -114,9 +126,11 @@ class Places:
             self._see(value)
             if isinstance(value, Tensor):
                 reached.tensors.append((name, value))
-            elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            elif isinstance(value, np.ndarray) and _is_in_order(value):
                 reached.tensors.append((name, _as_tensor(value)))
             reached.places += _places(name, value)
+            if reached is self.objects and isinstance(getattr(value, "__dict__", None), dict):
+                self._objects.append(value)
             stack += [(name, part) for part in _parts(value)]
             self._later += [(name, part) for part in _code_of(value)]
 
@@ -127,18 +141,19 @@ class Places:
     def _add_code(self, value: Any, places: list[Place], stack: list[tuple[str, Any]]) -> None:
         """Add the places of a function, a class or a cache."""
         name = f"{value.__module__}.{value.__qualname__}"
-        if isinstance(value, _CACHE):
-            places.append(_cache(f"the cache of {name}", value))
+        if isinstance(value, CACHE):
+            places.append(cache(f"the cache of {name}", value))
             stack.append((name, value.__wrapped__))
         elif isinstance(value, type):
             stack.append((name, type(value)))
             for base in value.__mro__:
-                if not _is_of_library(base.__module__):
-                    places.append(_class_body(base))
-                    stack += [(f"{name}.{own}", part) for own, part in _body(base)]
-        else:
-            places += _places_of_function(f"a variable of {name}", value)
-            stack += [(f"a variable of {name}", part) for part in _parts_of_function(value)]
+                if not is_of_library(base.__module__):
+                    places.append(body(base))
+                    stack += [(f"{name}.{own}", part) for own, part in in_body(base)]
+        elif not is_generated(value):
+            places.append(function(f"a variable of {name}", value))
+            held = [*in_function(value), *self._variables.of(value)]
+            stack += [(f"a variable of {name}", part) for part in held]
 
 
 # --- objects ------------------------------------------------------------------------------------
@@ -156,8 +171,10 @@ def _places(name: str, value: Any) -> Iterator[Place]:
         yield members(name, value)
     elif isinstance(value, np.ndarray) and value.dtype == object:
         yield entries(name, value)
-    elif isinstance(value, np.ndarray) and value.dtype.kind not in "biufc":
-        yield Place(name, lambda: (value.tobytes(),))
+    elif isinstance(value, np.ndarray) and not _is_in_order(value):
+        yield numbers(name, value)
+    elif isinstance(value, contextvars.ContextVar):
+        yield context(name, value)
     elif isinstance(value, io.BytesIO | io.StringIO):
         yield stream(name, value)
     elif isinstance(value, array.array | ctypes.Array | ctypes.Structure | memoryview | mmap.mmap):
@@ -173,7 +190,6 @@ def _places(name: str, value: Any) -> Iterator[Place]:
         yield pairs(name, vars(value), _is_own)
     elif isinstance(own, dict) and not isinstance(value, types.ModuleType):
         yield pairs(name, own)
-        yield variable(name, value, "__class__")
     for slot in _slots(type(value)):
         yield variable(name, value, slot)
 
@@ -238,7 +254,7 @@ def modes(modules: Sequence[nn.Module]) -> Place:
 def _code_of(value: Any) -> list[Any]:
     """Return the class of an object, if it is in no library."""
     kind = type(value)
-    return [] if all(_is_of_library(base.__module__) for base in kind.__mro__) else [kind]
+    return [] if all(is_of_library(base.__module__) for base in kind.__mro__) else [kind]
 
 
 def _slots(kind: type) -> list[str]:
@@ -252,102 +268,22 @@ def _slots(kind: type) -> list[str]:
     ]
 
 
+def _is_in_order(value: np.ndarray[Any, Any]) -> bool:
+    """Return whether an array has numbers without gaps, so that a tensor can share its memory."""
+    return value.dtype.kind in "biufc" and value.flags.c_contiguous
+
+
 def _as_tensor(value: np.ndarray[Any, Any]) -> Tensor:
-    """Return the bytes of an array as a tensor in the same memory, if it has such memory."""
-    plain = value if value.flags.c_contiguous else value.copy()
+    """Return the bytes of an array as a tensor in the same memory."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given (NumPy array|buffer) is not writ")
-        return torch.from_numpy(plain.reshape(-1).view(np.uint8))
+        return torch.from_numpy(value.reshape(-1).view(np.uint8))
 
 
 def _state_of(value: np.random.Generator | np.random.RandomState) -> Any:
     if isinstance(value, np.random.Generator):
         return value.bit_generator.state
     return value.get_state()
-
-
-# --- code ---------------------------------------------------------------------------------------
-
-
-def _places_of_function(name: str, value: types.FunctionType) -> Iterator[Place]:
-    """Yield the places that a function reads and writes."""
-    yield pairs(name, vars(value))
-    yield pairs(name, value.__annotations__)
-    for attribute in ("__defaults__", "__kwdefaults__", "__code__"):
-        yield variable(name, value, attribute)
-    for cell in value.__closure__ or ():
-        yield variable(name, cell, "cell_contents")
-    if not _is_of_library(value.__module__):
-        names = _names(value.__code__)
-        variables = value.__globals__
-        yield pairs(name, variables, lambda key: key in names)
-
-
-def _parts_of_function(value: types.FunctionType) -> list[Any]:
-    """Return what a function can reach."""
-    parts: list[Any] = [value.__defaults__, value.__kwdefaults__, vars(value)]
-    parts += [getattr(cell, "cell_contents", None) for cell in value.__closure__ or ()]
-    if not _is_of_library(value.__module__):
-        names = _names(value.__code__)
-        held = [part for name, part in value.__globals__.items() if name in names]
-        for part in held:
-            if isinstance(part, types.ModuleType):
-                if not _is_of_library(part.__name__):
-                    parts += [v for own, v in vars(part).items() if own in names]
-            else:
-                parts.append(part)
-    return parts
-
-
-def _names(code: types.CodeType) -> frozenset[str]:
-    """Return all names in the code of a function that are not local to it."""
-    inner = (_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
-
-
-def _class_body(value: type) -> Place:
-    """Return the place of the attributes of a class."""
-
-    def read() -> tuple[Any, ...]:
-        return tuple(part for pair in _body(value) for part in pair)
-
-    def write(held: tuple[Any, ...]) -> None:
-        before = dict(zip(held[::2], held[1::2], strict=True))
-        for name, part in _body(value):
-            if name not in before:
-                delattr(value, name)
-            elif part is not before[name]:
-                setattr(value, name, before[name])
-
-    return Place(f"an attribute of the class {value.__qualname__}", read, write)
-
-
-def _body(value: type) -> list[tuple[str, Any]]:
-    """Return the attributes of a class, by name."""
-    return [(name, part) for name, part in list(vars(value).items()) if name not in _OF_PYTHON]
-
-
-def _cache(name: str, value: Any) -> Place:
-    """Return the place of a cache, which is emptied when it has a new result."""
-    place: Place
-
-    def write(held: tuple[Any, ...]) -> None:
-        del held
-        value.cache_clear()
-        place.held = (value.cache_info().misses,)
-
-    place = Place(name, lambda: (value.cache_info().misses,), write)
-    return place
-
-
-@functools.cache
-def _is_of_library(name: str | None) -> bool:
-    """Return whether a module is Python's own, torch's, this package's or an installed one."""
-    top = (name or "").partition(".")[0]
-    if top in sys.stdlib_module_names or top in ("torch", "evenclip"):
-        return True
-    file = getattr(sys.modules.get(name or ""), "__file__", None)
-    return file is not None and not _LIBRARIES.isdisjoint(Path(file).parts)
 
 
 def _version(tensor: Tensor) -> int:

@@ -87,7 +87,7 @@ def plan(
         )
     each = per_sample(loss)
     x3, y3 = three_samples((x, y))
-    with undisturbed(model, each):
+    with undisturbed(model, each) as put_back:
         _refuse_draws(model, each, x3, y3)
         _stateless_forward(model, each, x3, y3)
         if independence is None and independent_by_layers(model, loss, x3, y3):
@@ -98,6 +98,7 @@ def plan(
         _try_one_sample(model, each, x3, y3)
         company = _company(model, each, x, y)
         why = _why_at_once(model, each, x3, y3) if maps else "its parameters are sharded"
+        put_back()
         tape = _other_tape(model, each, (x3, y3), company, independence, why)
     if tape is None:
         raise _unverified(model)

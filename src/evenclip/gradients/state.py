@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from evenclip.gradients.bits import sums
 from evenclip.gradients.errors import ModelError
 from evenclip.gradients.losses import user_loss
-from evenclip.gradients.place import Place, forwards, kinds, marks
+from evenclip.gradients.place import Place, forwards, marks
 from evenclip.gradients.places import Places, modes
 
 __all__ = ["ModelState", "states_of"]
@@ -72,7 +72,7 @@ class ModelState:
         self._objects, self._code = self._places.objects, self._places.code
         modules = list(self._modules.values())
         self._code.places.append(modes(modules))
-        self._objects.places += [kinds(modules), forwards(modules)]
+        self._objects.places.append(forwards(modules))
         if self._whole:
             tensors = [*self._own(nn.Module.parameters), *self._own(nn.Module.buffers)]
             trained = [t for t in tensors if t.requires_grad]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,17 +27,25 @@ __all__ = [
 
 
 @contextmanager
-def undisturbed(model: nn.Module, loss: Any) -> Iterator[None]:
+def undisturbed(model: nn.Module, loss: Any) -> Iterator[Callable[[], None]]:
     """Restore torch's generators, the model's buffers, and what model and loss keep on exit.
+
+    The function it gives restores what they keep before: a copy of a model that keeps an output
+    fails, for example.
 
     Raises:
         ModelError: a parameter or an attribute has changed that cannot be restored.
     """
     before = {name: b.clone() for name, b in model.named_buffers()}
     states = states_of(model, loss)
+
+    def put_back() -> None:
+        for state in states:
+            state.put_back()
+
     try:
         with torch.random.fork_rng(devices=_gpus()):
-            yield
+            yield put_back
         for state in states:
             state.check()
     finally:

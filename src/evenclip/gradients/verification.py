@@ -40,13 +40,14 @@ def first_right(
         tapes: tapes of this model and loss.
     """
     reasons = []
-    for tape in tapes:
-        with undisturbed(model, loss), tape.recording(), checkable(tape, model):
-            reasons.append(disagreement(tape, model, loss, x, y))
-            if not reasons[-1]:
-                same_draws()
-                tape.cancels = tape(x, y).cancels
-                return tape, reasons[0]
+    with undisturbed(model, loss):
+        for tape in tapes:
+            with tape.recording(), checkable(tape, model):
+                reasons.append(disagreement(tape, model, loss, x, y))
+                if not reasons[-1]:
+                    same_draws()
+                    tape.cancels = tape(x, y).cancels
+                    return tape, reasons[0]
     return None, reasons[0] if reasons else ""
 
 

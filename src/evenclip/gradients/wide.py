@@ -77,15 +77,24 @@ def without_dropout(model: nn.Module, *, everywhere: bool) -> Iterator[None]:
             module.training = training
 
 
-def differ(a: Tensor, b: Tensor, least: float) -> bool:
-    """Return whether tensors differ by more than rounding, relative to their largest number."""
+def differ(a: Tensor, b: Tensor, least: float, floor: float = 0.0) -> bool:
+    """Return whether tensors differ by more than rounding, relative to their largest number.
+
+    Args:
+        a: a tensor.
+        b: another one.
+        least: least tolerance, relative to the largest number.
+        floor: a difference that is always rounding, as where all numbers are differences of larger
+            ones.
+    """
     if a.shape != b.shape:
         return True
     if not a.is_floating_point():
         return not torch.equal(a, b)
     a, b = a.nan_to_num(), b.nan_to_num()
     scale = max(float(a.abs().amax()), float(b.abs().amax())) if a.numel() else 0.0
-    return scale > 0 and float((a - b).abs().amax()) > max(least, _TOLERANCE[a.dtype]) * scale
+    tolerance = max(least, _TOLERANCE[a.dtype]) * scale
+    return scale > 0 and float((a - b).abs().amax()) > max(tolerance, floor)
 
 
 def rows_of(rows: Sequence[int], value: Any) -> Any:

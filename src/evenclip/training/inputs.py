@@ -9,7 +9,7 @@ import copy
 import inspect
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from evenclip.data import Dataset, Streamed
 from evenclip.devices import device_of
 from evenclip.gradients.calls import call
+from evenclip.gradients.errors import first_line
 from evenclip.gradients.losses import Loss, per_sample
 from evenclip.gradients.plan import refuse_stateful
 from evenclip.gradients.state import states_of
@@ -56,7 +57,42 @@ def copy_to_device(
         device = "cpu" if parameter is None else parameter.device
     place = device_of(device)
     _check_weights(model)
-    return copy.deepcopy(model).to(place).train(), place
+    return _copied(model).to(place).train(), place
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Return a copy of the model.
+
+    Raises:
+        ValueError: something in it cannot be copied, for example the result of an operation.
+    """
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # anything that a class of an attribute may raise
+        where = next((name for name, value in _held(model) if _is_result(value)), None)
+        if where is None:
+            raise ValueError(
+                f"The model cannot be copied ({first_line(error)}), and training leaves the given "
+                "one as it is; remove what cannot be copied from its attributes."
+            ) from error
+        raise ValueError(
+            f"The model cannot be copied, because {where} is the result of an operation on "
+            "parameters or inputs. Delete it; call torch.nn.utils.prune.remove on a pruned layer; "
+            "and use torch.nn.utils.parametrizations.weight_norm instead of "
+            "torch.nn.utils.weight_norm."
+        ) from error
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of all modules, with their names."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            yield f"{path}.{name}" if path else name, value
+
+
+def _is_result(value: Any) -> bool:
+    """Return whether a value is a tensor that has a history."""
+    return isinstance(value, Tensor) and value.grad_fn is not None
 
 
 def _check_weights(model: nn.Module) -> None:
