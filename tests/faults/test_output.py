@@ -11,6 +11,7 @@ import contextlib
 import csv
 import functools
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -273,12 +274,12 @@ def cases(long: bool) -> Iterator[tuple[str, Callable[[], None]]]:
     for name in NAMES if long else ("ANSI", "reversed"):
         for encoding in ENCODINGS if long else ("ascii",):
             yield f"refused: {name}, {encoding}", functools.partial(refused, NAMES[name], encoding)
-    for name in NAMES if long else ("ANSI", "new line"):
-        for encoding in ENCODINGS if long else ("ascii",):
-            yield (
-                f"train: {name}, {encoding}",
-                functools.partial(trained, NAMES[name], encoding, predict=True),
-            )
+    short = (("ANSI", "ascii"), ("new line", "utf-16"))
+    for name, encoding in itertools.product(NAMES, ENCODINGS) if long else short:
+        yield (
+            f"train: {name}, {encoding}",
+            functools.partial(trained, NAMES[name], encoding, predict=True),
+        )
     for name in STREAMS if long else ("head", "full", "no stream"):
         yield f"streams: {name}", functools.partial(streams, *STREAMS[name])
 
