@@ -60,6 +60,7 @@ ATTRIBUTES = File("celeba/list_attr_celeba.csv", also=("celeba/list_attr_celeba.
 PARTITION = File("celeba/list_eval_partition.csv", also=("celeba/list_eval_partition.txt",))
 IDENTITIES = File("celeba/identity_CelebA.txt")
 
+_LARGEST = 1024  # pixels; the images have 178 × 218
 BLOCK = 1024  # images decoded before they are written
 DIGEST = 32  # bytes of the SHA-256 at the end of a file of decoded images
 
@@ -90,9 +91,8 @@ def celeba(
         ImportError: Pillow is not installed.
     """
     check_kinds(celeba, locals())
-    check.natural(side=side)
-    if seed < 0:
-        raise ValueError(f"seed is {seed}; it must be a whole number of at least 0.")
+    check.at_most(_LARGEST, side=side)
+    check.whole(seed=seed)
     pictures = PICTURES.require(directory, ORIGIN)
     names, male, eyeglasses = _labels(ATTRIBUTES.require(directory, ORIGIN))
     listing = _listing(pictures)

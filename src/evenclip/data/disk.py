@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenclip.arguments import check_kinds
+from evenclip.arguments import check_fields, check_kinds
 
 __all__ = ["File", "cache_directory", "data_directory"]
 
@@ -35,7 +35,7 @@ class File:
     also: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_kinds(File, vars(self))
+        check_fields(File, self)
 
     def find(self, directory: Path | None) -> Path | None:
         """Return the file's full path, or None if it does not exist."""

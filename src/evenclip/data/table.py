@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from evenclip import check
-from evenclip.arguments import check_kinds, shown
+from evenclip.arguments import check_fields, check_kinds, shown
 from evenclip.data import schema as schemas
 from evenclip.data.columns import Column, listed
 from evenclip.data.dataset import Dataset, Splits
@@ -116,7 +116,7 @@ class TableOptions:
     records: int | None = None
 
     def __post_init__(self) -> None:
-        check_kinds(TableOptions, vars(self))
+        check_fields(TableOptions, self)
         if self.group_bins is not None:
             check.natural(group_bins=self.group_bins)
             if self.group_bins < 2:
@@ -151,7 +151,7 @@ def table(
         ValueError: a column does not exist, there is only one class or one group, the target is a
             number, rows do not fit the schema, or `read` refuses a file.
     """
-    check_kinds(table, {"seed": seed, "target": target, "group": group})
+    check_kinds(table, locals())
     check.whole(seed=seed)
     chosen = _chosen(options)
     schema, keep, drop, unit = chosen.schema, chosen.keep, chosen.drop, chosen.unit
