@@ -210,7 +210,7 @@ def _attempt(complaint: str, function: Callable[..., Any], *arguments: Any) -> A
             # torch only warns.
             warnings.filterwarnings("error", message="Using a target size")
             return function(*arguments)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, IndexError, ValueError, UserWarning) as error:
         said = " ".join(str(error).split()).removesuffix(".")
         raise ValueError(f"{complaint}; torch says: {said}.") from error
     except Exception as error:
