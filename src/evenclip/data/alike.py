@@ -1,15 +1,24 @@
-"""Notes on names and values that look alike, or hold characters that cannot be seen."""
+"""Notes on names and values that look alike or cannot be seen, and on numbers far from others."""
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from evenclip.data.encoder import Encoder
-from evenclip.data.values import shortened
+from evenclip.data.values import numbers, shortened
 
-__all__ = ["alike", "notes_of_columns", "notes_of_values"]
+if TYPE_CHECKING:
+    import pandas as pd
 
+__all__ = ["alike", "notes_of_columns", "notes_of_numbers", "notes_of_values"]
+
+_FAR = 1e6  # times the median
+_MOST = 1000  # values that are looked at
 _UNSEEN = ("Cc", "Cf", "Zl", "Zp", "Zs")
 
 
@@ -56,6 +65,40 @@ def notes_of_values(encoder: Encoder) -> list[str]:
                 f"{shortened(odd[0])}; if they are damaged, correct them."
             )
     return notes
+
+
+def notes_of_numbers(encoder: Encoder, frame: pd.DataFrame) -> list[str]:
+    """Return notes on columns whose mean and deviation a few values determine."""
+    notes = []
+    for column in encoder.columns:
+        if column.kind != "number":
+            continue
+        series = frame[column.column]
+        size = np.abs(numbers(series))  # [row]
+        lost = series[series.notna().to_numpy() & np.isnan(size)]
+        infinite = [value for value in lost.unique()[:_MOST] if _is_infinite(value)]
+        if infinite:
+            notes.append(
+                f"Column {column.column!r} has infinite values, such as "
+                f"{shortened(str(infinite[0]))}, which count as missing."
+            )
+        size = size[~np.isnan(size)]
+        least = _FAR * float(np.median(size)) if len(size) else 0.0
+        far = size[size > least] if least else size[:0]
+        if len(far):
+            notes.append(
+                f"Column {column.column!r} has {len(far)} values of up to {far.max():.3g}, more "
+                "than a million times the median; if they are damaged, or stand for missing ones, "
+                "correct them."
+            )
+    return notes
+
+
+def _is_infinite(value: object) -> bool:
+    try:
+        return math.isinf(float(str(value)))
+    except ValueError:
+        return False
 
 
 def alike(texts: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -31,7 +31,7 @@ import torch
 from evenclip import check
 from evenclip.arguments import check_fields, check_kinds, shown
 from evenclip.data import schema as schemas
-from evenclip.data.alike import notes_of_columns, notes_of_values
+from evenclip.data.alike import notes_of_columns, notes_of_numbers, notes_of_values
 from evenclip.data.columns import Column, listed
 from evenclip.data.dataset import Dataset, Splits
 from evenclip.data.distinct import TESTED, check_distinct_files, check_distinct_tables
@@ -197,6 +197,7 @@ def table(
         notes += _unlike(encoder, frames[1], rows.test)
     small = _small(splits.test)
     notes += [*notes_of_columns(list(frame.columns)), *notes_of_values(encoder)]
+    notes += notes_of_numbers(encoder, frame)
     notes += _doubts(splits, small)
     return Tabled(splits, encoder, tuple(uncovered), tuple(notes), small, unit, declared)
 
