@@ -235,6 +235,7 @@ STREAMS: dict[str, tuple[str, int, str | None]] = {
     "head": ("(EVENCLIP data --json; echo $? >&2) | true", 0, "1"),
     "full": ("EVENCLIP data > /dev/full", 2, "The output cannot be written (No space left on"),
     "no stdout": ("EVENCLIP data >&-", 0, None),
+    "deleted folder": ("mkdir x; cd x; rmdir ../x; EVENCLIP data", 2, "folder was deleted; change"),
     "no stderr": ("EVENCLIP train nothing.csv --target a --group b 2>&-", 2, None),
     "no stream": (
         "EVENCLIP epsilon --sigma 1 --rate 0.1 --steps 10 --delta 1e-5 <&- >&- 2>&-",
