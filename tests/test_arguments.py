@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import pytest
+import torch
 
-from evenclip.arguments import check_kinds, shown
+from evenclip.arguments import check_fields, check_kinds, check_path, plain, shown
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class Closing(Protocol):
+    def close(self) -> None: ...
 
 
 def _example(
@@ -22,6 +36,10 @@ def _example(
     call: Callable[[], None] = print,
     table: Mapping[str, int] | None = None,
     word: Literal["exact"] | bool = True,
+    rows: Sequence[Sequence[float]] = (),
+    frame: pd.DataFrame | None = None,
+    kind: type[os.PathLike] = Path,
+    closing: Closing | None = None,
 ) -> None:
     check_kinds(_example, locals())
 
@@ -39,6 +57,22 @@ REFUSED = [
     ("call", 3, "a function"),
     ("table", [], "a dict or None"),
     ("word", "x", "'exact' or True or False"),
+    ("number", Fraction(1, 2), "a number"),
+    ("number", Decimal(1), "a number"),
+    ("number", np.array(1.0), "a number"),
+    ("number", torch.tensor(1.0), "a number"),
+    ("whole", 1.5, "a whole number or None"),
+    ("whole", float("nan"), "a whole number or None"),
+    ("names", np.ones(2), "a list of texts"),
+    ("names", torch.ones(2), "a list of texts"),
+    ("names", {"a"}, "a list of texts"),
+    ("rows", [[1.0], ["x"]], "a list"),
+    ("table", {1: 1}, "a dict or None"),
+    ("table", {"a": "1"}, "a dict or None"),
+    ("path", b"x", "a text or a path"),
+    ("frame", {}, "a DataFrame or None"),
+    ("kind", int, "a class that derives from PathLike"),
+    ("closing", "x", "a Closing or None"),
 ]
 
 
@@ -60,3 +94,55 @@ def test_data_are_not_printed():
     assert shown(["secret"]) == "a list"
     assert shown(10**5000) == "a whole number of 16610 bits"
     assert len(shown("x" * 1000)) == 60
+
+
+def test_a_class_that_is_not_imported_is_known_by_its_name():
+    import pandas as pd
+
+    _example(frame=pd.DataFrame(), closing=io.StringIO(), names=np.array(["a"]))
+
+
+PATHS = {
+    "": "it must be a path.",
+    "a\0b": "it has a NUL character, which no path has: remove it.",
+    "\ud800": "it has a character that file names here cannot have: remove it.",
+    "a/" + "b" * 256: "it has a name of more than 255 bytes: give a shorter one.",
+    "a/" * 3000: "it has a name of more than 255 bytes: give a shorter one.",
+}
+
+
+@pytest.mark.parametrize("path", PATHS, ids=["empty", "NUL", "half", "long name", "long"])
+def test_a_path_that_no_file_has_is_refused(path):
+    says = f"path is {shown(path)}; {PATHS[path]}"
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
+        _example(path=path)
+    if path:
+        with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
+            check_path("path", Path(path))
+
+
+@dataclass(frozen=True)
+class _Fields:
+    number: float = 1.0
+    whole: int = 1
+    names: tuple[str, ...] = ()
+    values: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(_Fields, self)
+
+
+def test_fields_become_values_of_python():
+    """np.uint8(200) * 2 would be 144, and np.float16 has three digits."""
+    made = _Fields(np.float16(0.5), np.uint8(200), ["a"], np.array([1.0, 2.0]))
+    assert repr(made) == "_Fields(number=0.5, whole=200, names=('a',), values=[1.0, 2.0])"
+    assert made == _Fields(0.5, 200.0, np.array(["a"]), [1.0, 2.0])
+    assert type(plain(np.longdouble(0.5))) is float
+
+
+def test_an_object_that_cannot_be_printed_has_its_class_in_the_message():
+    class Odd(type):
+        def __repr__(cls) -> str:
+            raise RuntimeError
+
+    assert shown(Odd("Kind", (), {})) == "an Odd"

@@ -15,8 +15,6 @@ numpy.
 
 from __future__ import annotations
 
-import importlib
-
 # As in `typing`, which `python -m evenclip` would import from the current folder.
 TYPE_CHECKING = False
 
@@ -85,11 +83,15 @@ _MODULES = ("audit", "data", "export", "models", "sklearn")
 
 
 def __getattr__(name: str) -> Any:
+    # Here, because importlib imports `warnings`: before `evenclip.__main__` has left the current
+    # folder, a file warnings.py there would be executed.
+    from importlib import import_module
+
     if name in _MODULES:
-        return importlib.import_module(f"evenclip.{name}")
+        return import_module(f"evenclip.{name}")
     for home, names in _HOMES.items():
         if name in names:
-            return getattr(importlib.import_module(f"evenclip.{home}"), name)
+            return getattr(import_module(f"evenclip.{home}"), name)
     raise AttributeError(f"module 'evenclip' has no attribute {name!r}")
 
 

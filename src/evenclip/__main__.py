@@ -34,6 +34,16 @@ def _leave_current_folder() -> None:
 def main() -> None:
     """Run the command line, and exit."""
     _leave_current_folder()
+    try:
+        os.getcwd()
+    except OSError:  # torch's library would end the process with a message of its own
+        from evenclip import terminal
+
+        terminal.prepare()
+        terminal.say(
+            "evenclip: The current folder was deleted; change into another one.", error=True
+        )
+        sys.exit(2)
     from evenclip.cli import main as run
 
     run()

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import math
 import traceback
-from numbers import Real
 from typing import Any
 
-from evenclip.arguments import shown
+from evenclip.arguments import is_number, shown
 
-__all__ = ["MOST_STEPS", "finite", "fraction", "natural", "positive", "real", "reason", "whole"]
+__all__ = [
+    "MOST_STEPS",
+    "at_most",
+    "finite",
+    "fraction",
+    "natural",
+    "positive",
+    "real",
+    "reason",
+    "whole",
+]
 
 _MOST = 1e30  # 32-bit floats compute with smaller numbers without overflow
 _MOST_WHOLE = 2**53  # the largest that double precision and JSON hold exactly
@@ -65,6 +74,20 @@ def _check_whole(named: dict[str, int], least: int) -> None:
             )
 
 
+def at_most(most: int, **named: int) -> None:
+    """Raise unless every value is a whole number from 1 to `most`.
+
+    >>> at_most(100, n=10**12)
+    Traceback (most recent call last):
+    ...
+    ValueError: n is 1000000000000; it must be at most 100.
+    """
+    natural(**named)
+    for name, value in named.items():
+        if value > most:
+            raise ValueError(f"{name} is {shown(value)}; it must be at most {most:,}.")
+
+
 def fraction(**named: float) -> None:
     """Raise unless every value lies above 0 and at most at 1."""
     for name, value in named.items():
@@ -72,8 +95,8 @@ def fraction(**named: float) -> None:
             raise ValueError(f"{name} is {shown(value)}; it must lie above 0 and at most at 1.")
 
 
-def reason(error: BaseException, path: str) -> str:
-    """Return an error of custom code in a file, with the line of that file where it was raised."""
+def reason(error: BaseException, path: str = "") -> str:
+    """Return an error of custom code in one line, with the line of its file where it was raised."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
     place = f" (line {lines[-1]})" if lines else ""
     kind, text = type(error).__name__, " ".join(f"{error}".split()).removesuffix(".")
@@ -82,7 +105,7 @@ def reason(error: BaseException, path: str) -> str:
 
 def _number(value: Any) -> bool:
     """Return whether the value is a finite number of Python or numpy, and no flag."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not is_number(value):
         return False
     try:
         return math.isfinite(float(value))

@@ -42,7 +42,8 @@ def mlp(
         check.natural(hidden=width)
     check.natural(inputs=inputs, classes=classes)
     widths = [int(inputs), *(int(width) for width in hidden), int(classes)]
-    _check_size("hidden", hidden, sum((a + 1) * b for a, b in pairwise(widths)))
+    size = sum((a + 1) * b for a, b in pairwise(widths))
+    _check_size(size, inputs=inputs, hidden=list(hidden), classes=classes)
     layers: list[nn.Module] = []
     with seeded(seed):
         for width_in, width_out in pairwise(widths[:-1]):
@@ -64,7 +65,7 @@ def sigmoid_then_softmax(inputs: int = 59, classes: int = 2, *, seed: int = 0) -
     """
     check_kinds(sigmoid_then_softmax, locals())
     check.natural(inputs=inputs, classes=classes)
-    _check_size("inputs", inputs, (int(inputs) + 1) * int(classes))
+    _check_size((int(inputs) + 1) * int(classes), inputs=inputs, classes=classes)
     with seeded(seed):
         return nn.Sequential(nn.Linear(int(inputs), int(classes)), nn.Sigmoid())
 
@@ -85,7 +86,8 @@ def cnn(channels: int = 1, side: int = 28, classes: int = 10, *, seed: int = 0) 
     check_kinds(cnn, locals())
     check.natural(channels=channels, side=side, classes=classes)
     channels, side, classes = int(channels), int(side), int(classes)
-    _check_size("side", side, 288 * channels + 16 * side**2 * classes)
+    size = 288 * channels + 16 * side**2 * classes
+    _check_size(size, channels=channels, side=side, classes=classes)
     if side < 5:
         raise ValueError(
             f"side is {side}; two 3×3 convolutions without padding need at least 5 pixels."
@@ -111,12 +113,12 @@ def trainable(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def _check_size(name: str, value: object, parameters: int) -> None:
+def _check_size(parameters: int, **given: object) -> None:
     """Raise before a network is allocated that is too large to train."""
     if parameters > _MOST_PARAMETERS:
-        text = list(value) if isinstance(value, Sequence) else value
+        text = ", ".join(f"{name} is {value}" for name, value in given.items())
         raise ValueError(
-            f"{name} is {text}, so the network would have {parameters:,} parameters; at most "
+            f"{text}, so the network would have {parameters:,} parameters; at most "
             f"{_MOST_PARAMETERS:,} are supported: give smaller numbers."
         )
 

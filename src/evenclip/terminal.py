@@ -174,7 +174,9 @@ def finish() -> int:
         OSError: the output cannot be written, as on a full disk.
     """
     try:
-        _write(sys.stdout, "")
+        if sys.stdout is not None:
+            with _explained(sys.stdout):
+                sys.stdout.flush()
     except BrokenPipeError:
         return 1
     return 0

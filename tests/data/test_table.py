@@ -845,7 +845,7 @@ def test_too_many_labels_are_refused():
 def test_something_else_is_no_table():
     assert (
         refusal(TypeError, lambda: table([1, 2], target="y", group="g"))
-        == "The table (source or test) is a list; give the path of a file or a pandas DataFrame."
+        == "source is a list; it must be a text, a path or a DataFrame."
     )
 
 

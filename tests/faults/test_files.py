@@ -12,7 +12,10 @@ import contextlib
 import functools
 import io
 import json
+import os
 import shutil
+import signal
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -254,6 +257,87 @@ def damages(content: bytes, count: int) -> Iterator[tuple[str, bytes]]:
     yield "no text", b"\xff\xfe\x00" + content
 
 
+def rewritings(content: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield (name, content) of JSON that other programs write, with the same values or others."""
+    try:
+        value, text = json.loads(content.splitlines()[0]), content.decode()
+    except (ValueError, IndexError):
+        try:
+            value, text = json.loads(content), content.decode()
+        except ValueError:
+            return
+    first = next((name for name in value if isinstance(name, str)), "a")
+    yield "byte order mark", b"\xef\xbb\xbf" + content
+    yield "Windows", content.replace(b"\n", b"\r\n")
+    yield "UTF-16", text.encode("utf-16")
+    yield "UTF-7", text.encode("utf-7")
+    yield "Latin-1", content.replace("ü".encode(), b"\xfc") + b" "
+    yield "blanks", b" \n\t" + content + b"\n\n"
+    yield "form feed", b"\x0c" + content
+    yield "comment", content + b"// a comment\n"
+    yield "comma at the end", text.replace("}", ",}").encode()
+    yield "single quotes", text.replace('"', "'").encode()
+    yield "a name twice", text.replace("{", f'{{"{first}": 1, ', 1).encode()
+    yield "a name twice, equal", text.replace("{", '{"checksum": null, ', 1).encode()
+    yield "infinity", text.replace("{", '{"more": Infinity, ', 1).encode()
+    yield "NaN", text.replace("1", "NaN", 1).encode()
+    yield "overflow", text.replace("1", "1e400", 1).encode()
+    yield "huge number", text.replace("1", "9" * 5000, 1).encode()
+    yield "a fraction", text.replace("1", "1.0", 1).encode()
+    yield "an exponent", text.replace("1", "1e0", 1).encode()
+    yield "a text", text.replace("1", '"1"', 1).encode()
+    yield "negative zero", text.replace("0", "-0", 1).encode()
+    yield "escapes", json.dumps(value, ensure_ascii=True, indent=3).encode()
+    yield "sorted", json.dumps(value, ensure_ascii=False, sort_keys=True).encode()
+    yield "upper case", text.replace(first, first.upper(), 1).encode()
+    yield "half a character", text.replace("{", '{"\\ud800": 1, ', 1).encode()
+    yield "NUL in a name", text.replace("{", '{"\\u0000": 1, ', 1).encode()
+    yield "decomposed", text.replace("ü", "u\u0308").encode()
+    yield "in a list", b"[" + content.strip() + b"]"
+    yield "empty object", b"{}"
+    yield "true for numbers", text.replace("1", "true", 1).encode()
+    yield "another version", text.replace(": 1", ": 99", 1).encode()
+
+
+def _become(kind: str, path: Path) -> None:
+    """Put something else in the place of a file, or change it otherwise than in its content."""
+    kept = path.with_name(f"kept-{path.name}")
+    if kind in ("more bytes by a hole", "future", "before 1970", "another name", "neighbours"):
+        if kind == "more bytes by a hole":
+            os.truncate(path, 2**36)
+        elif kind == "another name":
+            path.rename(path.with_name(path.name.upper()))
+        elif kind == "neighbours":
+            for name in ("x", ".hidden", f"{path.name}~", f"{path.name}.tmp", "Thumbs.db"):
+                (path.parent / name).write_text("x")
+        else:
+            os.utime(path, ((2**33, 2**33) if kind == "future" else (-10, -10)))
+        return
+    path.rename(kept)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as place:
+            here = os.open(path.parent, os.O_RDONLY)
+            place.bind(f"/proc/self/fd/{here}/{path.name}")  # a path of 108 bytes at most
+            os.close(here)
+    elif kind == "hard link":
+        os.link(kept, path)
+    else:
+        links = {"link": kept, "link to itself": path, "dead link": path.with_name("none"),
+                 "link to zeros": Path("/dev/zero"), "link to a folder": path.parent}  # fmt: skip
+        path.symlink_to(links[kind])
+
+
+BECOMES = (
+    "folder", "pipe", "socket", "link", "link to itself", "dead link", "link to zeros",
+    "link to a folder", "hard link", "more bytes by a hole", "future", "before 1970",
+    "another name", "neighbours",
+)  # fmt: skip
+
+
 def _other_digit(content: bytes, at: int) -> bytes:
     """Change the first digit from a place on."""
     for i in range(at, len(content)):
@@ -277,8 +361,8 @@ def _check(sample: Sample, folder: Path, damaged: Path, answer: str) -> None:
     assert read == answer, f"SILENT {damaged.name}"
 
 
-def _case(kind: kinds.Kind, name: str, content: Callable[[Path, Path], bytes | None]) -> None:
-    """Damage one file of a kind, and read."""
+def _case(kind: kinds.Kind, name: str, content: Callable[[Path, Path], Any]) -> None:
+    """Damage one file of a kind, and read: other content, nothing (None), or one of `BECOMES`."""
     sample, kept = SAMPLES[kind], _written(kind, 0)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "copy"
@@ -286,11 +370,33 @@ def _case(kind: kinds.Kind, name: str, content: Callable[[Path, Path], bytes | N
         answer = json.dumps(sample.read(folder), sort_keys=True, default=str)
         path = folder / name
         damaged = content(path, Path(name))
-        if damaged is None:
+        if isinstance(damaged, str):
+            _become(damaged, path)
+        elif damaged is None:
             path.unlink()
         else:
             path.write_bytes(damaged)
-        _check(sample, folder, path, answer)
+        with _at_most(20):
+            _check(sample, folder, path, answer)
+
+
+@contextlib.contextmanager
+def _at_most(seconds: int) -> Iterator[None]:
+    """Raise if it takes longer, as with a pipe that nothing is written to."""
+    slow = []
+
+    def stop(*_: Any) -> None:
+        slow.append(True)
+        raise AssertionError("HANGS")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        assert not slow, "HANGS"  # also where the error was caught
 
 
 @functools.cache
@@ -316,7 +422,9 @@ def cases(long: bool = False) -> Iterator[tuple[str, Callable[[], None]]]:
     for kind, sample in SAMPLES.items():
         for name in _names(kind):
             content = (_written(kind, 0) / name).read_bytes()
-            for what, damaged in damages(content, 40 if long else 4):
+            others = [*rewritings(content), *((other, other) for other in BECOMES)]
+            some = others if long else others[len(name) % 5 :: 5]
+            for what, damaged in (*damages(content, 40 if long else 4), *some):
                 yield (
                     f"{kind.name}/{Path(name).name}/{what}",
                     functools.partial(_case, kind, name, lambda *_, d=damaged: d),

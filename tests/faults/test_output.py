@@ -11,6 +11,7 @@ import contextlib
 import csv
 import functools
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -234,6 +235,7 @@ STREAMS: dict[str, tuple[str, int, str | None]] = {
     "head": ("(EVENCLIP data --json; echo $? >&2) | true", 0, "1"),
     "full": ("EVENCLIP data > /dev/full", 2, "The output cannot be written (No space left on"),
     "no stdout": ("EVENCLIP data >&-", 0, None),
+    "deleted folder": ("mkdir x; cd x; rmdir ../x; EVENCLIP data", 2, "folder was deleted; change"),
     "no stderr": ("EVENCLIP train nothing.csv --target a --group b 2>&-", 2, None),
     "no stream": (
         "EVENCLIP epsilon --sigma 1 --rate 0.1 --steps 10 --delta 1e-5 <&- >&- 2>&-",
@@ -273,12 +275,12 @@ def cases(long: bool) -> Iterator[tuple[str, Callable[[], None]]]:
     for name in NAMES if long else ("ANSI", "reversed"):
         for encoding in ENCODINGS if long else ("ascii",):
             yield f"refused: {name}, {encoding}", functools.partial(refused, NAMES[name], encoding)
-    for name in NAMES if long else ("ANSI", "new line"):
-        for encoding in ENCODINGS if long else ("ascii",):
-            yield (
-                f"train: {name}, {encoding}",
-                functools.partial(trained, NAMES[name], encoding, predict=True),
-            )
+    short = (("ANSI", "ascii"), ("new line", "utf-16"))
+    for name, encoding in itertools.product(NAMES, ENCODINGS) if long else short:
+        yield (
+            f"train: {name}, {encoding}",
+            functools.partial(trained, NAMES[name], encoding, predict=True),
+        )
     for name in STREAMS if long else ("head", "full", "no stream"):
         yield f"streams: {name}", functools.partial(streams, *STREAMS[name])
 

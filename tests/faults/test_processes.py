@@ -59,6 +59,10 @@ SCRIPT = "from evenclip.__main__ import main; main()"  # with -P, as the script 
 COMPARE = (
     "compare people.csv --target hired --group sex --seeds 1 --epochs 1 --lr 0.1 --rules dpsgd"
 )
+LIMITS = {  # failures, and the sentence of docs/reliability.md that states them
+    r"planted: \w+, (module|-m): EXECUTED \['warnings'\]": "A file `warnings.py` in the current "
+    "folder is executed by `python -m evenclip`",
+}
 COMMANDS = {
     "compare": f"{COMPARE} --workers 2 --risk --out out",
     "train": "train people.csv --target hired --group sex --epochs 1 --epsilon 8",

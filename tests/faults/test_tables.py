@@ -7,6 +7,7 @@ import functools
 import gzip
 import io
 import lzma
+import math
 import os
 import random
 import re
@@ -104,6 +105,11 @@ def typed(**types: pa.DataType) -> bytes:
     return stored(made)
 
 
+def added(column: pa.Array) -> bytes:
+    """Return a Parquet file with another column."""
+    return stored(pa.Table.from_pandas(people()).append_column("more", column))
+
+
 def lying(old: bytes, new: bytes) -> bytes:
     """Return a Parquet file whose metadata say something else."""
     content = stored(people())
@@ -168,6 +174,22 @@ TEXTS: dict[str, Callable[[], bytes]] = {
     "half of the numbers unknown": lambda: everywhere(
         0, lambda v: v if int(v) % 2 else f"about {int(v) % 977}"
     ),
+    "no name": lambda: text((1, ",income,job,since,sex,hired\n")),
+    "names unlike in case": lambda: text((1, "age,AGE,job,since,sex,hired\n")),
+    "a name with a mark": lambda: text((1, "age,in\u202ecome,job,since,sex,hired\n")),
+    "a class in upper case": lambda: text(*(line(k, 5, "YES\n") for k in range(100, 150))),
+    "a class with a blank": lambda: text(*(line(k, 5, "yes\u00a0\n") for k in range(100, 150))),
+    "a group with a mark": lambda: text(*(line(k, 4, "f\u200b") for k in range(100, 150))),
+    "infinity": lambda: text(line(100, 1, "inf")),
+    "overflow": lambda: text(line(100, 1, "1e400")),
+    "a far number": lambda: text(line(100, 1, "1e300")),
+    "a sentinel": lambda: text(line(100, 0, "9223372036854775807")),
+    "a footer": lambda: text() + b"sum,,,,,\n",
+    "a comment": lambda: b"# exported\n" + text(),
+    "sep=": lambda: b"sep=,\n" + text(),
+    "SQLite": lambda: b"SQLite format 3\0" + bytes(500),
+    "Excel of 1997": lambda: bytes.fromhex("d0cf11e0a1b11ae1") + bytes(600),
+    "half characters": lambda: text().replace(b"baker", b"\xed\xa0\xbdx", 2),
     "semicolons and thousands": lambda: b"".join(
         part.encode().replace(b",", b";") if i == 0 else ";".join(
             [f"{int(part.split(',')[0]):,}", str(i % 70), *part.split(",")[2:]]
@@ -183,6 +205,15 @@ STORED: dict[str, Callable[[], bytes]] = {
     "large strings": lambda: typed(job=pa.large_string(), sex=pa.large_string()),
     "binary": lambda: typed(job=pa.binary(), sex=pa.binary()),
     "dictionaries": lambda: typed(job=pa.dictionary(pa.int8(), pa.string())),
+    "times": lambda: added(pa.array([1] * ROWS, pa.time64("us"))),
+    "late times": lambda: added(pa.array([2**60] * ROWS, pa.timestamp("us"))),
+    "no texts": lambda: added(pa.array([b"\xff"] * ROWS, pa.binary()).view(pa.string())),
+    "views of texts": lambda: added(pa.array(["a"] * ROWS, pa.string_view())),
+    "maps": lambda: added(pa.array([[("a", 1)]] * ROWS, pa.map_(pa.string(), pa.int8()))),
+    "nulls": lambda: added(pa.nulls(ROWS)),
+    "no rows": lambda: stored(people().head(0)),
+    "NUL in a name": lambda: stored(people().rename(columns={"age": "a\0b"})),
+    "infinity": lambda: stored(people().assign(income=math.inf)),
     "lists": lambda: stored(people().assign(job=[[1]] * ROWS)),
     "structs": lambda: stored(people().assign(job=[{"a": 1}] * ROWS)),
     "all null": lambda: stored(people().assign(job=None)),

@@ -119,7 +119,7 @@ def test_another_copy_of_a_named_dataset_is_refused(spec, tmp_path, monkeypatch)
         ),
         (
             ["--on", "slurm", "--gpus-per-run", "0.2"],
-            "gpus is 0.2; Slurm gives a job a whole number of them.",
+            "gpus is 0.2; it must be a whole number.",
         ),
         (
             ["--on", "ray", "--gpus-per-run", "1.5"],

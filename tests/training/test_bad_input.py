@@ -54,11 +54,11 @@ def refused(toy):
 
 
 @pytest.mark.parametrize("name", ["epochs", "batch_size", "steps", "checkpoint_every"])
-@pytest.mark.parametrize("value", [0, -1, 1.5])
+@pytest.mark.parametrize("value", [0, -1])
 def test_whole_numbers(refused, name, value):
-    assert (
-        refused(**{name: value}) == f"{name} is {value}; it must be a whole number of at least 1."
-    )
+    says = f"{name} is {value}; it must be a whole number of at least 1."
+    assert refused(**{name: value}) == says
+    assert refused(TypeError, **{name: 1.5}).startswith(f"{name} is 1.5; it must be a whole number")
 
 
 @pytest.mark.parametrize("name", ["epochs", "batch_size", "steps", "checkpoint_every", "lr", "q"])
@@ -125,9 +125,9 @@ def test_the_delta_that_is_chosen_is_the_largest_power_of_ten_below_half_a_recor
     assert chosen < 1 / (2 * n) <= 10 * chosen * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("value", [-1, 1.5])
-def test_seed(refused, value):
-    assert refused(seed=value) == f"seed is {value}; it must be a whole number of at least 0."
+def test_seed(refused):
+    assert refused(seed=-1) == "seed is -1; it must be a whole number of at least 0."
+    assert refused(TypeError, seed=1.5) == "seed is 1.5; it must be a whole number or None."
 
 
 def test_a_text_is_no_seed(refused):
@@ -205,7 +205,7 @@ def test_a_width_that_the_model_does_not_take(toy, refused):
     x, y, group = toy.data()
     assert refused(data=(x[:, :4], y, group)) == (
         "The model does not take this input, of shape [sample, 4] and dtype torch.float64; torch "
-        "says: mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"
+        "says: mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)."
     )
 
 
@@ -384,7 +384,7 @@ class Plain(Rule):
 
 
 def test_a_rule_that_is_no_dataclass(refused):
-    assert refused(TypeError, rule=Plain()).startswith("rule is <")
+    assert refused(TypeError, rule=Plain()).startswith("rule is a Plain; it must")
 
 
 @dataclass(frozen=True)

@@ -157,10 +157,12 @@ def clipping_bound(
     given = locals()
     check_kinds(clipping_bound, given)
     check.finite(**given)
+    norm_a, norm_b, share_a, share_b = map(float, (norm_a, norm_b, share_a, share_b))
+    S, mean_square, spread, lr = map(float, (S, mean_square, spread, lr))
     if abs(share_a + share_b - 1) > 1e-9:
         raise ValueError(
-            f"The shares are {share_a} and {share_b}; this bound is for data with exactly two "
-            "groups, so give shares that add up to 1."
+            f"share_a is {share_a} and share_b is {share_b}; this bound is for data with exactly "
+            "two groups, so give shares that add up to 1."
         )
     first = share_a * norm_a**2 - share_b * norm_b**2 - abs(share_a - share_b) * norm_a * norm_b
     return lr * (first - S * (norm_a + norm_b) - mean_square / 2 - S**2 * (1 + spread) / 2)

@@ -32,7 +32,7 @@ from evenclip import check
 from evenclip.arguments import check_kinds
 from evenclip.audit import taylor
 from evenclip.gradients import Layout
-from evenclip.gradients.calls import check_samples, count
+from evenclip.gradients.calls import check_samples, count, taking
 from evenclip.gradients.losses import Loss, per_sample
 from evenclip.gradients.tape import LossOf
 
@@ -90,7 +90,7 @@ class Curvature:
             )
         self._whole, self._data = LossOf(model, per_sample(loss)), (x, y)
         self._rows = max(1, min(_ROWS, math.ceil(self.n / max(1, parts))))
-        with _without_dropout(model):
+        with _without_dropout(model), taking("The model or its loss", "these samples"):
             self._numbers = _saved_numbers(self._whole, tree_map(_first_sample, (x, y)))
         self._product = _forward_over_reverse
         self._taylor = taylor.takes(model) and isinstance(x, Tensor) and isinstance(y, Tensor)

@@ -203,8 +203,9 @@ class RiskTerms:
             raise ValueError(
                 f"sample is {sample}; a standard error needs at least 32 samples per group."
             )
-        self._data, self._loss, self._lr, self._every = data, loss, lr, every
-        self._batches, self._probes = batches, probes
+        seed = int(seed)
+        self._data, self._loss, self._lr, self._every = data, loss, float(lr), int(every)
+        self._batches, self._probes = int(batches), int(probes)
         self._eigenvalues, self._seed = eigenvalues, seed
         self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 1])))
         known = torch.unique(data.group).tolist()

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenclip.arguments import check_kinds
+from evenclip.audit.arrays import dense
 from evenclip.audit.metrics import predictions
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def metric_frame(
     import pandas as pd
 
     predicted = predictions(scores, y)
-    codes = group.cpu().numpy()
+    codes = dense("group", group).numpy()
     if codes.shape != predicted.shape:
         raise ValueError(
             f"group is {list(codes.shape)} and there are {len(predicted)} samples; give one for "

@@ -42,15 +42,17 @@ from torch.nn import functional as F
 
 from evenclip import check
 from evenclip.arguments import check_kinds
+from evenclip.audit.arrays import array_of, dense
 from evenclip.data import Dataset, Streamed
 from evenclip.devices import device_of
-from evenclip.gradients.calls import call
+from evenclip.gradients.calls import call, taking
 
 __all__ = ["NAMES", "by_group", "overall", "predictions", "scores", "worst"]
 
 NAMES = ("support", "accuracy", "loss", "selection_rate", "tpr", "fpr", "auc", "calibration_error")
 """Names of the metrics, in the order of the tables."""
 
+_MOST_GROUPS = 10**4
 BINS = 15  # as in most published calibration errors
 
 _Floats: TypeAlias = NDArray[np.float64]
@@ -89,8 +91,9 @@ def scores(
     place = data.y.device if isinstance(data, Dataset) else torch.device("cpu")
     answers = []
     with _evaluating(model), torch.no_grad():
-        for chunk in torch.split(torch.arange(len(data), device=place), rows):
-            answer = call(model, data.take(chunk).to(device).x)
+        for chunk in torch.split(torch.arange(len(data), device=place), int(rows)):
+            with taking("The model", "these rows"):
+                answer = call(model, data.take(chunk).to(device).x)
             _check_answer(answer, len(chunk))
             answers.append(answer.to("cpu", torch.float32))
     return torch.cat(answers)
@@ -112,7 +115,8 @@ def by_group(
         ValueError: if lengths differ, a class has no score, or a group is not one of 0 to K − 1.
     """
     check_kinds(by_group, locals())
-    check.natural(K=K)
+    check.at_most(_MOST_GROUPS, K=K)
+    K = int(K)
     judged = _judged(scores, y)
     codes = _codes(group, len(judged.y), K)
     columns = [_metrics(judged.take(np.flatnonzero(codes == k))) for k in range(K)]
@@ -138,10 +142,13 @@ def worst(values: Iterable[float | None], *, highest: bool = False) -> float | N
     (88.0, 0.5, True)
     """
     check_kinds(worst, locals())
-    defined = [value for value in values if value is not None and not math.isnan(value)]
+    given = array_of("values", list(values))  # [group]
+    if given.ndim != 1:
+        raise ValueError(f"values is {list(given.shape)}; it must have one number for each group.")
+    defined = given[~np.isnan(given)].tolist()
     if not defined:
         return None
-    return max(defined) if highest else min(defined)
+    return float(max(defined) if highest else min(defined))
 
 
 def predictions(scores: Tensor, y: Tensor) -> NDArray[np.int64]:
@@ -180,7 +187,7 @@ class _Judged(NamedTuple):
 def _judged(scores: Tensor, y: Tensor) -> _Judged:
     """Compute the values of each sample in float64, because sums over many samples follow."""
     _check_scores(scores, y)
-    s, target = scores.detach().to("cpu", torch.float64), y.detach().to("cpu", torch.int64)
+    s, target = dense("scores", scores, torch.float64), dense("y", y)
     broken = ~s.isfinite().all(dim=1)  # [sample]
     s = s.masked_fill(broken[:, None], 0.0)
     another = (target + 1) % s.shape[1]
@@ -316,9 +323,7 @@ def _codes(group: Tensor | None, n: int, K: int) -> _Ints:
         raise ValueError(
             f"group is None and K is {K}; give each sample's group, or K = 1 for everybody as one."
         )
-    codes: _Ints = (
-        np.zeros(n, np.int64) if group is None else group.detach().to("cpu", torch.int64).numpy()
-    )
+    codes: _Ints = np.zeros(n, np.int64) if group is None else dense("group", group).numpy()
     if codes.shape != (n,):
         raise ValueError(
             f"group is {list(codes.shape)} and there are {n} samples; give one group for each "

@@ -62,6 +62,7 @@ LEAST_SEEDS = 5
 LEVEL = 0.05
 """Largest corrected p of a verdict that there is a difference."""
 
+_MOST_DRAWS = 10**6
 # Minimum number of values for an interval.
 _LEAST = 3
 # Separates this stream from other streams with the same seed.
@@ -106,7 +107,7 @@ def t_interval(values: Values, level: float = 0.95) -> tuple[float, float] | Non
     mean, se = mean_se(values)
     if mean is None or se is None:
         return None
-    half = student(len(_defined(values)) - 1, level) * se
+    half = student(len(_defined(values)) - 1, float(level)) * se
     return mean - half, mean + half
 
 
@@ -130,7 +131,7 @@ def bootstrap_interval(
     """
     check_kinds(bootstrap_interval, {"level": level, "draws": draws, "seed": seed})
     _check_level(level)
-    check.natural(draws=draws)
+    check.at_most(_MOST_DRAWS, draws=draws)
     check.whole(seed=seed)
     defined = _defined(values)
     n = len(defined)
@@ -138,9 +139,9 @@ def bootstrap_interval(
         return None
     from scipy.special import ndtr
 
-    stream = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, _STREAM])))
-    means = defined[stream.integers(n, size=(draws, n))].mean(axis=1)  # [draw]
-    tail = float(ndtr(-math.sqrt(n / (n - 1)) * student(n - 1, level)))
+    stream = np.random.Generator(np.random.PCG64(np.random.SeedSequence([int(seed), _STREAM])))
+    means = defined[stream.integers(n, size=(int(draws), n))].mean(axis=1)  # [draw]
+    tail = float(ndtr(-math.sqrt(n / (n - 1)) * student(n - 1, float(level))))
     low, high = np.quantile(means, [tail, 1 - tail])
     return float(low), float(high)
 
@@ -193,7 +194,7 @@ def smallest_p(n: int) -> float:
     """
     check_kinds(smallest_p, locals())
     check.whole(n=n)
-    return 0.5**n
+    return 0.5 ** int(n)
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:

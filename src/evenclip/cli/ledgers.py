@@ -132,7 +132,7 @@ def _content(path: Path) -> str:
     try:
         if listed is not None and (path.parent / files.MANIFEST).is_file():
             return files.read_folder(path.parent, listed, [path.name])[path.name].decode()
-        return path.read_text(encoding="utf-8")
+        return files.read(path).decode()
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); {_EXPECTED}.") from error
     except UnicodeDecodeError as error:
@@ -147,7 +147,7 @@ def _read_json(path: Path) -> Held:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}); {_EXPECTED}.") from error
     if isinstance(values, dict) and "checksum" in values:
-        values = files.unsealed(path.read_bytes(), path, kinds.STATEMENT)
+        values = files.unsealed(content.encode(), path, kinds.STATEMENT)
     facts: dict[str, Any] = values if isinstance(values, dict) else {"ledger": values}
     if not isinstance(facts.get("ledger"), list):
         raise ValueError(f"{path} holds no ledger; {_EXPECTED}.")

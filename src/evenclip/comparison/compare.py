@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from evenclip import check
-from evenclip.arguments import check_kinds, shown
+from evenclip.arguments import check_kinds, plain, shown
 from evenclip.comparison.collect import collect
 from evenclip.comparison.plan import Changes, in_words, make_plan
 from evenclip.comparison.result import Comparison
@@ -104,7 +104,11 @@ def compare(
     chosen, executor = _seeds(seeds), _executor(workers, on)
     _check_device(device, tf32, executor)
     kept = Store(default_root() if store is None else store)
+    # Plain numbers, because numpy's cannot be written to JSON.
+    epsilon, delta, lr = plain(epsilon), plain(delta), plain(lr)
+    epochs, batch_size = plain(epochs), plain(batch_size)
     changes = Changes(epsilon, delta, epochs, batch_size, lr, model, rows, tf32)
+    rules = None if rules is None else list(rules)
     if show is not None and not hasattr(show, "planned"):
         raise TypeError(f"show is {shown(show)}; it must receive progress, or be left out.")
     display = Silent() if show is None else show

@@ -70,12 +70,27 @@ def make_plan(
     n = train.n
     plan = _changed(choose_protocol(described, train, rules, match), changes, n)
     plan, notes = paced(plan, n, "name" in described)
+    _check_steps(plan, changes, n)
     plan, left_out = _suited(plan, train)
     if changes.epsilon is not None:
         check.positive(epsilon=changes.epsilon)
         plan = _calibrated(plan, changes.epsilon, train)
     plan = _tried(plan, train)
     return plan, [*notes, *left_out, *_doubts(plan, n), *_without_epsilon(plan)]
+
+
+def _check_steps(plan: Protocol, changes: Changes, n: int) -> None:
+    """Raise if there are too many steps, or too many for δ."""
+    steps = plan.epochs * math.ceil(n / plan.batch_size)
+    if steps > check.MOST_STEPS:
+        raise ValueError(
+            f"epochs is {plan.epochs}, which are {steps} steps; a run has at most "
+            f"{check.MOST_STEPS}: give fewer."
+        )
+    if changes.delta is not None and any(method.rule.bounded for method in plan.methods):
+        from evenclip.mechanism.accounting import check_delta_of_steps
+
+        check_delta_of_steps(changes.delta, steps)
 
 
 def choose_protocol(

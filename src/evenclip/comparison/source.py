@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from evenclip.arguments import shown
+from evenclip.arguments import check_path, shown
 from evenclip.data import SOURCES, Dataset, Source, Splits, data_directory
 from evenclip.files import kinds, private_folder, write
 from evenclip.sweep import Store
@@ -88,6 +88,7 @@ def describe_data(
             f"data is {shown(data)}; give the name of a dataset, a file, "
             "file.py:name for your own dataset, a DataFrame, or Splits."
         )
+    check_path("data", data)
     if ".py:" in str(data):
         return _custom(str(data), target, group, options, data_dir)
     path = Path(data)

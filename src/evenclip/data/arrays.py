@@ -39,6 +39,7 @@ def inputs(x: Any) -> Inputs:
 
 def coded(name: str, values: Any, names: tuple[str, ...]) -> tuple[Tensor, tuple[str, ...]]:
     """Return targets or groups as a tensor, and their names; by default the sorted strings."""
+    _refuse_masked(name, values)
     if not isinstance(values, np.ndarray) or values.dtype.kind not in "UOT":
         return whole(_tensor(name, values)), names
     if not all(isinstance(value, str) for value in values.flat):
@@ -82,6 +83,7 @@ def _tensor(name: str, value: Any) -> Tensor:
     """Return a tensor; numpy arrays are copied, floating ones to torch's default dtype."""
     if isinstance(value, Tensor):
         return value
+    _refuse_masked(name, value)
     if isinstance(value, bool | int | float):
         return torch.tensor(value)
     if not isinstance(value, np.ndarray | np.generic):
@@ -93,6 +95,17 @@ def _tensor(name: str, value: Any) -> Tensor:
     default = torch.empty(0).numpy().dtype
     dtype = default if value.dtype.kind == "f" else value.dtype.newbyteorder("=")
     return torch.from_numpy(np.array(value, dtype=dtype, order="C"))
+
+
+def _refuse_masked(name: str, value: Any) -> None:
+    """Raise for a masked array with missing values, which a tensor would hold as numbers."""
+    is_masked = isinstance(value, np.ma.MaskedArray)
+    missing = int(np.asarray(value.mask).sum()) if is_masked else 0
+    if missing:
+        raise ValueError(
+            f"{name} is a masked array with {missing} missing values; fill them in, or leave their "
+            "rows out."
+        )
 
 
 def whole(values: Tensor) -> Tensor:

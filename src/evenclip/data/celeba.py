@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import os
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -60,7 +61,9 @@ ATTRIBUTES = File("celeba/list_attr_celeba.csv", also=("celeba/list_attr_celeba.
 PARTITION = File("celeba/list_eval_partition.csv", also=("celeba/list_eval_partition.txt",))
 IDENTITIES = File("celeba/identity_CelebA.txt")
 
+_LARGEST = 1024  # pixels; the images have 178 × 218
 BLOCK = 1024  # images decoded before they are written
+HEADER = 2**12  # bytes before the numbers in that file, at most
 DIGEST = 32  # bytes of the SHA-256 at the end of a file of decoded images
 
 
@@ -90,9 +93,8 @@ def celeba(
         ImportError: Pillow is not installed.
     """
     check_kinds(celeba, locals())
-    check.natural(side=side)
-    if seed < 0:
-        raise ValueError(f"seed is {seed}; it must be a whole number of at least 0.")
+    check.at_most(_LARGEST, side=side)
+    check.whole(seed=seed)
     pictures = PICTURES.require(directory, ORIGIN)
     names, male, eyeglasses = _labels(ATTRIBUTES.require(directory, ORIGIN))
     listing = _listing(pictures)
@@ -283,10 +285,15 @@ def _images(path: Path, marks: dict[str, str], side: int) -> NDArray[np.uint8]:
 
 def _mapped(kept: Path, shape: tuple[int, ...]) -> NDArray[np.uint8] | None:
     """Map an array file into memory; None if it is missing, damaged, or holds another array."""
+    numbers = math.prod(shape)
     try:
+        if not kept.is_file():  # a pipe would be waited for
+            return None
         with kept.open("rb") as file:
             size = os.fstat(file.fileno()).st_size - DIGEST
-            file.seek(max(size, 0))
+            if not numbers <= size <= numbers + HEADER:
+                return None
+            file.seek(size)
             digest = file.read()
             file.seek(0)
             if _digest(file, size) != digest:

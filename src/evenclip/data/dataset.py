@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from evenclip import check
-from evenclip.arguments import check_kinds
+from evenclip.arguments import check_fields, check_kinds
 from evenclip.data import arrays, validation
 from evenclip.data.arrays import Inputs
 from evenclip.data.streamed import Bits, Feed, Streamed, fingerprint
@@ -107,7 +107,7 @@ class Dataset:
     marks: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        check_kinds(Dataset, {name: vars(self)[name] for name in _PUBLIC})
+        check_fields(Dataset, self, _PUBLIC)
         tensors = _named(self.x, self.y, self.group)
         marks = {} if self.marks is None else {"marks": self.marks}
         validation.check_lengths(tensors | marks)
@@ -183,7 +183,7 @@ class MapDataset(Streamed):
     labels: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        check_kinds(MapDataset, vars(self))
+        check_fields(MapDataset, self)
         device_of(self.device)
         _check_repeats(self.source)
         if len(self) == 0:

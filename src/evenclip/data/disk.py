@@ -13,9 +13,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenclip.arguments import check_kinds
+from evenclip import files
+from evenclip.arguments import check_fields, check_kinds
 
-__all__ = ["File", "cache_directory", "data_directory"]
+__all__ = ["File", "cache_directory", "content_of", "data_directory"]
 
 TWO_WAYS = "--data-dir or the environment variable EVENCLIP_DATA"
 
@@ -35,7 +36,7 @@ class File:
     also: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_kinds(File, vars(self))
+        check_fields(File, self)
 
     def find(self, directory: Path | None) -> Path | None:
         """Return the file's full path, or None if it does not exist."""
@@ -76,7 +77,7 @@ class File:
             ValueError: the digest differs.
         """
         path = self.require(directory, origin)
-        content = path.read_bytes()
+        content = content_of(path, origin)
         digest = hashlib.sha256(content).hexdigest()
         if self.sha256 not in (None, digest):
             raise ValueError(
@@ -88,6 +89,16 @@ class File:
 
     def __str__(self) -> str:
         return self.path if not self.also else f"{self.path} (or {', '.join(self.also)})"
+
+
+def content_of(path: Path, origin: str) -> bytes:
+    """Return the content of a file of a dataset; wait for no pipe."""
+    try:
+        return files.read(path)
+    except OSError as error:
+        raise type(error)(
+            f"{path} cannot be read ({error.strerror}); get it again from {origin}."
+        ) from error
 
 
 def data_directory(given: str | Path | None = None) -> Path | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -181,10 +182,11 @@ class Encoder:
 
     def _check_columns(self, frame: pd.DataFrame, needed: Iterable[str]) -> None:
         needed = list(needed)
-        twice = [name for name in needed if list(frame.columns).count(name) > 1]
+        counts = Counter(frame.columns.tolist())  # looking in the columns takes their number
+        twice = [name for name in needed if counts[name] > 1]
         if twice:
             raise ValueError(f"The rows have two columns {twice[0]!r}; rename one of them.")
-        absent = [name for name in needed if name not in frame.columns]
+        absent = [name for name in needed if name not in counts]
         if absent:
             raise ValueError(
                 f"The rows lack {'the column' if len(absent) == 1 else 'the columns'} "

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from evenclip.arguments import check_kinds
+from evenclip.arguments import check_kinds, check_path
 from evenclip.data.lines import check_bytes, check_lines, long_fields, short_sample
 from evenclip.data.stored import TooLarge, stored, stored_names
 
@@ -95,6 +95,7 @@ def column_names(path: str | os.PathLike[str]) -> tuple[str, ...]:
 
 def _checked(path: str | os.PathLike[str]) -> tuple[Path, str]:
     """Return the file and its suffix; raise if it cannot be a table."""
+    check_path("path", path)
     file = Path(path)
     if not file.is_file():
         why = " (it is a folder)" if file.is_dir() else ""

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from evenclip.arguments import check_kinds
 from evenclip.data.dataset import Dataset, Splits
-from evenclip.data.disk import File
+from evenclip.data.disk import File, content_of
 from evenclip.data.sample import coins
 from evenclip.data.source import Source
 
@@ -102,7 +102,7 @@ def _array(name: str, directory: str | Path | None) -> NDArray[np.uint8]:
 
 def _unpacked(path: Path) -> bytes:
     """Read a file and decompress it if its suffix is .gz."""
-    content = path.read_bytes()
+    content = content_of(path, ORIGIN)
     if path.suffix != ".gz":
         return content
     try:

@@ -328,6 +328,7 @@ def parquet(
     if group_bins is not None:
         check.natural(group_bins=group_bins)
     group = (group,) if isinstance(group, str) else tuple(group)
+    features = None if features is None else tuple(features)
     plain = schemas.load(schema) if isinstance(schema, str | os.PathLike) else schema
     entries = None if plain is None else schemas.validated(plain)["columns"]
     paths = arrow.paths_of(source)

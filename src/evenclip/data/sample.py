@@ -55,7 +55,7 @@ def stream(seed: int, name: str) -> np.random.Generator:
         ValueError: the seed is negative.
     """
     _check(seed)
-    sequence = np.random.SeedSequence([seed, int.from_bytes(name.encode(), "big")])
+    sequence = np.random.SeedSequence([int(seed), int.from_bytes(name.encode(), "big")])
     return np.random.Generator(np.random.PCG64(sequence))
 
 

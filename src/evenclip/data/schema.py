@@ -34,9 +34,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from evenclip import files
+from evenclip.arguments import check_path
 from evenclip.data import columns
 from evenclip.data.columns import Category, Column, Date, Flag, Number, listed
 from evenclip.data.skeleton import check_filled
+from evenclip.files import strict
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -120,13 +123,16 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: the file is not a schema; the message says where and what to do.
     """
     file = Path(path)
-    if not file.is_file():
+    check_path("schema", file)
+    try:
+        read = strict.loads(files.read(file).decode("utf-8-sig"))
+    except FileNotFoundError:
         raise FileNotFoundError(
             f"{file} is not there; write a first schema with `evenclip data schema TABLE "
             "--columns-only`."
-        )
-    try:
-        return validated(json.loads(file.read_text(encoding="utf-8")), str(file))
+        ) from None
+    except OSError as error:
+        raise type(error)(f"{file} cannot be read ({error.strerror}); name a file.") from error
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{file} is not JSON (line {error.lineno}: {error.msg}); correct it, or write a new "
@@ -134,6 +140,9 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         ) from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 (byte {error.start}); save it as UTF-8.") from error
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid ({error}); correct it.") from error
+    return validated(read, str(file))
 
 
 def validated(schema: Any, name: str = "The schema") -> dict[str, Any]:

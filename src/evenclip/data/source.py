@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from evenclip import check
-from evenclip.arguments import check_kinds
+from evenclip.arguments import check_fields
 from evenclip.data.dataset import Dataset, Splits
 from evenclip.data.disk import File
 from evenclip.data.validation import describe
@@ -75,7 +75,7 @@ class Source:
     model: str | None = None
 
     def __post_init__(self) -> None:
-        check_kinds(Source, vars(self))
+        check_fields(Source, self)
         if self.rows is not None:
             check.natural(rows=self.rows)
 

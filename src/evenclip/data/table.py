@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from evenclip import check
-from evenclip.arguments import check_kinds, shown
+from evenclip.arguments import check_fields, check_kinds, shown
 from evenclip.data import schema as schemas
+from evenclip.data.alike import notes_of_columns, notes_of_numbers, notes_of_values
 from evenclip.data.columns import Column, listed
 from evenclip.data.dataset import Dataset, Splits
 from evenclip.data.distinct import TESTED, check_distinct_files, check_distinct_tables
@@ -116,7 +117,7 @@ class TableOptions:
     records: int | None = None
 
     def __post_init__(self) -> None:
-        check_kinds(TableOptions, vars(self))
+        check_fields(TableOptions, self)
         if self.group_bins is not None:
             check.natural(group_bins=self.group_bins)
             if self.group_bins < 2:
@@ -151,7 +152,7 @@ def table(
         ValueError: a column does not exist, there is only one class or one group, the target is a
             number, rows do not fit the schema, or `read` refuses a file.
     """
-    check_kinds(table, {"seed": seed, "target": target, "group": group})
+    check_kinds(table, locals())
     check.whole(seed=seed)
     chosen = _chosen(options)
     schema, keep, drop, unit = chosen.schema, chosen.keep, chosen.drop, chosen.unit
@@ -195,6 +196,8 @@ def table(
     if chosen.test is not None:
         notes += _unlike(encoder, frames[1], rows.test)
     small = _small(splits.test)
+    notes += [*notes_of_columns(list(frame.columns)), *notes_of_values(encoder)]
+    notes += notes_of_numbers(encoder, frame)
     notes += _doubts(splits, small)
     return Tabled(splits, encoder, tuple(uncovered), tuple(notes), small, unit, declared)
 

@@ -42,6 +42,7 @@ from evenclip.data.source import Source
 __all__ = ["SOURCE", "optimum", "toy"]
 
 SEPARATION = (1.5, 0.75)
+_MOST = 10**8  # numbers
 TRAINING = 0.8  # probability that a sample is for training
 
 
@@ -71,7 +72,9 @@ def toy(
     """
     check_kinds(toy, locals())
     check.whole(seed=seed)
-    check.natural(n=n, features=features)
+    check.at_most(_MOST, n=n, features=features)
+    n, features = int(n), int(features)
+    check.at_most(_MOST, **{"n · features": n * features})
     check.fraction(minority=minority)
     for delta in separation:
         check.positive(separation=delta)

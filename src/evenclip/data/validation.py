@@ -29,6 +29,7 @@ def check_lengths(tensors: dict[str, Any]) -> None:
                 f"{name} is {describe(tensor)}; Dataset holds tensors: use torch.as_tensor, or "
                 "evenclip.data.as_dataset for all of (x, y, group)."
             )
+        _check_values(name, tensor)
         if tensor.ndim == 0:
             raise ValueError(f"{name} is a single number; it must have one row per sample.")
     lengths = {name: len(tensor) for name, tensor in tensors.items()}
@@ -37,6 +38,22 @@ def check_lengths(tensors: dict[str, Any]) -> None:
         raise ValueError(f"The numbers of rows differ: {listed}; give one row per sample in each.")
     if lengths["y"] == 0:
         raise ValueError(NO_SAMPLES)
+
+
+def _check_values(name: str, tensor: Tensor) -> None:
+    """Raise unless a tensor is an ordinary one."""
+    if tensor.is_meta:
+        raise ValueError(f"{name} is on the device 'meta', so it has no values; load it first.")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise ValueError(
+            f"{name} is a sparse or nested tensor; give an ordinary one, as from to_dense()."
+        )
+    if tensor.is_quantized:
+        raise ValueError(f"{name} is a quantized tensor; give numbers, as from dequantize().")
+    if tensor.requires_grad:
+        raise ValueError(
+            f"{name} requires a gradient, and records are not trained; give {name}.detach()."
+        )
 
 
 def check_finite(name: str, values: Tensor) -> None:

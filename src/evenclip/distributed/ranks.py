@@ -25,6 +25,7 @@ every epoch and before every checkpoint; a difference ends the run.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from evenclip import check
+from evenclip.arguments import check_kinds
 from evenclip.distributed.sharded import Sharded
 from evenclip.gradients import AnyTape
 from evenclip.mechanism import Share
@@ -44,6 +46,8 @@ from evenclip.training.processes import AnyUpdate, Processes, Rows
 from evenclip.training.update import Update, check_pieces
 
 __all__ = ["RankError", "Ranks", "Spread", "Summed"]
+
+_LONGEST = 10**7  # seconds
 
 
 class RankError(RuntimeError):
@@ -130,7 +134,10 @@ class Ranks(Processes):
     def __init__(
         self, *, local: bool = False, sharded: bool = False, timeout: float = 600.0
     ) -> None:
+        check_kinds(Ranks.__init__, locals())
         check.positive(timeout=timeout)
+        check.at_most(_LONGEST, timeout=math.ceil(timeout))
+        timeout = float(timeout)
         if not dist.is_available():
             raise RankError(
                 "This build of torch has no torch.distributed; leave ranks out, or install another "

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenclip.gradients import AnyTape, Layout, Tape
+from evenclip.training.update import constructed
 
 __all__ = ["Pieces", "Sharded"]
 
@@ -134,7 +135,8 @@ class Sharded:
         assert len(self._piece) == self.pieces.size(ranks.rank), (
             "fully_shard cuts parameters differently from Pieces"
         )
-        self.optimizer = make([self._piece], lr=lr)
+        called = "optimizer(parameters, lr=lr)"
+        self.optimizer: Optimizer = constructed("optimizer", called, make, [self._piece], lr=lr)
 
     # --- a step ---
 

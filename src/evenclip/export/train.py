@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from evenclip import check, models
+from evenclip.arguments import check_kinds
 from evenclip.audit import metrics
 from evenclip.comparison import protocol
 from evenclip.data import Dataset
@@ -22,6 +25,9 @@ from evenclip.training.config import TrainConfig
 from evenclip.training.fit import fit_config
 from evenclip.training.result import Result
 from evenclip.training.session import Session
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["Trained", "train"]
 
@@ -53,10 +59,10 @@ class Trained:
 
 
 def train(
-    source: Any,
+    source: str | os.PathLike[str] | pd.DataFrame,
     *,
     target: str,
-    group: Any,
+    group: str | Sequence[str],
     epsilon: float = 3.0,
     rule: Rule | str = "dpsgd-global-adapt",
     model: str = "mlp",
@@ -85,6 +91,7 @@ def train(
     Raises:
         ValueError: the settings do not allow private training; the message says what to do.
     """
+    check_kinds(train, locals())
     check.positive(epsilon=epsilon)
     lr, size = settings.pop("lr", None), settings.pop("batch_size", None)
     given = {name: settings.pop(name) for name in _SETTINGS if name in settings}

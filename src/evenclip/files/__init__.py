@@ -3,6 +3,7 @@
 kinds       every kind of file: who may read it, what vouches for it
 write       a file, atomically; leftovers of dead processes
 folder      a folder, atomically; exchange of an existing one
+read        a file as a whole
 seal        sealed JSON, manifests of folders
 private     folders for private rows, removed in every ending
 """
@@ -11,6 +12,7 @@ from evenclip.files import kinds
 from evenclip.files.folder import check_place, make_folder, set_aside, write_folder
 from evenclip.files.kinds import KINDS, Kind
 from evenclip.files.private import private_folder
+from evenclip.files.read import LARGEST, read
 from evenclip.files.seal import (
     MANIFEST,
     DamagedError,
@@ -30,6 +32,7 @@ from evenclip.files.write import (
 
 __all__ = [
     "KINDS",
+    "LARGEST",
     "MANIFEST",
     "DamagedError",
     "Kind",
@@ -40,6 +43,7 @@ __all__ = [
     "make_folder",
     "parsed",
     "private_folder",
+    "read",
     "read_folder",
     "read_sealed",
     "scratch_file",

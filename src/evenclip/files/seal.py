@@ -8,17 +8,15 @@ against a forger, who can compute a checksum too.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
-import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from evenclip.files import strict
 from evenclip.files.kinds import Kind
+from evenclip.files.read import LARGEST, read
 
 __all__ = [
     "MANIFEST",
@@ -34,7 +32,6 @@ __all__ = [
 MANIFEST = "manifest.json"
 FORMAT = 1
 _CHECKSUM = "checksum"
-_LARGEST = 2**31  # bytes of a JSON file
 
 
 class DamagedError(ValueError):
@@ -86,7 +83,7 @@ def read_sealed(path: Path, kind: Kind, *, verify: bool = True) -> dict[str, Any
         OSError: the file cannot be read.
         DamagedError: it is not what was written.
     """
-    return unsealed(_bytes(path, _LARGEST, kind), path, kind, verify=verify)
+    return unsealed(_bytes(path, LARGEST, kind), path, kind, verify=verify)
 
 
 def parsed(content: bytes, source: object, kind: Kind) -> dict[str, Any]:
@@ -167,11 +164,13 @@ def _checked(path: Path, stated: Any, kind: Kind) -> bytes:
     """Return the content of a file; raise unless it is the one in the manifest."""
     if not isinstance(stated, dict):
         raise DamagedError(f"{path} is not in the manifest of its folder; {kind.remedy}.")
+    # A file of another size is not read: it may be larger than the memory.
+    is_other = path.is_file() and path.stat().st_size != stated.get("bytes")
     try:
-        content = _bytes(path, int(stated["bytes"]), kind)
+        content = b"" if is_other else _bytes(path, LARGEST, kind)
     except FileNotFoundError as error:
         raise DamagedError(f"{path} is missing; {kind.remedy}.") from error
-    if hashlib.sha256(content).hexdigest() != stated.get("sha256"):
+    if is_other or hashlib.sha256(content).hexdigest() != stated.get("sha256"):
         raise DamagedError(
             f"{path} is damaged, or of another {kind.name}: it is not the file that the manifest "
             f"lists; {kind.remedy}."
@@ -180,13 +179,9 @@ def _checked(path: Path, stated: Any, kind: Kind) -> bytes:
 
 
 def _bytes(path: Path, most: int, kind: Kind) -> bytes:
-    """Return the content of an ordinary file; at most one byte more than `most`."""
+    """Return the content of an ordinary file of at most `most` bytes."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with open(handle, "rb", closefd=True) as file:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise OSError(errno.EINVAL, "not an ordinary file")
-            return file.read(most + 1)
+        return read(path, most)
     except OSError as error:
         raise type(error)(f"{path} cannot be read ({error.strerror}); {kind.remedy}.") from error
 

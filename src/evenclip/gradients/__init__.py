@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from evenclip.arguments import check_kinds
-from evenclip.gradients.calls import check_samples
+from evenclip.gradients.calls import check_samples, taking
 from evenclip.gradients.errors import ModelError
 from evenclip.gradients.layout import Layout
 from evenclip.gradients.losses import Loss
@@ -49,11 +49,12 @@ def per_sample_gradients(model: nn.Module, loss: Loss, x: Any, y: Any) -> PerSam
     """
     check_kinds(per_sample_gradients, locals())
     check_samples(x, y)
-    state = ModelState(model)
-    tape = plan(model, loss, x, y)
-    tape.between = state.put_back
-    with tape.recording():
-        gradients = tape(x, y)
+    with taking("The model or its loss", "these samples"):
+        state = ModelState(model)
+        tape = plan(model, loss, x, y)
+        tape.between = state.put_back
+        with tape.recording():
+            gradients = tape(x, y)
     state.check()
     return gradients
 

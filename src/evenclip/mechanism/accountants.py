@@ -29,6 +29,7 @@ __all__ = [
     "StepKind",
     "event_of",
     "few_kinds",
+    "least_delta",
     "lost_delta",
     "pld",
     "rdp",
@@ -118,6 +119,11 @@ def _rounded_down(kinds: list[StepKind]) -> list[StepKind]:
 def lost_delta(kinds: StepKinds) -> float:
     """Return the δ that double precision may lose."""
     return _ROUNDING * sum(_roundings(kind) for kind in kinds)
+
+
+def least_delta(steps: int) -> float:
+    """Return the δ that double precision may lose in steps with sampling."""
+    return _ROUNDING * steps
 
 
 def _roundings(kind: StepKind) -> int:

@@ -39,11 +39,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from evenclip import check
-from evenclip.arguments import check_kinds, shown
+from evenclip.arguments import check_kinds, plain, shown
 from evenclip.mechanism.accountants import (
     LEAST_MULTIPLIER,
     StepKind,
     event_of,
+    least_delta,
     lost_delta,
     pld,
     rdp,
@@ -64,6 +65,9 @@ __all__ = [
     "rounded_up",
     "smallest_delta",
 ]
+
+
+_MOST_DIGITS = 1000
 
 
 def _by_rdp(ledger: Ledger, grid: Sequence[float], delta: float) -> float:
@@ -135,6 +139,7 @@ def real(ledger: Ledger, delta: float, accountant: str = "pld") -> Real | None:
     """Return ε as `epsilon` does, with the ε_s and δ_s of the sampler that it holds."""
     check_kinds(real, locals())
     check_delta(delta)
+    delta = plain(delta)
     if accountant not in _ACCOUNTANTS:
         raise ValueError(
             f"accountant is {accountant!r}; it must be one of {', '.join(_ACCOUNTANTS)}."
@@ -166,7 +171,7 @@ def curve(
     [(0.12693674, 1.5, 1.0)]
     """
     check_kinds(curve, locals())
-    deltas = list(deltas)
+    deltas = [plain(delta) for delta in deltas]
     for delta in deltas:
         check_delta(delta)
     ledger.check()
@@ -193,6 +198,7 @@ def epsilon_without_amplification(ledger: Ledger, delta: float) -> float | None:
     """
     check_kinds(epsilon_without_amplification, locals())
     check_delta(delta)
+    delta = plain(delta)
     ledger.check()
     if not ledger.is_private:
         return None
@@ -223,10 +229,11 @@ def rounded_up(value: float | None, digits: int = 4) -> str:
     ('3.136', '0.25', '12350', 'none')
     """
     check_kinds(rounded_up, locals())
-    check.natural(digits=digits)
+    check.at_most(_MOST_DIGITS, digits=digits)
     if value is None:
         return "none"
     check.real(value=value)
+    value, digits = float(value), int(digits)
     up = Context(prec=digits, rounding=ROUND_CEILING).create_decimal_from_float(value)
     return f"{up.normalize():f}"
 
@@ -261,6 +268,16 @@ def check_delta(delta: float, name: str = "delta") -> None:
         raise ValueError(
             f"{name} is {shown(delta)}; it must lie above 0 and below 1, well below 1/n for n "
             "records."
+        )
+
+
+def check_delta_of_steps(delta: float, steps: int) -> None:
+    """Raise if the PLD of this many steps is no bound at δ; see `smallest_delta`."""
+    least = least_delta(steps)
+    if delta <= least:
+        raise ValueError(
+            f"delta is {delta:g}; the ε of {steps} steps is computed for a delta above "
+            f"{least:.1e} only: give a larger delta."
         )
 
 

@@ -83,6 +83,7 @@ def _scale_for(
     check.positive(epsilon=epsilon)
     check_delta(delta)
     check.fraction(q=q)
+    epsilon, delta, q = float(epsilon), float(delta), float(q)
     for multipliers, _ in plan:
         check.positive(**multipliers)
     if epsilon < _LEAST_EPSILON:
@@ -167,8 +168,8 @@ def calibrate(
     check.natural(steps=steps, parameters=parameters)
     if steps > check.MOST_STEPS:
         raise ValueError(
-            f"steps is {steps}; noise is calibrated for at most {check.MOST_STEPS} steps: give "
-            "fewer."
+            f"steps is {steps}; noise is calibrated for at most {check.MOST_STEPS} steps, which "
+            "are epochs · records ÷ batch_size: give fewer."
         )
     plan = Counter(tuple(rule.multipliers(t).items()) for t in _kinds_of_steps(rule, steps))
     if len(_kinds_of_steps(rule, steps)) == 1:
@@ -218,6 +219,12 @@ def gradient_multiplier(joint: float, count: float, s: float = 1.0) -> float:
     """
     check_kinds(gradient_multiplier, locals())
     check.positive(joint=joint, count=count, s=s)
+    joint, count, s = float(joint), float(count), float(s)
+    if joint < LEAST_MULTIPLIER:
+        raise ValueError(
+            f"joint is {joint:g}; a multiplier below {LEAST_MULTIPLIER:g} gives no privacy: give a "
+            "larger one."
+        )
     if count <= s * joint:
         raise ValueError(
             f"count is {count}; it must be above s·joint = {s * joint:g}, because the count alone "

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar
 
-from evenclip.arguments import check_kinds
+from evenclip.arguments import check_fields
 from evenclip.mechanism.noise import BETA, LAMBDA
 
 __all__ = [
@@ -211,7 +211,7 @@ def check_entry(entry: Entry, place: str) -> None:
     if not isinstance(entry, Entry):
         raise ValueError(f"{place} is {short(entry)}; it must be an Entry.")
     try:
-        check_kinds(Entry, vars(entry))
+        check_fields(Entry, entry)
     except TypeError as error:
         raise ValueError(f"{place}: {error}") from error
     if entry.q is not None and not 0 <= entry.q <= 1:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from evenclip import check
-from evenclip.arguments import check_kinds
+from evenclip.arguments import check_kinds, shown
 from evenclip.mechanism.entry import (
     BETA,
     LAMBDA,
@@ -75,7 +75,7 @@ class Ledger:
         """
         check_kinds(Ledger.write, locals())
         check.finite(tau=tau, **({} if q is None else {"q": q}))
-        entry = entry_of(q, multipliers, sizes=dict(sizes).items(), tau=tau, run=run, parent=parent)
+        entry = entry_of(q, multipliers, sizes=_sizes(sizes), tau=tau, run=run, parent=parent)
         if run:
             entry = replace(entry, first=self.end_of(run) if index is None else int(index))
         check_entry(entry, "The step")
@@ -182,6 +182,19 @@ class Ledger:
 
 
 # --- joining --------------------------------------------------------------------------------------
+
+
+def _sizes(sizes: Mapping[str, int] | Iterable[tuple[str, int]]) -> Iterable[tuple[str, int]]:
+    """Return the size of each release; raise unless there is a pair of name and size for each."""
+    pairs = list(sizes.items() if isinstance(sizes, Mapping) else sizes)
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        raise TypeError(
+            f"sizes is {shown(sizes)}; it must be a dict of the size of each release, or pairs of "
+            "name and size."
+        )
+    for name, size in pairs:
+        check.natural(**{f"sizes[{name!r}]": size})
+    return pairs
 
 
 def _append(entries: list[Entry], entry: Entry) -> None:

@@ -16,7 +16,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from evenclip import check
-from evenclip.arguments import check_kinds
+from evenclip.arguments import check_fields
 from evenclip.rules.rule import Rule
 
 __all__ = ["DPSGD"]
@@ -53,7 +53,7 @@ class DPSGD(Rule):
     sigma: float = 1.0
 
     def __post_init__(self) -> None:
-        check_kinds(DPSGD, vars(self))
+        check_fields(DPSGD, self)
         check.positive(C0=self.C0, sigma=self.sigma)
         check.finite(C0=self.C0)
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from evenclip import check
-from evenclip.arguments import check_kinds
+from evenclip.arguments import check_fields
 from evenclip.rules.rule import REPAIRED, Constants, Rule
 
 __all__ = ["DPSGDF"]
@@ -74,7 +74,7 @@ class DPSGDF(Rule):
     sigma_count: float | None = None
 
     def __post_init__(self) -> None:
-        check_kinds(DPSGDF, vars(self))
+        check_fields(DPSGDF, self)
         check.positive(C0=self.C0, sigma=self.sigma)
         check.finite(C0=self.C0)
         if self.sigma_count is None:

@@ -17,7 +17,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from evenclip import check
-from evenclip.arguments import check_kinds
+from evenclip.arguments import check_fields
 from evenclip.rules.rule import Rule
 
 __all__ = ["DPSGDGlobal"]
@@ -55,7 +55,7 @@ class DPSGDGlobal(Rule):
     Z: float = 10.0
 
     def __post_init__(self) -> None:
-        check_kinds(DPSGDGlobal, vars(self))
+        check_fields(DPSGDGlobal, self)
         check.positive(C0=self.C0, sigma=self.sigma, Z=self.Z)
         check.finite(C0=self.C0)
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from evenclip import check
-from evenclip.arguments import check_kinds
+from evenclip.arguments import check_fields
 from evenclip.rules.rule import Constants, Rule
 
 __all__ = ["DPSGDGlobalAdapt"]
@@ -75,7 +75,7 @@ class DPSGDGlobalAdapt(Rule):
     sigma_count: float | None = None
 
     def __post_init__(self) -> None:
-        check_kinds(DPSGDGlobalAdapt, vars(self))
+        check_fields(DPSGDGlobalAdapt, self)
         check.positive(C0=self.C0, sigma=self.sigma)
         check.finite(C0=self.C0)
         if self.sigma_count is None:

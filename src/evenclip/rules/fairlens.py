@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from evenclip import check
-from evenclip.arguments import check_kinds, shown
+from evenclip.arguments import check_fields, shown
 from evenclip.gradients import PerSample, Tape
 from evenclip.rules.rule import NO_EPSILON, Rule
 
@@ -76,7 +76,7 @@ class FairLens(Rule):
     gamma2: float = 1.0
 
     def __post_init__(self) -> None:
-        check_kinds(FairLens, vars(self))
+        check_fields(FairLens, self)
         check.positive(C0=self.C0, sigma=self.sigma)
         check.finite(C0=self.C0)
         for name in ("gamma1", "gamma2"):

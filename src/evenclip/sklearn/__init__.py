@@ -30,7 +30,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from evenclip import check, models
-from evenclip.arguments import check_kinds
+from evenclip.arguments import check_kinds, shown
 from evenclip.audit import metrics
 from evenclip.comparison import protocol
 from evenclip.data import Dataset
@@ -279,8 +279,10 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             inputs.check_frame(X)
             validate_data(self, X, reset=reset, skip_check_array=True)
         else:
-            inputs.refuse_text(X)
-            X = pd.DataFrame(validate_data(self, X, reset=reset, ensure_all_finite="allow-nan"))
+            with inputs.in_one_line("X"):
+                inputs.refuse_text(X)
+                array = validate_data(self, X, reset=reset, ensure_all_finite="allow-nan")
+            X = pd.DataFrame(array)
         names = getattr(self, "feature_names_in_", None)  # absent after training on an array
         return X.set_axis([f"x{i}" for i in range(X.shape[1])] if names is None else names, axis=1)
 
@@ -291,7 +293,14 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 "deterministic_noise is True and random_state is None; give the seed as "
                 "random_state."
             )
-        return int(check_random_state(self.random_state).randint(2**31 - 1))
+        try:
+            random = check_random_state(self.random_state)
+        except ValueError:
+            raise ValueError(
+                f"random_state is {shown(self.random_state)}; give a whole number from 0 to "
+                "2^32 − 1, a numpy RandomState, or None."
+            ) from None
+        return int(random.randint(2**31 - 1))
 
     def _calibrated(self, rule: Rule, delta: float, B: int, n: int, parameters: int) -> Rule:
         """Return the rule with the noise that reaches ε; unchanged if there is no ε to reach."""
@@ -346,7 +355,7 @@ def _rule(given: str | Rule) -> Rule:
         return given
     if not isinstance(given, str) or given not in RULES:
         raise ValueError(
-            f"rule is {given!r}; give one of {', '.join(RULES)}, or a rule such as "
+            f"rule is {shown(given)}; give one of {', '.join(RULES)}, or a rule such as "
             "evenclip.DPSGDGlobalAdapt(C0=1.0)."
         )
     return RULES[given]()

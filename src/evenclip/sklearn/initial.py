@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evenclip import models
+from evenclip import check, models
 
 __all__ = ["initial_model"]
 
@@ -40,7 +40,7 @@ def initial_model(
         try:
             module = make(features, classes)
         except Exception as error:
-            raise ValueError(f"{called} failed: {type(error).__name__}: {error}") from error
+            raise ValueError(f"{called} failed; it raised {check.reason(error)}") from error
         # Inside the block, because the first call initialises lazy layers.
         _check_model(module, called, features, classes)
     return module
@@ -60,8 +60,8 @@ def _check_model(module: Any, called: str, features: int, classes: int) -> None:
             scores = module(torch.zeros(2, features))
         except Exception as error:
             raise ValueError(
-                f"The module of {called} does not take features [sample, {features}]; torch says: "
-                f"{error}"
+                f"The module of {called} does not take features [sample, {features}]; it raised "
+                f"{check.reason(error)}"
             ) from error
     shape = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
     if shape != [2, classes]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -33,6 +35,7 @@ __all__ = [
     "encoder_of",
     "groups_for",
     "groups_of",
+    "in_one_line",
     "refuse_text",
     "target_of",
     "warn_of_unlike",
@@ -75,6 +78,19 @@ def check_frame(frame: pd.DataFrame) -> None:
             )
 
 
+@contextmanager
+def in_one_line(name: str) -> Iterator[None]:
+    """Turn a message of scikit-learn into one line that names the argument."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        text = " ".join(str(error).split()).removesuffix(".")
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f"{text}." if re.search(rf"\b{name}\b", text) else f"{name} cannot be used: {text}."
+        ) from error
+
+
 def refuse_text(X: Any) -> None:
     """Raise for an array of texts; only a DataFrame has a type for each column."""
     if getattr(getattr(X, "dtype", None), "kind", "O") not in "OUS":
@@ -98,7 +114,8 @@ def target_of(y: Any, public: Sequence[Any] | NDArray[Any] | None, n: int) -> Ta
             "PrivateClassifier requires y to be passed, but the target y is None; give each "
             "row's class."
         )
-    values = column_or_1d(_plain(y), warn=True)
+    with in_one_line("y"):
+        values = column_or_1d(_plain(y), warn=True)
     if len(values) != n:
         raise ValueError(f"X has {n} rows and y has {len(values)}; give each row of X its class.")
     assert_all_finite(values, input_name="y")
@@ -108,14 +125,15 @@ def target_of(y: Any, public: Sequence[Any] | NDArray[Any] | None, n: int) -> Ta
         )
     try:
         check_classification_targets(values)
-        classes = np.unique(values if public is None else np.asarray(public))
+        classes = np.unique(values if public is None else _listed(public))
     except TypeError as error:
         raise TypeError(
-            f"The classes are of different kinds ({error}); give numbers only, or texts only."
+            "The classes are of different kinds; give numbers only, or texts only."
         ) from error
     if len(classes) < 2:
         raise ValueError(
-            f"There is one class only, {classes.tolist()}; there must be two or more to tell apart."
+            f"There is one class only in {'y' if public is None else 'classes'}, "
+            f"{classes.tolist()}; there must be two or more to tell apart."
         )
     position = {label: code for code, label in enumerate(classes.tolist())}
     unknown = [label for label in dict.fromkeys(values.tolist()) if label not in position]
@@ -128,6 +146,17 @@ def target_of(y: Any, public: Sequence[Any] | NDArray[Any] | None, n: int) -> Ta
     codes = torch.tensor([position[label] for label in values.tolist()], dtype=torch.int64)
     uncovered = ["the classes, which are those found in y"] if public is None else []
     return Target(codes, classes, uncovered)
+
+
+def _listed(public: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:
+    """Return the given classes as an array."""
+    try:
+        classes = np.asarray(public)
+    except (ValueError, RuntimeError):
+        classes = np.empty((0, 0))
+    if classes.ndim != 1 or classes.dtype.kind not in "biufOUS":
+        raise ValueError("classes must be a list of the classes, all numbers or all texts.")
+    return classes
 
 
 def _plain(y: Any) -> Any:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from evenclip import check
-from evenclip.arguments import check_kinds
+from evenclip.arguments import check_fields
 from evenclip.sweep.bundle import bundles, make_task
 from evenclip.sweep.executor import Assignment, Failure, ProgressDisplay, Tries
 from evenclip.sweep.pool import map_processes
@@ -47,7 +47,7 @@ class Local:
     workers: int | None = None
 
     def __post_init__(self) -> None:
-        check_kinds(Local, vars(self))
+        check_fields(Local, self)
         if self.workers is not None:
             check.natural(workers=self.workers)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from evenclip import check
-from evenclip.arguments import check_kinds
+from evenclip.arguments import check_fields
 from evenclip.files import private_folder
 from evenclip.sweep.bundle import bundles, compute_all, make_task, prepare_worker, read_task
 from evenclip.sweep.executor import TRIES, Assignment, Failure, ProgressDisplay, Tries
@@ -61,7 +61,7 @@ class Ray:
     gpus: float = 0.0
 
     def __post_init__(self) -> None:
-        check_kinds(Ray, vars(self))
+        check_fields(Ray, self)
         check.natural(cpus=self.cpus)
         check.finite(gpus=self.gpus)
         whole = self.gpus <= 1 or float(self.gpus).is_integer()

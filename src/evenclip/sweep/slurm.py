@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from evenclip import check
-from evenclip.arguments import check_kinds
+from evenclip.arguments import check_fields
 from evenclip.sweep.bundle import bundles, compute_into, make_task, prepare_worker, read_task
 from evenclip.sweep.executor import TRIES, Assignment, Failure, ProgressDisplay, Tries
 from evenclip.sweep.process import as_environment, environment, python
@@ -69,11 +69,8 @@ class Slurm:
     cluster: str = "slurm"
 
     def __post_init__(self) -> None:
-        check_kinds(Slurm, vars(self))
+        check_fields(Slurm, self)
         check.natural(minutes=self.minutes, cpus=self.cpus, jobs=self.jobs)
-        check.finite(gpus=self.gpus)
-        if not float(self.gpus).is_integer():
-            raise ValueError(f"gpus is {self.gpus}; Slurm gives a job a whole number of them.")
         check.whole(gpus=self.gpus)
 
     def check_device(self, device: str) -> None:

@@ -16,14 +16,15 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
 from evenclip import check
-from evenclip.arguments import check_kinds
+from evenclip.arguments import check_fields, is_number, shown
 from evenclip.gradients.losses import Loss
-from evenclip.mechanism.accounting import check_delta, default_delta
+from evenclip.mechanism.accounting import check_delta, check_delta_of_steps, default_delta
 from evenclip.mechanism.settings import Settings
 from evenclip.rules import DPSGDGlobalAdapt, Rule, check_complete
 
 __all__ = ["Performance", "TrainConfig"]
 
+_MOST_EPOCH = 10**12  # steps
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _LISTED = ", ".join(map(repr, _MODES))
 
@@ -49,7 +50,7 @@ class Performance:
     readers: int = 0
 
     def __post_init__(self) -> None:
-        check_kinds(Performance, vars(self))
+        check_fields(Performance, self)
         check.whole(readers=self.readers)
         if self.chunk is not None:
             check.natural(chunk=self.chunk)
@@ -109,14 +110,14 @@ class TrainConfig:
         rule = self.rule
         if not (isinstance(rule, Rule) and is_dataclass(type(rule))):
             raise TypeError(
-                f"rule is {rule!r}; it must be a rule such as DPSGDGlobalAdapt(C0=1.0, "
+                f"rule is {shown(rule)}; it must be a rule such as DPSGDGlobalAdapt(C0=1.0, "
                 "sigma=1.0), or a frozen dataclass that derives from evenclip.Rule."
             )
         check_complete(type(rule))
-        if self.independence not in (None, "tested"):
+        given = self.independence
+        if given is not None and not (isinstance(given, str) and given == "tested"):
             raise ValueError(
-                f"independence is {self.independence!r}; give None, which is the default, or "
-                '"tested".'
+                f'independence is {shown(given)}; give None, which is the default, or "tested".'
             )
         for name, example in (
             ("optimizer", "torch.optim.Adam or functools.partial(torch.optim.SGD, momentum=0.9)"),
@@ -129,7 +130,7 @@ class TrainConfig:
                     f"constructs one, such as {example}, because the model that is trained is a "
                     "copy."
                 )
-        check_kinds(TrainConfig, vars(self))
+        check_fields(TrainConfig, self)
         check.natural(epochs=self.epochs, batch_size=self.batch_size)
         check.positive(lr=self.lr)
         check.finite(lr=self.lr)
@@ -170,9 +171,12 @@ class TrainConfig:
         if steps > check.MOST_STEPS:
             given = f"epochs is {self.epochs}" if self.steps is None else f"steps is {self.steps}"
             raise ValueError(
-                f"{given}, with {epoch} steps per epoch; a run has at most {check.MOST_STEPS} "
-                "steps: give fewer."
+                f"{given}, with {epoch} steps per epoch (records ÷ batch_size, or 1 ÷ q); a run "
+                f"has at most {check.MOST_STEPS} steps: give fewer."
             )
+        delta = _delta(self.delta, n)
+        if self.rule.bounded and self.rule.poisson and is_number(self.rule.sigma):
+            check_delta_of_steps(delta, 1 if q == 1 else steps)
         return Settings(
             rule=self.rule,
             n=n,
@@ -181,7 +185,7 @@ class TrainConfig:
             B=float(self.batch_size),
             epoch=epoch,
             steps=steps,
-            delta=_delta(self.delta, n),
+            delta=delta,
             lr=float(self.lr),
             optimizer=_name(self.optimizer),
             seed=_seed(self.seed),
@@ -195,7 +199,13 @@ class TrainConfig:
         if not self.rule.poisson:
             return None, math.ceil(n / B)
         if self.q is not None:
-            return float(self.q), round(1 / self.q)
+            q = float(self.q)
+            if q * _MOST_EPOCH < 1:
+                raise ValueError(
+                    f"q is {q:g}; an epoch has 1 ÷ q steps, at most {_MOST_EPOCH:g}: give a larger "
+                    "q."
+                )
+            return q, round(1 / q)
         if n < B:
             raise ValueError(
                 f"batch_size is {B} and there are {n} records, so the sampling rate q = "

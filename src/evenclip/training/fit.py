@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
+from evenclip.arguments import shown
 from evenclip.data import Dataset, as_dataset
 from evenclip.gradients.losses import Loss
 from evenclip.rules import Rule
@@ -198,7 +199,8 @@ def prepare(
     """
     if not (config is None or isinstance(config, TrainConfig)):
         raise TypeError(
-            f"config is {config!r}; it must be a TrainConfig, or be left out for settings by name."
+            f"config is {shown(config)}; it must be a TrainConfig, or be left out for settings by "
+            "name."
         )
     return _prepare(model, data, (config or TrainConfig()).but(**settings), ranks)
 
@@ -242,10 +244,10 @@ def _prepare(model: nn.Module, data: Any, config: TrainConfig, ranks: Processes 
     """Check the arguments and return the run."""
     data = as_dataset(data)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {model!r}; it must be a torch.nn.Module.")
+        raise TypeError(f"model is {shown(model)}; it must be a torch.nn.Module.")
     if not (ranks is None or isinstance(ranks, Processes)):
         raise TypeError(
-            f"ranks is {ranks!r}; it must be evenclip.Ranks(), or be left out for one process."
+            f"ranks is {shown(ranks)}; it must be evenclip.Ranks(), or be left out for one process."
         )
     model, place = copy_to_device(model, config.device)
     processes = SingleProcess() if ranks is None else ranks

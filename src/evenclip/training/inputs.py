@@ -18,6 +18,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from evenclip import check
+from evenclip.arguments import shown
 from evenclip.data import Dataset, Streamed
 from evenclip.devices import device_of
 from evenclip.gradients.calls import call
@@ -52,6 +54,7 @@ def copy_to_device(
         model: the model to copy.
         device: where to put the copy; None: where the model is.
     """
+    _check_place("model", model)
     parameter = next(model.parameters(), None)
     if device is None:
         device = "cpu" if parameter is None else parameter.device
@@ -95,6 +98,14 @@ def _is_result(value: Any) -> bool:
     return isinstance(value, Tensor) and value.grad_fn is not None
 
 
+def _check_place(name: str, module: Any) -> None:
+    """Raise if a module has no values yet."""
+    if isinstance(module, nn.Module) and any(p.is_meta for p in module.parameters()):
+        raise ValueError(
+            f"The {name} is on the device 'meta', so it has no values; load them first."
+        )
+
+
 def _check_weights(model: nn.Module) -> None:
     """Raise if a weight is not a finite number."""
     for name, parameter in model.named_parameters():
@@ -124,6 +135,7 @@ def check_data(
             "or choose a rule that does not use group labels, such as DPSGDGlobalAdapt."
         )
     refuse_stateful(model)
+    _check_place("loss", loss)
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), torch.no_grad():
         complaint = f"The model does not take this input, of shape {_shapes(samples.x)}"
         if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
@@ -146,7 +158,12 @@ def check_data(
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Raise if `optimizer.step` requires an argument, such as a closure."""
+    """Raise unless it is an optimiser whose `step` requires no argument, such as a closure."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer(parameters, lr=lr) returned {shown(optimizer)}; it must return a "
+            "torch.optim.Optimizer."
+        )
     needed = _required(optimizer.step)
     if needed is not None:
         raise ValueError(
@@ -157,6 +174,11 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 def check_scheduler(scheduler: Any) -> None:
     """Raise if `scheduler.step` requires an argument, such as a metric; None is no scheduler."""
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise TypeError(
+            f"scheduler(optimizer) returned {shown(scheduler)}; it must return an object with "
+            "step(), such as one of torch.optim.lr_scheduler."
+        )
     needed = None if scheduler is None else _required(scheduler.step)
     if needed is not None:
         raise ValueError(
@@ -225,7 +247,10 @@ def _attempt(complaint: str, function: Callable[..., Any], *arguments: Any) -> A
             warnings.filterwarnings("error", message="Using a target size")
             return function(*arguments)
     except (RuntimeError, TypeError, IndexError, ValueError, UserWarning) as error:
-        raise ValueError(f"{complaint}; torch says: {error}") from error
+        said = " ".join(str(error).split()).removesuffix(".")
+        raise ValueError(f"{complaint}; torch says: {said}.") from error
+    except Exception as error:
+        raise ValueError(f"{complaint}; it raised {check.reason(error)}") from error
 
 
 def _classes(output: Any, loss: Loss, y: Any) -> tuple[int, int] | None:

@@ -157,7 +157,7 @@ def _fingerprint(content: bytes) -> dict[str, Any]:
 def _read(path: Path) -> bytes | None:
     """Return the content of a journal; None if there is none."""
     try:
-        return path.read_bytes()
+        return files.read(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

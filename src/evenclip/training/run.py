@@ -55,6 +55,7 @@ from evenclip.training.setup import given, make_mechanism, make_tape, rounding, 
 from evenclip.training.step import Step, WeightedSums, step
 from evenclip.training.trace import Trace
 from evenclip.training.unchanged import Unchanged
+from evenclip.training.update import constructed
 
 if TYPE_CHECKING:
     from evenclip.training.graph import Graph
@@ -134,7 +135,10 @@ class Run:
         self._update = ranks.update(self.tape, config.optimizer, settings.lr)
         if not self._update.is_plain:
             check_optimizer(self.optimizer)
-        self.scheduler = None if config.scheduler is None else config.scheduler(self.optimizer)
+        self.scheduler = None
+        if config.scheduler is not None:
+            called = "scheduler(optimizer)"
+            self.scheduler = constructed("scheduler", called, config.scheduler, self.optimizer)
         check_scheduler(self.scheduler)
         # A scheduler expects that the optimiser itself takes the steps.
         self._update.is_plain &= self.scheduler is None

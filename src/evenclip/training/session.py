@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from evenclip import check, terminal
-from evenclip.arguments import check_kinds
+from evenclip.arguments import check_fields, shown
 from evenclip.training import checkpoint as checkpoints
 from evenclip.training.checkpoint import CheckpointError
 from evenclip.training.logs.log import Log, flat
@@ -38,12 +38,14 @@ class Session:
     progress: bool | None = None
 
     def __post_init__(self) -> None:
-        check_kinds(Session, {name: v for name, v in vars(self).items() if name != "resume"})
+        check_fields(Session, self, [name for name in vars(self) if name != "resume"])
         if self.checkpoint_every is not None:
             check.natural(checkpoint_every=self.checkpoint_every)
-        if not isinstance(self.resume, bool) and self.resume != "exact":
+        if not isinstance(self.resume, bool) and not (
+            isinstance(self.resume, str) and self.resume == "exact"
+        ):
             raise ValueError(
-                f"resume is {self.resume!r}; give True to continue with new noise, 'exact' to "
+                f"resume is {shown(self.resume)}; give True to continue with new noise, 'exact' to "
                 "repeat the steps that a seed determines, or False."
             )
 

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from evenclip import check
 from evenclip.gradients import Layout
 
-__all__ = ["Update", "check_pieces"]
+__all__ = ["Update", "check_pieces", "constructed"]
 
+_CALL = "optimizer(parameters, lr=lr)"
 # Optimisers whose update of an element depends on the gradients of that element alone. Parameters
 # may be joined into one vector for them.
 _ELEMENTWISE = tuple(
@@ -38,6 +40,16 @@ _ELEMENTWISE = tuple(
         "ASGD",
     )
 )
+
+
+def constructed(name: str, called: str, make: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Return what a function of the user constructs; `name` and `called` are for messages."""
+    try:
+        return make(*given, **named)
+    except Exception as error:
+        raise ValueError(
+            f"{name} failed when it was called as {called}; it raised {check.reason(error)}"
+        ) from error
 
 
 class Update:
@@ -73,7 +85,8 @@ class Update:
         Plain SGD constructs it only on use: with the first optimiser torch imports its compiler,
         which is slow.
         """
-        return self._make()
+        optimizer: Optimizer = constructed("optimizer", _CALL, self._make)
+        return optimizer
 
     @property
     def vector(self) -> Tensor:

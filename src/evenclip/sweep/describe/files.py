@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from evenclip import check
+from evenclip.arguments import check_path
 
 __all__ = [
     "call",
@@ -36,6 +37,7 @@ _loading = list[str]()  # files that are being executed
 
 def describe_file(path: str | Path) -> dict[str, Any]:
     """Describe a file: its path, suffix and SHA-256."""
+    check_path("file", path)
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; give the path of a file.")

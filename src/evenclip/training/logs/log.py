@@ -57,7 +57,8 @@ def writable(path: str | os.PathLike[str]) -> Path:
     file = Path(path)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, kinds.LOG.file_mode))
+        how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK  # waits for no pipe
+        os.close(os.open(file, how, kinds.LOG.file_mode))
     except OSError as error:
         raise OSError(
             f"{file} cannot be written ({error.strerror}); choose another file for the log."
