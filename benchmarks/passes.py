@@ -89,7 +89,8 @@ def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2ForSequenceClassification
 
     config = GPT2Config(
-        attn_implementation="eager", vocab_size=_VOCABULARY, n_positions=_TOKENS, n_embd=256, n_layer=4, n_head=4,
+        attn_implementation="eager", vocab_size=_VOCABULARY, n_positions=_TOKENS, n_embd=256,
+        n_layer=4, n_head=4,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, num_labels=_CLASSES, pad_token_id=0,
     )  # fmt: skip
     return Logits(GPT2ForSequenceClassification(config), padding)
