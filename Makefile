@@ -37,7 +37,7 @@ browser: $(READY)  ## the report in a real browser; needs Chromium and npm
 
 scale: $(READY)  ## sweeps on a Ray cluster of two nodes, and as Slurm's jobs
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray,slurm]'
-	$(BIN)/python -m pytest tests/sweep/test_executor.py tests/sweep/test_ray.py
+	$(BIN)/python -m pytest tests/sweep/test_executor.py tests/sweep/test_ray.py tests/sweep/test_slurm.py
 
 EMPTY := build/empty
 wheel: $(READY)  ## build it, install the wheel with every extra into an empty environment, and use it
