@@ -822,6 +822,14 @@ LEDGER = (
         ("attacks/test_rescaled_batches.py",),
     ),
     Fault(
+        "rule-without-bits",
+        "A rule that changes an array in place has a bound that depends on the records.",
+        "mechanism/guard.py",
+        "            self._state.check()\n",
+        "            self._state.put_back()\n",
+        ("attacks/test_state_in_the_rule.py",),
+    ),
+    Fault(
         "rule-without-guard",
         "What a rule keeps from call to call depends on the records, and so does its bound.",
         "mechanism/mechanism.py",

@@ -12,13 +12,15 @@ from __future__ import annotations
 import contextlib
 import copy
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from evenclip import DPSGD, Performance, Rule, fit, prepare
+from evenclip.gradients import ModelError
 from evenclip.mechanism import mechanism
 
 N, D, CLASSES = 33, 4, 3
@@ -127,6 +129,30 @@ def test_a_rule_keeps_nothing_from_call_to_call(name):
 def test_the_attack_wins_against_calls_without_a_guard(name, monkeypatch):
     monkeypatch.setattr(mechanism, "RuleGuard", lambda rule: contextlib.nullcontext())
     assert moved(*RULES[name]) > 1.5
+
+
+@dataclass(frozen=True)
+class InNumbers(Rule):
+    """A bound that decays with every call, in memory that torch does not watch."""
+
+    name: ClassVar[str] = "in numbers"
+    sigma: float = 1.0
+    bound: Any = None
+
+    def sensitivity(self, now):
+        return float(self.bound[0])
+
+    def weight(self, norm, group, now):
+        bound = self.bound if isinstance(self.bound, np.ndarray) else self.bound.data
+        bound *= 0.9
+        return (1.0 / norm).clamp(max=1.0)
+
+
+@pytest.mark.parametrize("bound", [np.ones(1), torch.ones(1)], ids=["numpy", "tensor.data"])
+def test_a_rule_that_changes_an_array_or_a_tensor_is_refused(bound):
+    data = torch.randn(N, D), torch.arange(N) % CLASSES
+    with pytest.raises(ModelError, match="A pass through the rule in numbers changes"):
+        fit(nn.Linear(D, CLASSES), data, rule=InNumbers(bound=bound), batch_size=8, steps=2)
 
 
 @dataclass(frozen=True)

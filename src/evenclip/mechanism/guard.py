@@ -50,7 +50,7 @@ class RuleGuard:
         """
         assert self._state is not None
         if error is None:
-            self._state.put_back()
+            self._state.check()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"rule": self.rule, "_state": None}
